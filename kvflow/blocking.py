@@ -6,6 +6,9 @@ Progress depends on no thread of the engine. What it refuses: leaving anything b
 the death of the loop settles whoever waits, and the thread ends.
 """
 
+# mypy: disable-error-code="empty-body"
+# A verb's body is the runtime's: `_verb` and `_lease_verb` give it one.
+
 from __future__ import annotations
 
 import asyncio
@@ -16,6 +19,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
@@ -53,9 +57,12 @@ from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 from kvflow.runtime.world import World
 
+__all__ = ["Lease", "Load", "Pending", "Runtime"]
+
 logger = logger_of(__name__)
 
 ResultT = TypeVar("ResultT")
+VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]
 _WAITS_FOR_ITSELF = "called on the loop's own thread, which would wait for itself"
 
@@ -95,15 +102,15 @@ class Pending(Generic[ResultT]):
         self._require_another_thread()
         return bool(concurrent.futures.wait([self._future], _bound(timeout_s)).done)
 
-    def begin(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> None:
-        """Only for `Runtime`, on its loop: start the task."""
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> None:
+        """On the loop: start the task."""
         if self._cancelled:
-            self.fail(concurrent.futures.CancelledError())
+            self._fail(concurrent.futures.CancelledError())
         else:
             self._task = self._loop.create_task(self._run(work), name="kvflow-blocking")
 
-    def fail(self, error: BaseException) -> None:
-        """Only for `Runtime`: end it, unless it has ended."""
+    def _fail(self, error: BaseException) -> None:
+        """End it, unless it has ended."""
         if not self._future.done():
             self._future.set_exception(error)
 
@@ -122,10 +129,10 @@ class Pending(Generic[ResultT]):
             self._future.set_result(await work())
         except asyncio.CancelledError:
             asked = self._cancelled
-            self.fail(concurrent.futures.CancelledError() if asked else RuntimeClosed("the runtime was closed"))
+            self._fail(concurrent.futures.CancelledError() if asked else RuntimeClosed("the runtime was closed"))
             raise
         except BaseException as error:  # noqa: BLE001 - it belongs to who waits
-            self.fail(error)
+            self._fail(error)
 
 
 class Load(Pending[LoadReport]):
@@ -145,7 +152,7 @@ class Load(Pending[LoadReport]):
             host.begin(self, self._carry_out)
         except KVFlowError as error:  # it is raised by `result`
             self._load = refused_load(request, error)
-            self.fail(error)
+            self._fail(error)
 
     def __repr__(self) -> str:
         return f"<blocking {self._load!r}>" if self._load else f"<blocking Load {self.request_id} not begun>"
@@ -195,13 +202,8 @@ class Load(Pending[LoadReport]):
 
         TimeoutError after `timeout_s`. RuntimeBroken if that can never be known.
         """
-        if self.safe:
-            return
-        try:
-            self._host.call(self._settle, timeout_s)
-        except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
-            if not self.safe:
-                raise RuntimeBroken(f"request {self.request_id!r}: its reads were not seen to stop") from None
+        if not self.safe:
+            self._host.settle(self, self._settle, timeout_s)
 
     async def _carry_out(self, runtime: asynchronous.Runtime) -> LoadReport:
         self._load = runtime.start_load(self._request)
@@ -219,7 +221,7 @@ class Load(Pending[LoadReport]):
             await self._load.settled()
 
 
-class HeldBlocks:
+class QuarantinedBlocks:
     """Blocks of a restore in which bytes may still land: the `quarantine` of the error that it ended with."""
 
     def __init__(self, held: Quarantine, host: _Host) -> None:
@@ -237,17 +239,25 @@ class HeldBlocks:
 
         TimeoutError after `timeout_s`. RuntimeBroken if that can never be known.
         """
+        if not self.safe:
+            self._host.settle(self, self._settle, timeout_s)
 
-        async def settle(_: asynchronous.Runtime) -> None:
-            await self._held.settled()
+    async def _settle(self, _: asynchronous.Runtime) -> None:
+        await self._held.settled()
 
-        if self.safe:
-            return
-        try:
-            self._host.call(settle, timeout_s)
-        except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
-            if not self.safe:
-                raise RuntimeBroken(f"request {self.request_id!r}: its moves were not seen to stop") from None
+
+def _lease_verb(shown: VerbT) -> VerbT:
+    """A verb of `kvflow.Lease` that the loop has carried out when this returns; a Lease it returns is the handle."""
+
+    @wraps(shown)
+    def act(self: Lease, *given: object, **named: object) -> object:
+        async def work(_: asynchronous.Runtime) -> object:
+            return getattr(self._lease, shown.__name__)(*given, **named)
+
+        found = self._host.call(work, None)
+        return self if isinstance(found, AsyncLease) else found
+
+    return act  # type: ignore[return-value]
 
 
 class Lease:
@@ -293,38 +303,75 @@ class Lease:
         _tell(self._loop, self._lease.revoke)
         return self
 
+    @_lease_verb
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
         """So many tokens are computed: see `kvflow.Lease.advance`. `ready` is of the caller's thread.
 
         Returns when the loop has taken note; raises RuntimeClosed if it has been closed.
         """
 
-        self._do(lambda: self._lease.advance(num_tokens, ready))
-
+    @_lease_verb
     def fail(self, reason: str = "") -> Lease:
         """The prompt will never be computed: see `kvflow.Lease.fail`. Returns, and raises, as `advance` does."""
-        self._do(lambda: self._lease.fail(reason))
-        return self
 
+    @_lease_verb
     def extend(self, block_ids: GivenBlockIds) -> None:
         """These blocks follow: see `kvflow.Lease.extend`. Returns, and raises, as `advance` does."""
-        self._do(lambda: self._lease.extend(block_ids))
 
+    @_lease_verb
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
         """All tokens are computed: see `kvflow.Lease.complete`. Returns, and raises, as `advance` does."""
-        self._do(lambda: self._lease.complete(payload, ready))
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count its time from now on: see `kvflow.Lease.restart`."""
         _tell(self._loop, self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
 
-    def _do(self, act: Callable[[], object]) -> None:
-        """Have the loop do something to the lease, and wait for that."""
 
-        async def work(_: asynchronous.Runtime) -> None:
-            act()
+# --- how long the loop may take for a verb, beyond `call_timeout_s`
 
-        self._host.call(work, None)
+
+def _storing_s(config: Config, request: SaveRequest | RestoreRequest) -> float:
+    asked_s = checks.answer(lambda: request.deadline_s)
+    deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
+    return deadline_s + 2 * config.cancel_grace_s
+
+
+def _ending_s(config: Config) -> float:
+    limits = config.limits
+    reads_s = limits.seal_hold_s + config.cancel_grace_s + 2 * limits.transport_close_timeout_s
+    return reads_s + config.drain_timeout_s + limits.goodbye_timeout_s
+
+
+def _closing_s(config: Config) -> float:
+    return _ending_s(config) + config.drain_timeout_s
+
+
+def _draining_s(config: Config, deadline_s: float | None = None) -> float:
+    wanted_s = config.drain_timeout_s if deadline_s is None else deadline_s
+    return checks.seconds(wanted_s, "drain: deadline_s", error=UsageError) + _closing_s(config)
+
+
+def _verb(within: Callable[..., float] = lambda *_, **__: 0.0) -> Callable[[VerbT], VerbT]:
+    """A verb of `kvflow.Runtime`, on the loop; `within` bounds it, by the Config and the verb's arguments."""
+
+    def made(shown: VerbT) -> VerbT:
+        @wraps(shown)
+        def act(self: Runtime, *given: Any, **named: Any) -> object:
+            async def work(runtime: asynchronous.Runtime) -> object:
+                found = getattr(runtime, shown.__name__)(*given, **named)
+                return await found if isinstance(found, Coroutine) else found
+
+            try:
+                found = self._host.call(work, within(self.config, *given, **named) + self._call_timeout_s)
+            except KVFlowError as error:
+                if error.quarantine is not None:
+                    error.quarantine = QuarantinedBlocks(error.quarantine, self._host)
+                raise
+            return Lease(found, self._host) if isinstance(found, AsyncLease) else found
+
+        return act  # type: ignore[return-value]
+
+    return made
 
 
 class Runtime:
@@ -364,7 +411,7 @@ class Runtime:
 
     def open(self) -> None:
         """Start the thread and the runtime. Raises ConfigError if something that Config asks for cannot be had."""
-        self._host.open(self._closing_s)
+        self._host.open(_closing_s(self.config) + self._call_timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the runtime (see `kvflow.Runtime.aclose`) and end the thread. Closing twice is fine.
@@ -374,7 +421,7 @@ class Runtime:
         """
         bound_s = _bound(timeout_s)
         self._drop.detach()
-        self._host.close(self._closing_s if bound_s is None else bound_s)
+        self._host.close(_closing_s(self.config) + self._call_timeout_s if bound_s is None else bound_s)
 
     def register_kv_caches(
         self,
@@ -389,24 +436,20 @@ class Runtime:
             lambda runtime: runtime.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s
         )
 
+    @_verb(_ending_s)
     def unregister(self) -> None:
         """Give the cache back, as before an engine sleeps: see `kvflow.Runtime.unregister`.
 
         TimeoutError if the loop's thread is stuck; the unregistering goes on then.
         """
-        limits = self.config.limits
-        ending_s = limits.seal_hold_s + self.config.cancel_grace_s + self.config.drain_timeout_s
-        bound_s = ending_s + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s
-        self._host.call(asynchronous.Runtime.unregister, bound_s + self._call_timeout_s)
 
+    @_verb()
     def serve_blocks(self, request: ServeRequest) -> Lease:
         """Offer blocks to readers: see `kvflow.Runtime.serve_blocks`. The lease is in force when this returns."""
-        lease = self._host.call_at_once(lambda runtime: runtime.serve_blocks(request), self._call_timeout_s)
-        return Lease(lease, self._host)
 
+    @_verb()
     def decline(self, request_id: str, reason: str = "") -> None:
         """Tell readers that a request will not be served: see `kvflow.Runtime.decline`."""
-        self._host.call_at_once(lambda runtime: runtime.decline(request_id, reason), self._call_timeout_s)
 
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers; returns at once and never raises: `result` does.
@@ -421,8 +464,7 @@ class Runtime:
         An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
         who may be interrupted uses `start_load`, whose handle tells.
         """
-        limits = self.config.limits
-        deadline_s = checked_load_request(request, limits.request_id_chars_max, limits.block_ids_max).deadline_s
+        deadline_s = checked_load_request(request, self.config.limits.block_ids_max).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
         after_s = self.config.cancel_grace_s + self._call_timeout_s
@@ -443,39 +485,27 @@ class Runtime:
         finally:
             _tell(self._host.loop, kept.close)
 
+    @_verb(lambda config, _: config.lease_lifetime_s + config.handshake_timeout_s)
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
-        # It has a shorter bound of its own, but for a rendezvous, whose offer is waited for.
-        bound_s = self.config.lease_lifetime_s + self.config.handshake_timeout_s + self._call_timeout_s
-        return self._host.call(lambda runtime: runtime.release_blocks(ticket), bound_s)
 
+    @_verb(_storing_s)
     def save_blocks(self, request: SaveRequest) -> SaveReport:
         """Save blocks to a file: see `kvflow.Runtime.save_blocks`. Bounded by the request's deadline.
 
         An interrupt in the calling thread cancels it.
         """
-        return self._host.call(lambda runtime: runtime.save_blocks(request), self._storing_s(request))
 
+    @_verb(_storing_s)
     def restore_blocks(self, request: RestoreRequest) -> RestoreReport:
         """Fill blocks with what was saved: see `kvflow.Runtime.restore_blocks`. Bounded by the request's deadline.
 
         An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
         """
-        try:
-            return self._host.call(lambda runtime: runtime.restore_blocks(request), self._storing_s(request))
-        except KVFlowError as error:
-            if error.quarantine is not None:
-                error.quarantine = HeldBlocks(error.quarantine, self._host)
-            raise
 
+    @_verb()
     def is_stored(self, key: bytes | str) -> bool:
         """Whether there is an entry under a key: see `kvflow.Runtime.is_stored`."""
-        return self._host.call_at_once(lambda runtime: runtime.is_stored(key), self._call_timeout_s)
-
-    def _storing_s(self, request: SaveRequest | RestoreRequest) -> float:
-        asked_s = checks.answer(lambda: request.deadline_s)
-        deadline_s = self.config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
-        return deadline_s + 2 * self.config.cancel_grace_s + self._call_timeout_s
 
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
@@ -486,16 +516,13 @@ class Runtime:
         """
         return self._host.call(lambda runtime: runtime.prewarm(engines), timeout_s)
 
+    @_verb(lambda config, *_, **__: 2 * config.handshake_timeout_s)
     def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
         """Forget an engine, or one rank of it: see `kvflow.Runtime.forget_peer`."""
-        bound_s = 2 * self.config.handshake_timeout_s + self._call_timeout_s
-        return self._host.call(lambda runtime: runtime.forget_peer(engine_id, address), bound_s)
 
+    @_verb(_draining_s)
     def drain(self, deadline_s: float | None = None) -> DrainReport:
         """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
-        wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
-        waited_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError)
-        return self._host.call(lambda runtime: runtime.drain(deadline_s), waited_s + self._closing_s)
 
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""
@@ -510,12 +537,6 @@ class Runtime:
         Raises RuntimeClosed, RuntimeBroken if the loop has died, UsageError if it has not been opened.
         """
         return self._host.start(work)
-
-    @property
-    def _closing_s(self) -> float:
-        config = self.config
-        draining_s = 2 * config.drain_timeout_s + config.limits.seal_hold_s + config.cancel_grace_s
-        return draining_s + 2 * config.limits.transport_close_timeout_s + self._call_timeout_s
 
 
 class _Host:
@@ -593,7 +614,7 @@ class _Host:
                 raise UsageError("the runtime is not open yet: use it as `with Runtime(config) as rt`")
             self._pending.add(pending)
         pending.add_done_callback(self._forget)
-        _tell(self.loop, pending.begin, lambda: work(self.runtime))
+        _tell(self.loop, pending._begin, lambda: work(self.runtime))
 
     def call_at_once(self, verb: Callable[[asynchronous.Runtime], ResultT], timeout_s: float) -> ResultT:
         """Call a verb that waits for nothing, on the loop."""
@@ -612,6 +633,14 @@ class _Host:
             return pending.result(bound_s)
         finally:
             pending.cancel()  # no effect on what is done
+
+    def settle(self, held: Load | QuarantinedBlocks, work: Work[None], timeout_s: float | None) -> None:
+        """See `Load.settled`."""
+        try:
+            self.call(work, timeout_s)
+        except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
+            if not held.safe:
+                raise RuntimeBroken(f"request {held.request_id!r}: its reads were not seen to stop") from None
 
     def _serve(self) -> None:
         """The thread: runs the loop until the runtime is closed, or until the loop dies."""
@@ -639,7 +668,7 @@ class _Host:
         if cause is not None:
             logger.error("the loop of %s died", self.runtime.config.engine_id, exc_info=cause)
         for pending in left:
-            pending.fail(self._closed_error())
+            pending._fail(self._closed_error())
 
     def _forget(self, pending: Pending[Any]) -> None:
         with self._lock:

@@ -10,17 +10,26 @@ What a value does when it is looked at is its own: an object whose methods raise
 
 from __future__ import annotations
 
+import difflib
 import numbers
+import operator
+import re
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from functools import lru_cache
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from functools import lru_cache, partial, wraps
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.errors import InvalidInput, RequestError
+from kvflow.errors import ConfigError, InvalidInput, RequestError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    DataT = TypeVar("DataT", bound=DataclassInstance)
 
 ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
@@ -29,8 +38,11 @@ ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
+GIVEN_ID_CHARS_MAX = 512
+"""Characters of a request id that a caller gives; peers take longer ones (`limits.REQUEST_ID_CHARS_MAX`)."""
 _SHOWN_CHARS = 80
 _SAID_CHARS = 400
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of the path in a message of msgspec's, such as `$.ranks[0].port`
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_CHARS
@@ -86,24 +98,28 @@ def _bounds(least: int, most: int) -> str:
     return "of 64 bits" if least == INT64_MIN else f"from {least} on, of 64 bits"
 
 
-def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
+def seconds(value: object, what: str, *, most: float = SECONDS_MAX, error: ErrorKind = RequestError) -> float:
     """A time: more than 0, and such that a timer can be set to it."""
-    if type(value) is float and 0 < value <= SECONDS_MAX:
+    if type(value) is float and 0 < value <= most:
         return value
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    plain = answer(lambda: float(value)) if is_number else None  # type: ignore[arg-type]
-    if plain is None or not 0 < plain <= SECONDS_MAX:
-        raise error(f"{what}: expected seconds above 0 and up to {SECONDS_MAX:.0e}, got {shown(value)}")
-    return float(plain)
+    plain = _real(value)
+    if plain is None or not 0 < plain <= most:
+        raise error(f"{what}: expected seconds above 0 and up to {most:g}, got {shown(value)}")
+    return plain
 
 
 def share(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
-    """Which part of a whole: 0 is nothing of it, 1 all."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    plain = answer(lambda: float(value)) if is_number else None  # type: ignore[arg-type]
+    """A part of a whole: 0 is nothing of it, 1 all."""
+    plain = _real(value)
     if plain is None or not 0 <= plain <= 1:
         raise error(f"{what}: expected 0 to 1, got {shown(value)}")
-    return float(plain)
+    return plain
+
+
+def _real(value: object) -> float | None:
+    """The number that a value is, of whatever package; None if it is none."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return answer(lambda: float(value)) if is_number else None  # type: ignore[arg-type]
 
 
 def timeout(value: object, what: str, *, error: ErrorKind = RequestError) -> float | None:
@@ -130,7 +146,7 @@ def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = 
     return plain
 
 
-def request_id(value: object, most: int) -> str:
+def request_id(value: object, most: int = GIVEN_ID_CHARS_MAX) -> str:
     """A request's id: a text of 1 to `most` characters."""
     plain = text(value, "request_id")
     if not 0 < len(plain) <= most:
@@ -192,8 +208,91 @@ def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError)
     raise error(f"{what}: expected a flat list of whole numbers of 64 bits, got {shown(values)}")
 
 
-def settle_fields(given: object, by_type: Mapping[str, Check]) -> None:
-    """Give each field of a frozen dataclass its value in Python's own type, judged by its annotation."""
+def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind = RequestError) -> str:
+    """One of a few words."""
+    plain, words = text(value, what, error=error), tuple(known)
+    if plain not in words:
+        *most, last = map(repr, words)
+        raise error(f"{what}: expected {', '.join(most)} or {last}, got {shown(value)}{did_you_mean(plain, words)}")
+    return plain
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """How an error ends that is about a word that is close to a known one, else ""."""
+    close = difflib.get_close_matches(given[:_SHOWN_CHARS], known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
+    """ConfigError that names what is given and not known, and the known name that it is close to."""
+    names = sorted(known)
+    if unknown := sorted({*given} - {*names}):
+        listed = ", ".join(name if name.isidentifier() else shown(name) for name in unknown)
+        meant = did_you_mean(unknown[0], names) or f"; known are {', '.join(names)}"
+        raise ConfigError(f"{where}: unknown: {listed}{hint}{meant}")
+
+
+def refusal(error: Exception, given: object) -> str:
+    """What msgspec refuses of `given`: field, bound and value. The value of a lease id is a secret, and is left out."""
+    steps = _STEP.findall(str(error).rpartition("`$")[2])
+    if any("lease_id" in name for name, _ in steps):
+        return str(error)
+    found: Any = given
+    for name, index in steps:
+        found = answer(partial(operator.getitem, found, name or int(index)))
+    return f"{error}, got {shown(found)}"
+
+
+# --- dataclasses, by a rule for each field
+
+
+def rules(error: ErrorKind, *, whole_least: int = INT64_MIN) -> dict[str, Check]:
+    """The rule for a field, by its annotation. All floats are seconds, but for a `Share`."""
+    given: dict[str, Check] = {
+        "int": partial(whole, least=whole_least, error=error),
+        "float": partial(seconds, error=error),
+        "bool": partial(flag, error=error),
+        "str": partial(text, error=error),
+        "Share": partial(share, error=error),
+    }
+    return {**given, **{f"{kind} | None": optional(rule) for kind, rule in given.items()}}
+
+
+def optional(rule: Check) -> Check:
+    """The rule, or None."""
+    return lambda value, name: None if value is None else rule(value, name)
+
+
+def settle_fields(
+    given: object, by_type: Mapping[str, Check], by_name: Mapping[str, Check] = MappingProxyType({})
+) -> None:
+    """Give each field of a frozen dataclass its value in Python's own type, judged by its name, else its annotation."""
     for entry in fields(given):  # type: ignore[arg-type]
-        plain = by_type[str(entry.type)](getattr(given, entry.name), entry.name)
-        object.__setattr__(given, entry.name, plain)
+        rule = by_name.get(entry.name) or by_type[str(entry.type)]
+        object.__setattr__(given, entry.name, rule(getattr(given, entry.name), entry.name))
+
+
+def naming_unknown(kind: type[ValueT]) -> type[ValueT]:
+    """A dataclass whose constructor names an argument that it does not know, and the one that it is close to."""
+    made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+
+    @wraps(made)
+    def make(self: ValueT, *values: object, **given: object) -> None:
+        if not given.keys() <= set(known):
+            check_known(given, known, where=kind.__name__)
+        made(self, *values, **given)
+
+    kind.__init__ = make  # type: ignore[assignment]
+    return kind
+
+
+def settled_request(given: object, kind: type[DataT], verb: str, by_name: Mapping[str, Check]) -> DataT:
+    """A request with its numbers and texts as Python's own; RequestError names the request and the field."""
+    known: Any = instance(given, kind, verb)
+    name = request_id(known.request_id)
+    try:
+        plain = {field: rule(getattr(known, field), field) for field, rule in by_name.items()}
+    except RequestError as error:
+        raise RequestError(f"request {name!r}: {error}") from error
+    settled: DataT = replace(known, request_id=name, **plain)
+    return settled

@@ -15,9 +15,7 @@ from typing import TypeAlias, cast
 from kvflow import checks
 from kvflow.checks import is_name, shown
 from kvflow.errors import ConfigError, InvalidInput
-from kvflow.limits import NUMBERS, Limits, by_device, check_bounds
-
-_MIB = 1 << 20
+from kvflow.limits import BOUNDS, BY_DEVICE_OR_GIVEN, Limits, by_device
 
 Share: TypeAlias = float
 
@@ -35,12 +33,12 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]")
 _BACKEND = re.compile(r"[A-Za-z0-9_]{1,64}")
 STORE_BACKEND = "POSIX"
 """NIXL's backend for files, which the store uses."""
+NIXL_BACKENDS = (
+    *("UCX", "LIBFABRIC", "MOONCAKE", "UCCL", "GPUNETIO", "GDS", "GDS_MT", STORE_BACKEND, "OBJ", "AZURE_BLOB"),
+    *("HF3FS", "GUSLI", "INFINIA"),
+)
+"""The backends that NIXL comes with. Others are taken by their names: NIXL says when it starts whether it has them."""
 _AUTO = re.compile(r"auto(?::(.+))?", re.DOTALL)
-_MODES = {
-    "role": ("producer", "consumer", "both"),
-    "scratch": ("auto", "always", "never"),
-    "staging": ("auto", "always", "never"),
-}
 
 
 def is_key_name(text: str) -> bool:
@@ -80,18 +78,20 @@ def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_si
     return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
 
 
+@checks.naming_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """How one rank of an engine takes part.
 
-    `listen` is the side channel's base address. The rank listens at base port + its offset (see
-    `listen_port_offset`), so all ranks of an engine share one Config but for their rank. Port 0 asks the
-    system for any free port; tickets carry the real one. What each setting is for: docs/reference/config, and beside it
-    in the source, which `help()` does not show.
+    All ranks of an engine share one Config but for their rank. ConfigError names a setting that is unknown, or cannot
+    be. What each setting is for: docs/reference/config, and beside it in the source, which `help()` does not show.
     """
 
     engine_id: str
+    """Name of the engine, the same for all its ranks: printable, without spaces. Tickets, errors and logs show it."""
     listen: str = "tcp://127.0.0.1:5600"
+    """Base address of the side channel, tcp://host:port. A rank listens at the port plus its number within the engine;
+    with port 0 the system chooses a free one, which tickets carry."""
     advertise_host: str | None = None
     """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0. "auto" is decided when the runtime
     opens, on the host that it runs on: the address of the interface that the default route leaves by; of the one that
@@ -101,10 +101,15 @@ class Config:
     """Name of the model; both sides must give the same."""
 
     tp_rank: int = 0
+    """Tensor-parallel rank, from 0."""
     tp_size: int = 1
+    """Tensor-parallel ranks of a pipeline stage."""
     dp_rank: int = 0
+    """Data-parallel replica, from 0; each replica has ports of its own."""
     pp_rank: int = 0
+    """Pipeline stage, from 0."""
     pp_size: int = 1
+    """Pipeline stages of the engine."""
     num_kv_heads: int | None = None
     """KV heads of the whole model. None works it out with the peer's; give it where tp_size may exceed it."""
 
@@ -117,39 +122,40 @@ class Config:
     """What it does: "producer" only serves blocks, "consumer" only loads them. Memory is registered for that alone."""
 
     transport: str = "nixl"
+    """Moves the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
     nixl_backend: str = "UCX"
-    """How NIXL moves bytes between engines. Several are separated by commas, such as "UCX,LIBFABRIC": NIXL takes the
-    first that reaches both sides' memory."""
+    """NIXL's backend between engines. Several are separated by commas, such as "UCX,LIBFABRIC": NIXL takes the first
+    that reaches both sides' memory."""
     nixl_backend_params: Mapping[str, str] = field(default_factory=dict)
-    """What the backend is told when it starts. "NAME.key" is for the backend of that name alone, such as
+    """Parameters for the backend when it starts. "NAME.key" is for the backend of that name alone, such as
     "POSIX.use_uring" for the one that the store uses; a plain "key" is for each that `nixl_backend` names."""
-    prefault: bool = True
-    """Touch every page of a CPU cache when it is registered: the first write to a fresh page is slow."""
 
     lease_ttl_s: float = 30.0
-    """How long blocks are kept for their readers; a reader that is at it renews that."""
+    """Time blocks are kept for their readers; a reader that is at it renews that."""
     lease_lifetime_s: float = 600.0
-    """How long after an offer readers can renew it: no reader keeps blocks forever. A longer ttl_s is kept."""
+    """Time after an offer in which readers can renew it: no reader keeps blocks forever. A longer ttl_s is kept."""
     load_deadline_s: float = 30.0
+    """Longest time a load takes, if its request does not say."""
     handshake_timeout_s: float = 5.0
+    """Longest time a peer has to answer on the side channel."""
     cancel_grace_s: float = 1.0
-    """How long a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
+    """Time a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
     drain_timeout_s: float = 10.0
-    """How long closing waits for loads and leases that are still open."""
+    """Time closing waits for loads and leases that are still open."""
 
     verify_share: Share = 0.0
-    """The share of loads whose bytes are compared with the producer's by checksums, drawn load by load: 0 is none, 1
-    all. `LoadRequest.verify` says it of one load."""
+    """Share of loads whose bytes are compared with the producer's by checksums, drawn load by load: 0 is none, 1 all.
+    `LoadRequest.verify` says it of one load."""
 
     loads_waiting_max: int = 1 << 12
-    """How many loads may wait; one more is `Overloaded`."""
+    """Loads that may wait; one more is `Overloaded`."""
     in_flight_bytes_max: int = 0
-    """In flight at once, over all loads. A read that is larger by itself goes when nothing else is in flight.
+    """Bytes in flight, over all loads. A read that is larger by itself goes when nothing else is in flight.
     0: 256 MiB for a cache in host memory, 1 GiB on CUDA."""
 
     scratch: str = "auto"
-    """Whether blocks whose pieces are small are read whole into scratch memory and permuted: "auto" (where the rule of
-    `core.plan.whole_blocks` says so), "always" or "never"."""
+    """Whether blocks whose pieces are small are read whole into scratch memory and permuted there: "auto" (where that
+    is faster), "always" or "never"."""
     staging: str = "auto"
     """Whether blocks go through host buffers: "auto" (if the transport cannot reach the cache's device), "always", or
     "never", which makes registering a cache raise ConfigError where it would be needed."""
@@ -158,27 +164,17 @@ class Config:
     most an eighth of the host's memory, shared by the engine's ranks."""
 
     store_dir: str | PathLike[str] | None = None
-    """Where blocks are saved to and restored from (`Runtime.save_blocks`). Each rank has a folder of its own in it,
-    which no other runtime may use at the same time."""
+    """Folder that blocks are saved to and restored from (`Runtime.save_blocks`). Each rank has a folder of its own in
+    it, which no other runtime may use at the same time."""
     store_bytes_max: int = 16 << 30
-    """What a rank's files may take; entries that were not used for longest make room for new ones."""
+    """Bytes that a rank's files may take; entries that were not used for longest make room for new ones."""
 
     limits: Limits = field(default_factory=Limits)
     """The bounds that few have to change."""
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, _PLAIN)
-        _check_names(self)
-        _check_ranks(self)
-        _check_curve(self)
-        _check_modes(self)
-        _check_backends(self)
-        check_bounds(self)
-        host, port = split_address(self.listen)
-        if port and port + self.listen_port_offset > PORT_MAX:
-            raise ConfigError(f"listen: port {port} + rank offset {self.listen_port_offset} is above {PORT_MAX}")
-        if self.advertise_host is None and host in _WILDCARDS:
-            raise ConfigError(f"listen: {host!r} is a wildcard, so advertise_host must say what tickets name")
+        checks.settle_fields(self, _BY_TYPE, _BY_NAME)
+        _check_together(self)
 
     @property
     def nixl_backends(self) -> Mapping[str, Mapping[str, str]]:
@@ -224,60 +220,40 @@ def params_of(config: Config, backend: str) -> Mapping[str, str]:
     return common | {key.partition(".")[2]: value for key, value in given if key.startswith(f"{backend}.")}
 
 
-def _check_names(config: Config) -> None:
-    if not is_name(config.engine_id, ENGINE_ID_CHARS_MAX):
-        raise ConfigError(
-            f"engine_id: expected 1 to {ENGINE_ID_CHARS_MAX} printable characters without spaces, "
-            f"got {len(config.engine_id)}: {config.engine_id[:40]!r}"
-        )
-    if len(config.model) > 1024:
-        raise ConfigError(f"model: expected at most 1024 characters, got {len(config.model)}")
-    named = config.advertise_toward or config.advertise_host
-    if named is not None and not is_host(named):
-        raise ConfigError(f"advertise_host: {named[:300]!r} is no host that peers can connect to")
+def _engine_id(value: object, name: str) -> str:
+    plain = checks.text(value, name, error=ConfigError)
+    if not is_name(plain, ENGINE_ID_CHARS_MAX):
+        what = f"1 to {ENGINE_ID_CHARS_MAX} printable characters without spaces"
+        raise ConfigError(f"{name}: expected {what}, got {len(plain)}: {plain[:40]!r}")
+    return plain
 
 
-def _check_curve(config: Config) -> None:
-    if (config.curve_secret_key_file is None) != (config.curve_peers_dir is None):
-        raise ConfigError(
-            f"curve_secret_key_file, curve_peers_dir: expected both or none, "
-            f"got {shown(config.curve_secret_key_file)} and {shown(config.curve_peers_dir)}"
-        )
-    if config.curve_peers_dir is not None and not is_key_name(config.engine_id):
-        raise ConfigError(f"engine_id: {config.engine_id[:80]!r} cannot name key files, as curve_peers_dir needs")
+def _listen(value: object, name: str) -> str:
+    plain = checks.text(value, name, error=ConfigError)
+    split_address(plain, what=name)
+    return plain
 
 
-def _check_ranks(config: Config) -> None:
-    for rank_name, size_name in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
-        rank, size = getattr(config, rank_name), getattr(config, size_name)
-        if size > RANKS_MAX:
-            raise ConfigError(f"{size_name}: expected at most {RANKS_MAX}, got {size}")
-        if size < 1 or not 0 <= rank < size:
-            raise ConfigError(f"{rank_name}: expected 0 <= {rank_name} < {size_name}, got {rank} and {size}")
-    if config.dp_rank < 0:
-        raise ConfigError(f"dp_rank: expected 0 or more, got {config.dp_rank}")
-    if config.num_kv_heads is not None and config.num_kv_heads < 1:
-        raise ConfigError(f"num_kv_heads: expected 1 or more, got {config.num_kv_heads}")
+def _advertised(value: object, name: str) -> str:
+    plain = checks.text(value, name, error=ConfigError)
+    if not is_host(auto_target(plain) or plain):
+        raise ConfigError(f"{name}: {plain[:300]!r} is no host that peers can connect to")
+    return plain
 
 
-def _check_modes(config: Config) -> None:
-    for name, modes in _MODES.items():
-        if (mode := getattr(config, name)) not in modes:
-            *most, last = map(repr, modes)
-            raise ConfigError(f"{name}: expected {', '.join(most)} or {last}, got {shown(mode)}")
-
-
-def _check_backends(config: Config) -> None:
-    names = config.nixl_backend.split(",")
-    if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(name) for name in names):
-        raise ConfigError(f"nixl_backend: expected names separated by commas, got {shown(config.nixl_backend)}")
+def _backends(value: object, name: str) -> str:
+    """Names of backends, none of them a slip of the pen for one that NIXL comes with."""
+    plain = checks.text(value, name, error=ConfigError)
+    names = plain.split(",")
+    if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(one) for one in names):
+        raise ConfigError(f"{name}: expected names separated by commas, got {shown(value)}")
+    for one in names:
+        meant = "" if one in NIXL_BACKENDS else checks.did_you_mean(one.upper(), NIXL_BACKENDS)
+        if meant:
+            raise ConfigError(f"{name}: {shown(one)} is no backend that NIXL comes with{meant}")
     if names == [STORE_BACKEND]:
-        raise ConfigError(f"nixl_backend: {STORE_BACKEND} reaches files only, no peers: it is what store_dir uses")
-    for key in config.nixl_backend_params:
-        whose, dot, _ = key.partition(".")
-        if dot and whose not in (*names, STORE_BACKEND):
-            known = ", ".join(dict.fromkeys((*names, STORE_BACKEND)))
-            raise ConfigError(f"nixl_backend_params: {shown(key)} is for {shown(whose)}, there are {known}")
+        raise ConfigError(f"{name}: {STORE_BACKEND} reaches files only, no peers: it is what store_dir uses")
+    return plain
 
 
 def _path(value: object, name: str) -> object:
@@ -294,21 +270,48 @@ def _texts(value: object, name: str) -> Mapping[str, str]:
     return {key: checks.text(entry, f"{name}[{shown(key)}]", error=ConfigError) for key, entry in given.items()}
 
 
-def _optional(check: checks.Check) -> checks.Check:
-    return lambda value, name: None if value is None else check(value, name)
+def _check_together(config: Config) -> None:
+    """ConfigError for settings that cannot be beside each other."""
+    for rank_name, size_name in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
+        rank, size = getattr(config, rank_name), getattr(config, size_name)
+        if rank >= size:
+            raise ConfigError(f"{rank_name}: expected 0 <= {rank_name} < {size_name}, got {rank} and {size}")
+    if (config.curve_secret_key_file is None) != (config.curve_peers_dir is None):
+        both = f"{shown(config.curve_secret_key_file)} and {shown(config.curve_peers_dir)}"
+        raise ConfigError(f"curve_secret_key_file, curve_peers_dir: expected both or none, got {both}")
+    if config.curve_peers_dir is not None and not is_key_name(config.engine_id):
+        raise ConfigError(f"engine_id: {config.engine_id[:80]!r} cannot name key files, as curve_peers_dir needs")
+    known = tuple(dict.fromkeys((*config.nixl_backend.split(","), STORE_BACKEND)))
+    for key in config.nixl_backend_params:
+        whose, dot, _ = key.partition(".")
+        if dot and whose not in known:
+            raise ConfigError(f"nixl_backend_params: {shown(key)} is for {shown(whose)}, there are {', '.join(known)}")
+    host, port = split_address(config.listen)
+    if port and port + config.listen_port_offset > PORT_MAX:
+        raise ConfigError(f"listen: port {port} + rank offset {config.listen_port_offset} is above {PORT_MAX}")
+    if config.advertise_host is None and host in _WILDCARDS:
+        raise ConfigError(f"listen: {host!r} is a wildcard, so advertise_host must say what tickets name")
 
 
-_text = partial(checks.text, error=ConfigError)
-
-# How a field's value is checked, by its type.
-_PLAIN: Mapping[str, checks.Check] = {
-    **NUMBERS,
-    "int | None": _optional(NUMBERS["int"]),
-    "bool": partial(checks.flag, error=ConfigError),
-    "Share": partial(checks.share, error=ConfigError),
-    "str": _text,
-    "str | None": _optional(_text),
-    "str | PathLike[str] | None": _optional(_path),
+_BY_TYPE: Mapping[str, checks.Check] = {
+    **BOUNDS,
+    "str | PathLike[str] | None": checks.optional(_path),
     "Mapping[str, str]": _texts,
     "Limits": lambda value, name: checks.instance(value, Limits, name, error=ConfigError),
+}
+_size = partial(checks.whole, least=1, most=RANKS_MAX, error=ConfigError)
+_rank = partial(checks.whole, least=0, error=ConfigError)
+_mode = partial(checks.one_of, known=("auto", "always", "never"), error=ConfigError)
+_BY_NAME: Mapping[str, checks.Check] = {
+    "engine_id": _engine_id,
+    "listen": _listen,
+    "advertise_host": checks.optional(_advertised),
+    "model": partial(checks.text, most=1024, error=ConfigError),
+    **dict.fromkeys(("tp_size", "pp_size"), _size),
+    **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank"), _rank),
+    "role": partial(checks.one_of, known=("producer", "consumer", "both"), error=ConfigError),
+    "transport": partial(checks.one_of, known=("nixl", "inproc"), error=ConfigError),
+    "nixl_backend": _backends,
+    **dict.fromkeys(("in_flight_bytes_max", "host_buffer_bytes_max"), BY_DEVICE_OR_GIVEN),
+    **dict.fromkeys(("scratch", "staging"), _mode),
 }

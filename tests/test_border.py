@@ -390,7 +390,7 @@ def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides
 
 
 MADE_BY_KVFLOW = {"DrainReport", "Lease", "Load", "LoadReport", "Prewarmed", "Progress", "RuntimeStatistics"}
-MADE_BY_KVFLOW |= {"SaveReport", "RestoreReport"}
+MADE_BY_KVFLOW |= {"LeaseRecord", "LoadRecord", "Rank", "SaveReport", "RestoreReport"}
 RUN_CALLERS_CODE = {"blocking.Runtime.start": "work"}
 
 

@@ -199,7 +199,7 @@ async def test_what_a_warm_load_meets_over_nixl() -> None:
         await decode.register_kv_caches(_caches(), layout)
         for number in range(_LOADS):
             lease = prefill.serve_blocks(kvflow.ServeRequest(f"req {number}", block_ids=[3, 4], num_tokens=32))
-            request = kvflow.LoadRequest(lease.request_id, ticket=lease.ticket, block_ids=[0, 1])
+            request = kvflow.LoadRequest(lease.request_id, ticket=lease.ticket.to_params(), block_ids=[0, 1])
             trace.start()
             try:
                 await decode.load_blocks(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -20,30 +21,29 @@ from doc_engines import SURROUNDINGS, nothing
 import kvflow
 import kvflow.blocking
 from kvflow import Config, Limits, errors
-from kvflow.core.policy.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE, mermaid
 from kvflow.testing import InprocCluster
 
-TABLES = {
-    "peer": PEER_TABLE,
-    "lease": LEASE_TABLE,
-    "transfer": TRANSFER_TABLE,
-    "consumer": CONSUMER_TABLE,
-    "producer": PRODUCER_TABLE,
-}
-DIAGRAMS = {name: mermaid(table) for name, table in TABLES.items()}
+
+def test_pictures_are_those_that_are_drawn_now() -> None:
+    """States from the code's own tables, everything else from docs/data; each is shown on some page, light and dark."""
+    drawn = dict(runpy.run_path(str(ROOT / "docs" / "site" / "pictures.py"))["pictures"]())
+    kept = {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").iterdir()}
+    assert kept.keys() == drawn.keys()
+    assert [name for name in drawn if kept[name] != drawn[name]] == [], "python docs/site/pictures.py draws them"
+    shown = "".join(page.read_text() for page in PAGES.values())
+    assert [name for name in drawn if f"pictures/{name}" not in shown] == []
 
 
-@pytest.mark.parametrize("name", DIAGRAMS)
-def test_state_diagrams_are_those_of_the_tables(name: str) -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    match = re.search(rf"<!-- states:{name} -->\n(.*?)<!-- /states -->", text, re.DOTALL)
-    assert match is not None
-    assert match[1] == f"```mermaid\n{DIAGRAMS[name]}\n```\n", f"put this there:\n{DIAGRAMS[name]}"
+def test_tables_that_are_kept_are_those_of_the_code() -> None:
+    generated = runpy.run_path(str(ROOT / "docs" / "site" / "tables.py"))["pages"]()
+    assert len(generated) > 3
+    assert [str(p) for p, text in generated.items() if p.read_text() != text] == [], "python docs/site/tables.py"
 
 
 def test_links_between_the_docs_lead_somewhere() -> None:
     for page in PAGES.values():
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"", page.read_text()):
+            target = "".join(target)
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
@@ -67,6 +67,19 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     table = (tmp_path / "reference/errors/index.html").read_text().split("</table>")[0]
     assert table.count("<tr>") == 1 + len(RAISED) + len(GROUPS)
     assert "<code>(2, B, H, N, D)</code>" in (tmp_path / "reference/tensors/index.html").read_text()
+
+
+def test_decisions_are_short_and_in_their_index() -> None:
+    folder = ROOT / "docs" / "decisions"
+    records = {path.name: path.read_text() for path in folder.glob("0*.md")}
+    assert {name: count for name, text in records.items() if (count := len(text.split())) > 500} == {}
+    index = (folder / "index.md").read_text()
+    assert [name for name in records if f"]({name})" not in index] == []
+
+
+def test_readme_is_read_in_a_minute() -> None:
+    """Its snippet is code, and not counted."""
+    assert len(re.sub(r"```python.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL).split()) < 480
 
 
 def test_messages_quoted_in_troubleshooting_are_those_of_the_code() -> None:
@@ -154,7 +167,7 @@ def test_members_named_within_the_text_exist() -> None:
     """Of what users hold, in asyncio or in threads."""
     kinds = {"runtime": "Runtime", "load": "Load", "lease": "Lease"}
     for page, path in PAGES.items():
-        for held, member in re.findall(r"`[^`\n]*?\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()):
+        for held, member in re.findall(r"`[^`\n]*?(?<!\.)\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()):
             both = [getattr(module, kinds[held]) for module in (kvflow, kvflow.blocking)]
             assert any(hasattr(kind, member) for kind in both), f"{page}: {held}.{member}"
 
@@ -183,6 +196,9 @@ def test_members_named_within_the_text_exist() -> None:
         "```toml\na = b\n```",
         "```yaml\na: [\n```",
         "```mermaid\nstateDiagram-v2\n```",
+        "<!-- script -->\n```python\nraise SystemExit(1)\n```",
+        "<!-- script -->\n```python\nprint(1)\n```\n```text\n2\n```",
+        "```text\nprinted by nobody\n```",
         "```\nkvflow doctor\n```",
         "```rust\nfn main() {}\n```",
         "- in a list\n  ```sh\n  rm -r /\n  ```",

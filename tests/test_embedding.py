@@ -148,7 +148,8 @@ async def cancelled_before_the_load_has_begun(engine: Embedded) -> None:
 async def cancelled_while_a_rendezvous_is_waited_for(engine: Embedded) -> None:
     introduction = engine.other.runtime.serve_blocks(ServeRequest("introduction", [], num_tokens=0))
     request = wanted()
-    request.kv_transfer_params = engine.names["both_legs"](introduction.ticket.to_params(), "secret")
+    rendezvous = kvflow.Ticket.rendezvous(introduction.ticket.to_params(), "secret", ttl_s=30.0)
+    request.kv_transfer_params = rendezvous.to_params()
     decoding = asyncio.create_task(engine.decode(request))
     await asyncio.wait([decoding], timeout=1.0)
     await cancel(decoding)

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -17,12 +19,40 @@ import kvflow
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvflow"
-SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
-TESTS = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))
+
+
+class Trees(Mapping[str, ast.Module]):
+    """Files by their paths from the root, each parsed once, when it is looked at: every worker collects this file."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = [path.relative_to(ROOT).as_posix() for path in paths]
+        self._parsed: dict[str, ast.Module] = {}
+
+    def __getitem__(self, path: str) -> ast.Module:
+        if path not in self._parsed:
+            if path not in self._paths:
+                raise KeyError(path)
+            self._parsed[path] = ast.parse((ROOT / path).read_text("utf-8"))
+        return self._parsed[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}
+"""Of those who work on kvflow: programs like the package's, and no tests."""
+SOURCES = Trees(PACKAGE.rglob("*.py"))
+BENCHES = Trees(BENCH_FILES)
+TESTS = Trees(
+    path
     for path in (ROOT / "tests").rglob("*.py")
+    if path not in BENCH_FILES
     if path.relative_to(ROOT).parts[1] not in ("ray", "vllm")  # real servers answer over HTTP: they are polled
-}
+)
+PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
 # Imports point down this list; parts of one line do not import each other.
 LEVELS = [["errors"], ["checks"], ["limits", "logs"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
@@ -37,7 +67,7 @@ ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", 
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
 COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}
-COMPARED_WITH_KVFLOW |= {f"kvflow/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
+COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {
@@ -52,9 +82,8 @@ LOOKING_AGAIN = {
 LOGGERS_AS_A_WHOLE = {
     "kvflow/vllm/connector.py": "kvflow's lines go where vLLM's go",
     "kvflow/testing/simulator/simulation.py": "a simulation says nothing",
-    "kvflow/bench/fleet/life.py": "a bench says nothing",
-    "kvflow/bench/peers/nixl_connect.py": "another library says nothing",
 }
+DOUBLES_MAX = 43
 LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 # Tests whose subject is time itself, each with the reason.
@@ -98,7 +127,7 @@ def part_of(name: str) -> str:
 
 def imports(path: str, tree: ast.Module) -> Iterator[str]:
     """The dotted name of everything imported anywhere in a file, names from a package in full."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
@@ -114,17 +143,37 @@ def imports(path: str, tree: ast.Module) -> Iterator[str]:
                         yield "<computed>"
 
 
-IMPORTED = {path: {name.split(".")[0] for name in imports(path, tree)} for path, tree in SOURCES.items()}
+@functools.cache
+def imported() -> dict[str, set[str]]:
+    """The packages that each file imports."""
+    return {path: {name.split(".")[0] for name in imports(path, tree)} for path, tree in SOURCES.items()}
 
 
 def importers(package: str) -> set[str]:
-    return {path for path, names in IMPORTED.items() if package in names}
+    return {path for path, names in imported().items() if package in names}
+
+
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All of a file: each is walked through once."""
+    return tuple(ast.walk(tree))
 
 
 @functools.cache
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
     """The dotted text of what is called, and the call."""
-    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(text_of(node.func), node) for node in nodes(tree) if isinstance(node, ast.Call)]
+
+
+def text_of(node: ast.expr) -> str:
+    """As `ast.unparse`, which takes fifty times as long for a dotted name."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name):
+            return f"{text_of(value)}.{name}"
+        case _:
+            return ast.unparse(node)
 
 
 def run_python(code: str) -> str:
@@ -219,7 +268,7 @@ def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
         path = rest.pop()
         for name in imported_to_run(path):
             file = file_of(name)
-            if name.split(".")[0] == "kvflow" and file not in found:
+            if name.split(".")[0] in ("kvflow", "tests") and file not in found:
                 assert part_of(file) == "bench", f"{path} imports {name}"
                 found.add(file)
                 rest.append(file)
@@ -229,12 +278,16 @@ def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
 def file_of(name: str) -> str:
     """Where an imported module is, or the module that an imported name is of."""
     bases = [part.replace(".", "/") for part in (name, name.rpartition(".")[0])]
-    return next((path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in SOURCES), "")
+    return next((path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in PROGRAM_FILES), "")
 
 
 def imported_to_run(path: str) -> Iterator[str]:
     """Without what is imported for its type only."""
-    body = [node for node in SOURCES[path].body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    body = [
+        node
+        for node in PROGRAM_FILES[path].body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))
+    ]
     return imports(path, ast.Module(body=body, type_ignores=[]))
 
 
@@ -294,6 +347,39 @@ def test_all_is_what_exists() -> None:
     assert kvflow.__all__ == sorted(kvflow.__all__)
 
 
+@pytest.mark.parametrize("module", kvflow.__public_modules__)
+def test_public_modules_name_what_they_define_or_hand_on(module: str) -> None:
+    place = ROOT / module.replace(".", "/")
+    tree = SOURCES[(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).relative_to(ROOT).as_posix()]
+    bound = {name for node in nodes(tree) for name in _names_bound(node)}
+    (names,) = (ast.literal_eval(node.value) for node in tree.body if _binds_all(node))
+    assert set(names) <= bound
+    assert names == sorted(set(names))
+
+
+def _binds_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
+    return isinstance(node, ast.Assign) and [target.id for target in node.targets if isinstance(target, ast.Name)] == [
+        "__all__"
+    ]
+
+
+def _names_bound(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            yield name
+        case ast.ImportFrom(names=names):
+            yield from (found.asname or found.name for found in names)
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            yield name
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """But for the handles in threads, which are those of asyncio; new doubles are named apart."""
+    defined = Counter(node.name for tree in SOURCES.values() for node in nodes(tree) if isinstance(node, ast.ClassDef))
+    twice = sorted(name for name, count in defined.items() if count > 1)
+    assert len(twice) <= DOUBLES_MAX, twice
+
+
 # --- shape of the code
 
 
@@ -322,8 +408,10 @@ def sleeps(tree: ast.AST) -> list[str]:
     """Calls that wait for time to pass; giving way to other tasks with asyncio.sleep(0) is none."""
     found = []
     for name, call in calls(tree):
+        if name.rpartition(".")[2] not in ("sleep", "usleep", "nanosleep"):
+            continue
         gives_way = [ast.unparse(argument) for argument in call.args[:1]] == ["0"]
-        if name.split(".")[-1] in ("sleep", "usleep", "nanosleep") and not (name == "asyncio.sleep" and gives_way):
+        if not (name == "asyncio.sleep" and gives_way):
             found.append(f"line {call.lineno}: {ast.unparse(call)}")
     return found
 
@@ -381,7 +469,7 @@ def test_the_library_leaves_the_hosts_threads_and_lock_alone() -> None:
 def meddling(tree: ast.AST) -> list[int]:
     """Lines that name what is not the library's to use."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case (
                 ast.Attribute(value=ast.Name("time"), attr="sleep")
@@ -416,9 +504,9 @@ def test_no_logger_is_told_text_from_outside_bare() -> None:
             continue
         made = [call for name, call in calls(tree) if name.endswith("getLogger")]
         assert bool(made) == (path in LOGGERS_AS_A_WHOLE), f"{path}: loggers are made by logs.logger_of"
-        told = {ast.unparse(parent.value) for parent in ast.walk(tree) if isinstance(parent, ast.Attribute)}
-        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
-            for target in map(ast.unparse, node.targets):
+        told = {text_of(parent.value) for parent in nodes(tree) if isinstance(parent, ast.Attribute)}
+        for node in (node for node in nodes(tree) if isinstance(node, ast.Assign)):
+            for target in map(text_of, node.targets):
                 if target in told and target.lower().endswith("logger"):
                     assert ast.unparse(node.value).startswith("logger_of("), f"{path}:{node.lineno}"
         for name, call in calls(tree):
@@ -437,7 +525,7 @@ def test_no_logger_is_told_text_from_outside_bare() -> None:
 def marked_thorough(node: ast.AST) -> bool:
     """Whether a test or a class of tests stays out of the fast suite; a marked parameter is its test's own matter."""
     decorators = getattr(node, "decorator_list", [])
-    return any(ast.unparse(decorator) == "pytest.mark.thorough" for decorator in decorators)
+    return any(text_of(decorator) == "pytest.mark.thorough" for decorator in decorators)
 
 
 def thorough_of(path: str) -> dict[str, bool]:
@@ -454,9 +542,11 @@ def test_what_is_thorough_names_a_fast_sibling() -> None:
     """Its docstring says "Thorough: see `test_x` of this file", or of the file with that path in tests/."""
     seen = 0
     for path, tree in TESTS.items():
-        marks = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
-        assert not [mark for mark in marks if "pytestmark" in mark and "thorough" in mark], path
-        for node in (node for node in ast.walk(tree) if marked_thorough(node)):
+        marks = [
+            node for node in tree.body if isinstance(node, ast.Assign) and text_of(node.targets[0]) == "pytestmark"
+        ]
+        assert not [mark for mark in marks if "thorough" in ast.unparse(mark)], path
+        for node in (node for node in nodes(tree) if marked_thorough(node)):
             assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             said = re.search(r"Thorough: see `(test_\w+)` of (this file|`([\w/]+\.py)`)", ast.get_docstring(node) or "")
             assert said is not None, f"{path}: {node.name}"

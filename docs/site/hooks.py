@@ -1,19 +1,11 @@
-"""What MkDocs fills in: tables made from the source, the public names, and the repository's own pages.
-
-A page says `<!-- table: config -->` or `<!-- api: kvflow -->` where one is to stand. Nothing made here is kept in the
-repository, so nothing can be out of date.
-"""
+"""What MkDocs adds to the pages: the API, a page a class; the repository's own pages; pictures by the palette."""
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
+import enum
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
-from itertools import pairwise
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +15,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tables import find, public_names  # noqa: E402
 
 # Pages of the repository that are pages of the site, too.
 PAGES = {
@@ -30,19 +25,64 @@ PAGES = {
     "examples.md": "examples/README.md",
 }
 _ON_SITE = {path: name for name, path in PAGES.items()}
-_MARK = re.compile(r"^<!-- (table|api): ([\w.]+) -->$", re.MULTILINE)
-_LINK = re.compile(r"\[([^\]\n]+)\]\((?!\w+://|#)([^)#\n]+)([^)\n]*)\)")
+_LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\((?!\w+://|#)([^)#\n]+)([^)\n]*)\)")
+_PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
+    r'<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
+)
+_API_ROW = re.compile(r"^\| `(kvflow[\w.]*)` \|", re.MULTILINE)
+
+# What the runtime, and nobody else, calls on what users hold.
+_OWN = {
+    "kvflow.Load": ("begin", "end", "follow", "note_progress", "progressed"),
+    "kvflow.Runtime": ("observed_by",),
+}
+# Handles are made by the runtime: how is no part of the API.
+_HANDLES = ("Load", "Lease")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of the API where the navigation says API."""
+    reference = next(part["Reference"] for part in config.nav if "Reference" in part)
+    entry = next(part for part in reference if "API" in part)
+    entry["API"] = ["reference/api.md"]
+    for module, names in public_names().items():
+        pages = [{full.removeprefix(f"{module}."): _page_of(full)} for full in names]
+        entry["API"].append({module: pages})
+    return config
+
+
+def _page_of(full: str) -> str:
+    """Where a name's page is; the name as it is written, for others have one that differs in case alone."""
+    return f"reference/api/{full}.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the repository's own pages."""
+    """Add the repository's own pages, and a page for each public name."""
     for name, path in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / path).read_text("utf-8")))
+    files.append(File.generated(config, "site.css", content=(DOCS / "site" / "site.css").read_text("utf-8")))
+    for names in public_names().values():
+        for full in names:
+            files.append(File.generated(config, _page_of(full), content=_api_page(full)))
     return files
 
 
+def _api_page(full: str) -> str:
+    found = find(full)
+    name = full.rpartition(".")[2]
+    shown = [f"!^{own}$" for own in _OWN.get(full, ())]
+    options: dict[str, Any] = {"heading_level": 1, "filters": ["!^_", "^__init__$", *shown]}
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        options["show_if_no_docstring"] = True  # its members
+    if name in _HANDLES:
+        options |= {"merge_init_into_class": False, "filters": ["!^_", *shown]}
+    lines = [f"      {key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
+    return "\n".join([f"::: {full}", "    options:", *lines, ""])
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Put what a mark asks for in its place; links between the repository and the site lead to the site's pages."""
+    """Links between the repository and the site lead to the site's pages; a picture is the palette's."""
     name = page.file.src_uri
     there = ROOT / PAGES.get(name, f"docs/{name}")
 
@@ -56,142 +96,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return match[1]  # it is in the repository only
         return f"[{match[1]}]({os.path.relpath(found, Path(name).parent)}{match[3]})"
 
-    return _MARK.sub(lambda match: _MADE[match[1]](match[2]), _LINK.sub(link, markdown))
-
-
-def _table_named(name: str) -> str:
-    return TABLES[name]()
-
-
-def _api(module: str) -> str:
-    """Every public name of a module, one after the other."""
-    names = importlib.import_module(module).__all__
-    return "\n\n".join(f"::: {module}.{name}" for name in names if name != "errors")
-
-
-# --- tables
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(header)]
-    lines += [["---"] * len(lines[0]), *([_cell(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """On one line, and without a bar that would end it: within code a bar ends nothing."""
-    return re.sub(r"`[^`]*`|\|", lambda found: "\\|" if found[0] == "|" else found[0], " ".join(text.split()))
-
-
-def settings_table(kind: type[Any]) -> str:
-    """Fields of a dataclass with type, default and docstring."""
-    said = docstrings_of(kind)
-    rows = (
-        (f"`{entry.name}`", f"`{entry.type}`", f"`{default_of(entry)}`", said.get(entry.name, ""))
-        for entry in fields(kind)
-    )
-    return table(("setting", "type", "default", "meaning"), rows)
-
-
-def docstrings_of(kind: type[Any]) -> dict[str, str]:
-    """The string below each field; a comment has none."""
-    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
-    found = {}
-    for entry, text in pairwise(body):
-        match entry, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
-                found[name] = inspect.cleandoc(said)
-    return found
-
-
-def default_of(entry: Field[Any]) -> str:
-    """A default as one would write it; sizes in bytes in the largest unit that divides them."""
-    value = entry.default if entry.default_factory is MISSING else entry.default_factory()
-    if value is MISSING:
-        return "required"
-    if is_dataclass(value):
-        return f"{type(value).__name__}()"
-    if isinstance(value, int) and "bytes" in entry.name:
-        shift, unit = next((shift, unit) for shift, unit in _UNITS if value % (1 << shift) == 0)
-        return f"{value >> shift} {unit}"
-    return repr(value) if isinstance(value, str | bool | float | int | None) else str(value) or "{}"
-
-
-_UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "bytes"))
-
-
-def config_table() -> str:
-    from kvflow import Config
-
-    return settings_table(Config)
-
-
-def limits_table() -> str:
-    """The limits that users seldom meet, if they have a class of their own."""
-    from kvflow import config
-
-    kind = getattr(config, "Limits", None)
-    return settings_table(kind) if kind is not None else "All limits are fields of `Config`, above."
-
-
-def errors_table() -> str:
-    from kvflow import errors
-
-    def rows(kind: type[errors.KVFlowError], depth: int = 0) -> Iterator[tuple[str, ...]]:
-        again = "yes" if kind.retryable else "no"
-        safe = "yes" if kind.memory_safe else "ask `quarantine`"
-        name = f"{'&nbsp;&nbsp;&nbsp;' * depth}[`{kind.__name__}`](#kvflow.errors.{kind.__name__})"
-        yield name, str(kind.blame), again, safe, inspect.getdoc(kind) or ""
-        for below in kind.__subclasses__():
-            if below.__module__ == errors.__name__:
-                yield from rows(below, depth + 1)
-
-    return table(("error", "`blame`", "`retryable`", "`memory_safe`", "raised when"), rows(errors.KVFlowError))
-
-
-def shapes_table() -> str:
-    """What `CacheLayout.infer` takes, style by style."""
-    from kvflow import KVStyle
-    from kvflow.core.cache import layout
-
-    letters = {"block": "B", "kv": "2", "token": "N", "head": "H", "dim": "D"}
-
-    def shape(outer: Iterable[str], inner: Iterable[str]) -> str:
-        return f"`({', '.join(letters[axis] for axis in (*outer, *inner))})`"
-
-    rows = []
-    for style in KVStyle:
-        outer, latent = layout._OUTER_AXES[style], style is KVStyle.MLA
-        inner = [layout._MLA_INNER_AXES] * 2 if latent else [layout._INNER_AXES[order] for order in ("NHD", "HND")]
-        number = "a pair (K, V) of tensors" if style is KVStyle.APART else "one tensor"
-        rows.append((f"`{style}`", number, *(shape(outer, axes) for axes in inner), ", ".join(layout._PARTS[style])))
-    return table(("style", "a layer is", 'shape, order "NHD"', 'shape, order "HND"', "regions"), rows)
-
-
-def backends_table() -> str:
-    """What `layout_for_backend` knows by name."""
-    from kvflow.core.cache.backends import BACKEND_LAYOUTS
-
-    rows = (
-        (
-            f"`{row.backend}`",
-            row.versions,
-            f"`{row.style}`",
-            row.order,
-            ", ".join(row.memory_orders),
-            ", ".join(dict.fromkeys((*row.kv_formats, *row.byte_formats))),
-            row.view,
-        )
-        for row in BACKEND_LAYOUTS
-    )
-    return table(("backend", "read from", "style", "axes", "strides", "`kv_format`", "first"), rows)
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "config": config_table,
-    "limits": limits_table,
-    "errors": errors_table,
-    "shapes": shapes_table,
-    "backends": backends_table,
-}
-_MADE: dict[str, Callable[[str], str]] = {"table": _table_named, "api": _api}
+    markdown = _PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
+    if name == "reference/api.md":
+        markdown = _API_ROW.sub(r"| [`\1`](api/\1.md) |", markdown)
+    return _LINK.sub(link, markdown) if name in PAGES or not name.startswith("reference/api") else markdown

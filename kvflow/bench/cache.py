@@ -115,9 +115,14 @@ class CacheShape:
 class PatternCache:
     """What a rank sees in its memory: arrays [K or V, block, head, token, word], one a layer, whatever lies where."""
 
-    def __init__(self, shape: CacheShape, memory: Memory | None = None) -> None:
-        """Empty, in memory of its own or that of others who do not load at the same time."""
+    def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
+        """Empty, in memory of its own or that of others who do not load at the same time.
+
+        With a `device`, what an engine is given is a copy there; what is poisoned or checked is copied over and back.
+        """
         self.shape = shape
+        self._device = device
+        self._on_device: list[torch.Tensor] = []
         memory = allocate(shape.size_bytes) if memory is None else memory
         words = memory[: shape.size_bytes].view(np.uint32)
         self._memory = words.reshape(shape.layers, *shape.axes[:-1], shape.head_words)
@@ -132,7 +137,10 @@ class PatternCache:
         """The cache as an engine holds it: one fp16 tensor per layer, its axes in the order of memory."""
         import torch  # here: the parent of a bench and its raw contenders need it for nothing else
 
-        return {f"layers.{index}": torch.from_numpy(layer.view(np.float16)) for index, layer in enumerate(self._memory)}
+        layers = [torch.from_numpy(layer.view(np.float16)) for layer in self._memory]
+        if self._device is not None:
+            self._on_device = layers = [torch.empty_like(layer, device=self._device).copy_(layer) for layer in layers]
+        return {f"layers.{index}": layer for index, layer in enumerate(layers)}
 
     def fill(self) -> None:
         """Write what a producer holds."""
@@ -150,6 +158,8 @@ class PatternCache:
         """Overwrite blocks with what no producer holds, in all layers or in some."""
         for index in self._chosen(layers):
             self.layers[index][:, list(block_ids)] = _POISON
+        for layer, tensor in zip(self._memory, self._on_device, strict=False):
+            tensor.copy_(tensor.new_tensor(layer.view(np.float16)))
 
     def check(
         self,
@@ -160,6 +170,8 @@ class PatternCache:
         layers: Iterable[int] | None = None,
     ) -> int:
         """Compare every byte of these blocks with what producers have in `remote_ids`; how many bytes those were."""
+        for layer, tensor in zip(self._memory, self._on_device, strict=False):
+            layer.view(np.float16)[:] = tensor.cpu().numpy()
         pool = self._pool(remote_block_size or self.shape.block_size)
         tokens = pool[list(remote_ids)].reshape(-1, self.shape.block_size)
         parts = [slice(start, start + _CHECK_BLOCKS) for start in range(0, len(block_ids), _CHECK_BLOCKS)]

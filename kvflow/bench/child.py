@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import inspect
 import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
@@ -31,12 +32,18 @@ _PR_SET_PDEATHSIG = 1
 
 Environment: TypeAlias = Mapping[str, str | None]
 """Variables for a child; None removes one."""
+QUIET: Environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 
 class BenchError(RuntimeError):
     """A child failed, died or kept silent; the message names it."""
+
+    @property
+    def reason(self) -> str:
+        """What went wrong, of a child's whole traceback."""
+        return str(self).strip().splitlines()[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,25 @@ def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Ite
         for child in children.values():
             child.wait_ready()
         yield children
+
+
+class Caller:
+    """A rank that calls functions of modules, also those that wait."""
+
+    async def call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        result = function(*arguments)
+        return await result if inspect.isawaitable(result) else result
+
+
+@contextlib.asynccontextmanager
+async def open_caller() -> AsyncIterator[Caller]:
+    yield Caller()
+
+
+def call_in_child(name: str, function: Callable[..., ResultT], *arguments: object) -> ResultT:
+    """What a function returns in a process of its own; BenchError if it raises, or ends the process."""
+    with open_children([RankProcess(name, open_caller)], QUIET) as children:
+        return cast(ResultT, children[name].run(Caller.call, function, *arguments))
 
 
 def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environment: Environment) -> None:

@@ -1,15 +1,18 @@
-"""Ranks that run kvflow, on uvloop, as an engine would use it."""
+"""Ranks that run kvflow, on uvloop, as an engine would use it; and a pair of them, which doctor and demo use too."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import kvflow
 from kvflow.bench.cache import CacheShape, PatternCache, allocate
+from kvflow.bench.child import Child, Environment, RankProcess, open_children
 from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
 
 _LEASE_TTL_S = 600.0
@@ -40,8 +43,10 @@ async def open_runtime(config: kvflow.Config, cache: PatternCache) -> AsyncItera
 
 
 @contextlib.asynccontextmanager
-async def open_producer(config: kvflow.Config, shape: CacheShape) -> AsyncIterator[EngineProducer]:
-    cache = PatternCache(shape)
+async def open_producer(
+    config: kvflow.Config, shape: CacheShape, device: str | None = None
+) -> AsyncIterator[EngineProducer]:
+    cache = PatternCache(shape, device=device)
     cache.fill()
     async with open_runtime(config, cache) as runtime:
         producer = EngineProducer(runtime, shape.block_size)
@@ -97,12 +102,14 @@ class LoadResult(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def open_consumers(ranks: Sequence[tuple[kvflow.Config, CacheShape]]) -> AsyncIterator[Consumers]:
+async def open_consumers(
+    ranks: Sequence[tuple[kvflow.Config, CacheShape]], device: str | None = None
+) -> AsyncIterator[Consumers]:
     memory = allocate(max(shape.size_bytes for _, shape in ranks))
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for config, shape in ranks:
-            cache = PatternCache(shape, memory)
+            cache = PatternCache(shape, memory, device)
             found.append((await stack.enter_async_context(open_runtime(config, cache)), cache))
         yield Consumers(found)
 
@@ -133,3 +140,40 @@ class Consumers:
         """How many bytes were compared."""
         cache = self._ranks[rank][1]
         return cache.check(load.local_ids, load.remote_ids, remote_block_size=remote_block_size, layers=layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A producer and a consumer of one shape, in processes of their own."""
+
+    producer: Child
+    consumer: Child
+    shape: CacheShape
+
+    def hand_over(
+        self, load: PlannedLoad, *, layers: Sequence[int] | None = None, verify: bool | None = None
+    ) -> LoadResult:
+        """Offer, load, compare every byte of some layers, all if left out, and see that the lease has ended as read."""
+        layers = range(self.shape.layers) if layers is None else layers
+        self.consumer.run(Consumers.poison, 0, load, layers)
+        tickets = self.producer.run(EngineProducer.offer, [load])
+        result = self.consumer.run(Consumers.load, 0, load, tickets, verify=verify)
+        checked_bytes = self.consumer.run(Consumers.check, 0, load, self.shape.block_size, layers)
+        self.producer.run(EngineProducer.settle)
+        return result._replace(checked_bytes=checked_bytes)
+
+
+def pair_ranks(shape: CacheShape, device: str | None = None) -> tuple[RankProcess, RankProcess]:
+    """A producer and a consumer of equal caches."""
+    consumers = [(config_of("consumer"), shape)]
+    return (
+        RankProcess("producer", partial(open_producer, config_of("producer"), shape, device)),
+        RankProcess("consumer", partial(open_consumers, consumers, device)),
+    )
+
+
+@contextlib.contextmanager
+def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[Pair]:
+    """Both run inside the block. Caches are in host memory, or on a device."""
+    with open_children(pair_ranks(shape, device), environment) as children:
+        yield Pair(producer=children["producer"], consumer=children["consumer"], shape=shape)

@@ -10,6 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvflow.bench.child import QUIET
+
 MIB = 1 << 20
 
 Ticket: TypeAlias = dict[str, object]
@@ -27,9 +29,6 @@ class Transport(enum.StrEnum):
     def environment(self) -> Mapping[str, str | None]:
         """What a child's environment has to say for its bytes to go this way, whatever the caller has set."""
         return {**QUIET, "UCX_TLS": "tcp" if self is Transport.TCP else None}
-
-
-QUIET: Mapping[str, str | None] = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

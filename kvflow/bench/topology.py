@@ -128,7 +128,7 @@ class CaseResult:
     label: str
     is_head_slice: bool = field(repr=False)
     size_bytes: int = field(repr=False)
-    read_bytes: int
+    read_bytes: int = field(repr=False)
     descriptors: int
     piece_bytes: int
     load_s: Spread

@@ -1,4 +1,4 @@
-"""What UCX itself says of the way that bytes take: the tables that UCX_PROTO_INFO=y makes it log. Pure.
+"""What UCX itself says of the way that bytes take: the tables that UCX_PROTO_INFO=y makes it log.
 
 For every kind of operation on a connection UCX logs which range of sizes goes which way, such as
 
@@ -14,9 +14,14 @@ rc_mlx5/mlx5_0:1 (RDMA), or "software emulation" over some transport, by which t
 
 from __future__ import annotations
 
+import contextlib
 import re
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
+
+from kvflow.bench.child import QUIET
 
 _OPERATION = "remote memory read by ucp_get"
 _SIZE = r"\d+[KMGT]?"
@@ -29,6 +34,28 @@ class ReadPath(NamedTuple):
 
     how: str
     over: str
+
+    def __str__(self) -> str:
+        return f"{self.over} ({self.how})"
+
+
+class UcxLog:
+    """A folder for the logs of children that are given `environment`. UCX writes them as late as a process ends."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self.environment = {**QUIET, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
+
+    def read_path(self, pid: int, size_bytes: int) -> ReadPath | None:
+        """The way of reads of that size, of a process that has ended."""
+        text = "".join(file.read_text(errors="replace") for file in self._folder.glob(f"{pid}.log*"))
+        return read_path(text, size_bytes)
+
+
+@contextlib.contextmanager
+def ucx_log() -> Iterator[UcxLog]:
+    with tempfile.TemporaryDirectory(prefix="kvflow-ucx-") as folder:
+        yield UcxLog(folder)
 
 
 def read_path(log: str, size_bytes: int) -> ReadPath | None:

@@ -20,6 +20,7 @@ from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Transport
 from kvflow.cli.bench import bench, told
 from kvflow.cli.demo import BLOCKS_MAX, hand_over
+from kvflow.cli.flags import PlainTyper
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, Status, is_broken
 from kvflow.doctor.run import examine
@@ -28,9 +29,9 @@ from kvflow.errors import ConfigError
 from kvflow.observe.timeline import BadRecords, overlap, read_records, timeline
 from kvflow.runtime.channel.keyring import make_key_files
 
-app = typer.Typer(name="kvflow", no_args_is_help=True)
+app = PlainTyper(name="kvflow", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-keys = typer.Typer(help="Keys for an encrypted and authenticated side channel.", no_args_is_help=True)
+keys = PlainTyper(help="Keys for an encrypted and authenticated side channel.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from inspect import Parameter, Signature
-from pathlib import Path
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -19,33 +20,18 @@ from rich.table import Table
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.fairness import Fairness
-from kvflow.bench.fleet.figure import draw
-from kvflow.bench.fleet.scenario import FleetBench
-from kvflow.bench.flow.scenario import Flow
 from kvflow.bench.loads import SettingsError
-from kvflow.bench.peers.scenario import Peers
-from kvflow.bench.planning import Planning
-from kvflow.bench.profiling import Profile
 from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scenario
 from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
-from kvflow.bench.verifying import Verifying
+from kvflow.cli.flags import PlainTyper
 
-SCENARIOS: dict[str, type[Scenario]] = {
-    "transfer": Transfer,
-    "peers": Peers,
-    "topology": Topology,
-    "fairness": Fairness,
-    "planning": Planning,
-    "profile": Profile,
-    "verifying": Verifying,
-    "flow": Flow,
-    "fleet": FleetBench,
-}
+SCENARIOS: dict[str, type[Scenario]] = {"transfer": Transfer, "topology": Topology, "fairness": Fairness}
 _LEAST = {int: 1, float: 0.1}
 _SECONDS = re.compile("(?<!_per)_s$")
-_WIDTH_MIN = 110
+_BORDER, _BETWEEN = 2, 2  # what the style below takes at the sides, and for each column
+_STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
 _JSON = Annotated[
     typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
 ]
@@ -62,10 +48,17 @@ def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator
         raise typer.Exit(code=exit_code) from error
 
 
-bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
+bench = PlainTyper(help="Measure kvflow on this machine.", no_args_is_help=True)
 
 
-def _add(name: str, kind: type[Scenario]) -> None:
+def add_scenario(
+    app: typer.Typer,
+    name: str,
+    kind: type[Scenario],
+    afterwards: Callable[[Scenario, Outcome], None] = lambda scenario, outcome: None,
+) -> None:
+    """Make a scenario a command of `app`; `afterwards` is called once its tables are printed."""
+
     def command(**options: Any) -> None:
         json_file = options.pop("json_file")
         notes = Console(stderr=True, highlight=False)
@@ -73,11 +66,9 @@ def _add(name: str, kind: type[Scenario]) -> None:
             scenario, machine = kind(**options), describe_machine()
             notes.print(f"load average {machine['load_average_1m']:.1f} before; others' work is in every number")
             outcome = run_scenario(scenario, note=notes.print)
-        console = Console()
-        print_outcome(outcome, Console(width=max(console.width, _WIDTH_MIN)))
-        if options.get("figure"):
-            with told(f"bench {name}", SettingsError, OSError):
-                draw(outcome.results, Path(options["figure"]))
+        print_outcome(outcome, Console())
+        with told(f"bench {name}", SettingsError, OSError):
+            afterwards(scenario, outcome)
         if json_file is not None:
             numbers = {"settings": asdict(scenario), "machine": machine, **as_json(outcome)}
             json_file.write(json.dumps(numbers, indent=2) + "\n")
@@ -86,7 +77,7 @@ def _add(name: str, kind: type[Scenario]) -> None:
     # Typer reads the options off these.
     vars(command)["__signature__"] = Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    bench.command(name, help=kind.__doc__)(command)
+    app.command(name, help=kind.__doc__)(command)
 
 
 def _parameters(kind: type[Scenario]) -> Iterator[Parameter]:
@@ -107,19 +98,37 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 def print_outcome(outcome: Outcome, console: Console) -> None:
     for name, rows in outcome.results.items():
         shown = [field.name for field in fields(rows[0]) if field.repr]
-        table = Table(title=name, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for heading in shown:
-            table.add_column(_SECONDS.sub("_ms", heading).replace("_", " "), overflow="fold")
-        for row in rows:
-            table.add_row(*(_cell(getattr(row, heading), heading) for heading in shown))
-        console.print(table)
+        for table in _tables(name.replace("_", " "), shown, rows, console):
+            console.print(table)
     console.print(outcome.legend, style="italic")
-    targets = Table("target", "need", "worst", "at", "", title="targets", box=box.SIMPLE_HEAD)
+    targets = Table("target", "need", "worst", "at", "", title="targets", **_STYLE)
     for target in outcome.targets:
         measured = "" if target.measured is None else f"{target.measured:.2f}"
         cells = (target.target, target.need, measured, target.where, target.verdict.upper())
         targets.add_row(*cells, style=_VERDICT_STYLES[target.verdict])
     console.print(targets)
+
+
+def _tables(title: str, shown: list[str], rows: Sequence[Any], console: Console) -> Iterator[Table]:
+    """One table with whole words; if it is too wide for that, one for each value of the first column."""
+    lines = [[_SECONDS.sub("_ms", heading).replace("_", " ") for heading in shown]]
+    lines += [[_cell(getattr(row, heading), heading) for heading in shown] for row in rows]
+    cells = [list(column) for column in zip(*lines, strict=True)]
+    least = [max(len(word) for cell in column for word in cell.split() or [""]) for column in cells]
+    wanted = [max(map(len, column)) for column in cells]
+    spare = console.width - _BORDER - sum(least) - _BETWEEN * len(shown)
+    if spare < 0 and len(shown) > 1:
+        for value, some in groupby(rows, key=attrgetter(shown[0])):
+            yield from _tables(f"{title}, {_cell(value, shown[0])}", shown[1:], list(some), console)
+        return
+    table = Table(title=title, **_STYLE)
+    for heading, width, most in zip(lines[0], least, wanted, strict=True):
+        more = min(max(spare, 0), most - width)
+        spare -= more
+        table.add_column(heading, width=width + more)
+    for line in lines[1:]:
+        table.add_row(*line)
+    yield table
 
 
 def _cell(value: Any, heading: str) -> str:
@@ -139,4 +148,4 @@ def _cell(value: Any, heading: str) -> str:
 
 
 for _name, _kind in SCENARIOS.items():
-    _add(_name, _kind)
+    add_scenario(bench, _name, _kind)

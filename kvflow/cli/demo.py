@@ -6,13 +6,11 @@ There is no model: what the blocks hold is a pattern. It shows that an installat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from rich.console import Console
 
 from kvflow.bench.cache import CacheShape
-from kvflow.bench.child import RankProcess, open_children
-from kvflow.bench.engine import Consumers, EngineProducer, config_of, open_consumers, open_producer
+from kvflow.bench.engine import Consumers, EngineProducer, open_pair
 from kvflow.bench.loads import PlannedLoad, Transport, scattered
 
 BLOCKS_MAX = 128
@@ -23,12 +21,8 @@ def hand_over(blocks: int, transport: Transport, console: Console) -> None:
     """Start both engines, hand the blocks of one prompt over, report. BenchError if bytes differ, or anything fails."""
     theirs, ours = (scattered(side, BLOCKS_MAX, blocks) for side in ("prefill", "decode"))
     load = PlannedLoad(request_id="demo-1", local_ids=ours, remote_ids=theirs)
-    ranks = [
-        RankProcess("prefill-0", partial(open_producer, config_of("prefill-0"), _SHAPE)),
-        RankProcess("decode-0", partial(open_consumers, [(config_of("decode-0"), _SHAPE)])),
-    ]
-    with open_children(ranks, transport.environment) as engines:
-        prefill, decode = engines["prefill-0"], engines["decode-0"]
+    with open_pair(_SHAPE, transport.environment) as pair:
+        prefill, decode = pair.producer, pair.consumer
         tickets = prefill.run(EngineProducer.offer, [load])
         console.print(f"prefill-0 (process {prefill.pid}) offers {len(theirs)} blocks: {_shown(theirs)}")
         report = decode.run(Consumers.load, 0, load, tickets)

@@ -12,6 +12,8 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
+__all__ = ["OWN_DIALECT", "Dialect", "producer_params"]
+
 _RENDEZVOUS = "rendezvous"
 _NAME_CHARS_MAX = 200
 

@@ -36,7 +36,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
@@ -61,6 +60,8 @@ from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
 
+__all__ = ["ConnectorScheduler", "EngineRequest", "Finished", "Matched", "Scheduled", "SchedulingConfig", "Sharing"]
+
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
     if not isinstance(value, tuple | list) or not all(isinstance(group, GroupFacts) for group in value):
@@ -70,12 +71,7 @@ def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
     return tuple(value)
 
 
-_PLAIN: Mapping[str, checks.Check] = {
-    "int": partial(checks.whole, least=1, error=ConfigError),
-    "float": partial(checks.seconds, error=ConfigError),
-    "bool": partial(checks.flag, error=ConfigError),
-    "tuple[GroupFacts, ...]": _groups,
-}
+_RULES = {**checks.rules(ConfigError, whole_least=1), "tuple[GroupFacts, ...]": _groups}
 GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Block ids of a request as its engine has them: a list, or a table for each group of layers."""
 _USED_MAX = 1 << 14  # tickets that are remembered
@@ -157,7 +153,7 @@ class SchedulingConfig:
     consumes: bool = True
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, _PLAIN)
+        checks.settle_fields(self, _RULES)
         if self.groups and self.groups[0].block_size != self.block_size:
             first = self.groups[0].block_size
             raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")

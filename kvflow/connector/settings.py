@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import lru_cache
 from os import PathLike
@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from kvflow.checks import check_known, refusal
 from kvflow.errors import ConfigError
 
 
@@ -37,17 +38,11 @@ def _checked(value: Any, wanted: Any, where: str) -> Any:
     try:
         given = msgspec.convert(value, dict[str, Any] if nested else wanted)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {refusal(error, value)}") from error
     if not nested:
         return given
     check_known(given, _json_types(wanted), where=where)
     return wanted(**checked_fields(given, wanted, where=where))
-
-
-def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
-    """Raise ConfigError that names what is given and not known."""
-    if unknown := sorted({*given} - {*known}):
-        raise ConfigError(f"{where}: unknown: {', '.join(unknown)}{hint}; known are {', '.join(sorted(known))}")
 
 
 @lru_cache(maxsize=16)

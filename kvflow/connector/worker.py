@@ -26,6 +26,8 @@ from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 
+__all__ = ["ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]
+
 logger = logger_of(__name__)
 
 
@@ -47,7 +49,7 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class OfferEnded:
     """A lease has ended. `sent` if the engine waits for that."""
 
     request_id: str
@@ -55,7 +57,7 @@ class LeaseEnded:
     sent: bool
 
 
-Happening: TypeAlias = Loaded | LoadFailed | LeaseEnded
+Happening: TypeAlias = Loaded | LoadFailed | OfferEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,7 @@ class ConnectorWorker:
         happened = tuple(self._happened.popleft() for _ in range(len(self._happened)))
         failed = {entry.request_id: entry for entry in happened if isinstance(entry, LoadFailed)}
         loaded = {entry.request_id for entry in happened if isinstance(entry, Loaded)}
-        sent = {entry.request_id for entry in happened if isinstance(entry, LeaseEnded) and entry.sent}
+        sent = {entry.request_id for entry in happened if isinstance(entry, OfferEnded) and entry.sent}
         return Results(
             received=frozenset(loaded | failed.keys()), failed=failed, sent=frozenset(sent), happenings=happened
         )
@@ -121,7 +123,7 @@ class _Events(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Offer:
+class _Offered:
     """A saved prompt: its lease, if there is one, and whether the engine waits for its end."""
 
     request_id: str
@@ -149,7 +151,7 @@ class _Courier:
     kept: dict[str, ExitStack] = field(default_factory=dict)
     """What the tickets of requests that wait for blocks, or load, keep open."""
     loads: dict[str, asyncio.Task[LoadReport]] = field(default_factory=dict)
-    offers: dict[str, _Offer] = field(default_factory=dict)
+    offers: dict[str, _Offered] = field(default_factory=dict)
     withdrawn: set[Lease] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     problem: BaseException | None = None
@@ -271,13 +273,13 @@ class _Courier:
             lease = runtime.serve_blocks(request)
         except KVFlowError as error:
             logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
-            self.offers[save.request_id] = _Offer(
+            self.offers[save.request_id] = _Offered(
                 save.request_id, None, save.ttl_s, flows=flows, outcome=LeaseOutcome.REVOKED
             )
             if flows:
                 _decline(runtime, save.serve_id, f"{type(error).__name__}: {error}")
             return
-        offer = self.offers[save.request_id] = _Offer(save.request_id, lease, save.ttl_s, flows=flows)
+        offer = self.offers[save.request_id] = _Offered(save.request_id, lease, save.ttl_s, flows=flows)
         self._keep_offer(offer, lease)
         self._spawn(self._watch(offer, lease))
 
@@ -293,12 +295,12 @@ class _Courier:
             logger.warning("request %s: its prompt is not offered any more: %s", grow.request_id, error)
             offer.lease.fail(f"{type(error).__name__}: {error}")
 
-    def _keep_offer(self, offer: _Offer, lease: Lease) -> None:
+    def _keep_offer(self, offer: _Offered, lease: Lease) -> None:
         """Begin its time anew until its ticket is out: nobody can read it before."""
         lease.restart(offer.ttl_s)
         offer.restart = asyncio.get_running_loop().call_later(offer.ttl_s / 3, self._keep_offer, offer, lease)
 
-    async def _watch(self, offer: _Offer, lease: Lease) -> None:
+    async def _watch(self, offer: _Offered, lease: Lease) -> None:
         try:
             offer.outcome = await lease
         finally:
@@ -329,11 +331,11 @@ class _Courier:
             self.withdrawn.add(offer.lease)
         self._report_if_over(offer)
 
-    def _report_if_over(self, offer: _Offer) -> None:
+    def _report_if_over(self, offer: _Offered) -> None:
         """A lease may end before the engine says that it waits for that."""
         current = self.offers.get(offer.request_id) is offer
         if offer.outcome is not None and (offer.sent or not current):
-            self.happened.append(LeaseEnded(offer.request_id, offer.outcome, offer.sent))
+            self.happened.append(OfferEnded(offer.request_id, offer.outcome, offer.sent))
             if current:
                 del self.offers[offer.request_id]
 

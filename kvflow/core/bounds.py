@@ -28,6 +28,7 @@ Missing: TypeAlias = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
 """-1 stands for none."""
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
+RankIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
 LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
 SealIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=SEALS_MAX)]
 SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]

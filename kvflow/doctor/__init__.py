@@ -1,9 +1,8 @@
 """`kvflow doctor`: what on this machine, or on the way to a peer, keeps kvflow from working or from being fast.
 
 run       gathers everything, in order                findings  what a check says
-host      the machine: what is read, and judged       ucx       what UCX says of the way that bytes took
-transfer  two processes that hand blocks over         peer      the way to a peer's side channel
-backends  which of NIXL's start, and what they move
+host      the machine: what is read, and judged       backends  which of NIXL's start, and what they move
+transfer  NIXL; two processes that hand blocks over   peer      the way to a peer's side channel
 
 cuda/     the same of machines with NVIDIA GPUs; others load nothing of it
 """

@@ -8,18 +8,16 @@ writes a file and reads it back. Every byte is compared.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.bench.child import BenchError, RankProcess, open_children
-from kvflow.bench.loads import QUIET
+from kvflow.bench.child import QUIET, BenchError, Caller, RankProcess, open_caller, open_children
 from kvflow.config import STORE_BACKEND, Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
@@ -46,13 +44,14 @@ def check_backends(plugins: Sequence[str]) -> Finding:
     while left:
         name = left[0]
         try:
-            with open_children([RankProcess("backends", _open_backends)], QUIET) as children:
+            with open_children([RankProcess("backends", open_caller)], QUIET) as children:
+                children["backends"].run(Caller.call, _be_silent)
                 while left:
                     name = left[0]
-                    found[name] = children["backends"].run(_Backends.move, name)
+                    found[name] = children["backends"].run(Caller.call, _move, name)
                     left.pop(0)
         except BenchError as error:
-            found[name] = _FAILED + str(error).strip().splitlines()[-1]
+            found[name] = _FAILED + error.reason
             left = left[1:]
     return judge_backends(found)
 
@@ -72,24 +71,20 @@ def judge_backends(found: Mapping[str, str]) -> Finding:
     return ok("backends", text)
 
 
-class _Backends:
-    """What the process can be asked."""
-
-    async def move(self, name: str) -> str:
-        """What the backend moves, and how fast; or why it does not."""
-        try:
-            async with asyncio.timeout(_WAIT_S):
-                return await (_to_a_file() if name == STORE_BACKEND else _to_a_peer(name))
-        except (KVFlowError, OSError) as error:
-            return f"{_FAILED}{type(error).__name__}: {error}"
+async def _move(name: str) -> str:
+    """What the backend moves, and how fast; or why it does not."""
+    try:
+        async with asyncio.timeout(_WAIT_S):
+            return await (_to_a_file() if name == STORE_BACKEND else _to_a_peer(name))
+    except (KVFlowError, OSError) as error:
+        return f"{_FAILED}{type(error).__name__}: {error}"
 
 
-@contextlib.asynccontextmanager
-async def _open_backends() -> AsyncIterator[_Backends]:
+def _be_silent() -> None:
+    """Some plugins greet the world, and --json is for programs."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # some plugins greet the world, and --json is for programs
+    for stream in (1, 2):
         os.dup2(nowhere, stream)
-    yield _Backends()
 
 
 def _descriptors(local: Memory, remote: int, device: Device) -> Descriptors:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from kvflow.config import Config
 from kvflow.doctor.backends import check_backends
 from kvflow.doctor.findings import Finding, Status, ok, warn
 from kvflow.doctor.host import Host, check_host, has_gpus, read_host
 from kvflow.doctor.peer import examine_peer
-from kvflow.doctor.transfer import check_nixl, check_self_transfer
+from kvflow.doctor.transfer import check_nixl, check_self_transfer, judge_host_path
 from kvflow.doctor.version import versions
 
 
@@ -35,7 +36,7 @@ def examine(
         yield check_backends(plugins)
     if transfer and nixl.status is not Status.FAIL:
         note("handing blocks over between two processes, some seconds")
-        yield from check_self_transfer(host.environment.get("UCX_TLS"))
+        yield from check_self_transfer(partial(judge_host_path, host.environment.get("UCX_TLS")))
     elif transfer:
         yield warn("self-transfer", "not tried", "NIXL first")
     if has_gpus(host):
@@ -58,12 +59,11 @@ def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
 
 def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:
     """What a machine without GPUs loads nothing of."""
-    from kvflow.doctor.cuda.checks import check_cuda
+    from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path
     from kvflow.doctor.cuda.facts import read_cuda
-    from kvflow.doctor.cuda.transfer import check_gpu_transfer
 
     cuda = read_cuda()
     yield from check_cuda(host, cuda)
     if transfer and cuda.probe.devices:
         note("handing blocks over between two processes on a GPU, some seconds")
-        yield from check_gpu_transfer(cuda)
+        yield from check_self_transfer(partial(judge_gpu_path, cuda), where=" on GPUs", device="cuda")

@@ -1,30 +1,27 @@
-"""NIXL as it is here, and two processes that hand blocks over: what the bench measures, once and small.
+"""NIXL as it is here, and two processes that hand blocks over: the bench's pair, once and small.
 
 Everything happens in processes of its own, so that a library that crashes is a finding and not our end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-from kvflow.bench.child import BenchError, RankProcess, open_children
-from kvflow.bench.loads import QUIET
-from kvflow.bench.transfer.ranks import Contender
-from kvflow.bench.transfer.scenario import Transfer, ranks_of
-from kvflow.bench.transfer.sizes import loads_of_turn
-from kvflow.bench.transfer.turns import connect, pair_of, run_turn
-from kvflow.bench.ucx import read_path
-from kvflow.doctor.findings import Finding, fail, ok
-from kvflow.doctor.ucx import check_path
+from kvflow.bench.cache import CacheShape
+from kvflow.bench.child import BenchError, call_in_child
+from kvflow.bench.engine import Pair, open_pair
+from kvflow.bench.loads import PlannedLoad, scattered
+from kvflow.bench.ucx import ReadPath, ucx_log
+from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.transport.nixl.agents import list_plugins
 
 _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"
+_SHARED_MEMORY = ("cma/", "xpmem/", "knem/", "posix/", "sysv/")
+_SHAPE = CacheShape(layers=8, blocks=256)
+_REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
@@ -34,10 +31,9 @@ def check_nixl() -> tuple[Finding, Sequence[str]]:
     except PackageNotFoundError:
         return fail("NIXL", "not installed", _INSTALL), ()
     try:
-        with open_children([RankProcess("NIXL", _open_nixl)], QUIET) as children:
-            plugins = children["NIXL"].run(_Nixl.plugins)
+        plugins = call_in_child("NIXL", list_plugins)
     except BenchError as error:
-        return judge_plugins(installed, (), problem=last_line(error)), ()
+        return judge_plugins(installed, (), problem=error.reason), ()
     return judge_plugins(installed, plugins), plugins
 
 
@@ -50,50 +46,61 @@ def judge_plugins(installed: str, plugins: Sequence[str], problem: str = "") -> 
     return ok("NIXL", found)
 
 
-def check_self_transfer(ucx_tls: str | None) -> Iterator[Finding]:
-    """How fast two processes of this machine are, and which way the bytes took.
+def check_self_transfer(
+    judge_path: Callable[[str, ReadPath | None], Finding],
+    *,
+    where: str = "",
+    device: str | None = None,
+    shape: CacheShape = _SHAPE,
+) -> Iterator[Finding]:
+    """How fast two processes of this machine are, and which way the bytes took, which `judge_path` judges.
 
-    Every byte is compared. UCX settings but for its log are those of the environment.
+    Caches are in host memory, or on a device. UCX settings but for its log are those of the environment.
     """
-    scenario = Transfer(sizes="block,64", pairs=1, rounds=1)
-    ranks = ranks_of(Contender.KVFLOW, scenario.shape)
+    name = f"self-transfer{where}"
     try:
-        with tempfile.TemporaryDirectory(prefix="kvflow-doctor-") as folder:
-            environment = {**QUIET, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
-            with open_children(ranks, environment) as children:
-                producer, reader = pair_of(Contender.KVFLOW, children)
-                connect(producer, reader)
-                turns = [loads_of_turn(size, "doctor", scenario.shape.blocks) for size in scenario.load_sizes]
-                block_s, large_s = (
-                    statistics.median(run_turn(producer, reader, loads, check_all=True).seconds) for loads in turns
-                )
-            # UCX writes it as late as its process ends; there is none if UCX had nothing to say.
-            log = "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"{reader.pid}.log"))
+        with ucx_log() as log:
+            with open_pair(shape, log.environment, device) as pair:
+                pid = pair.consumer.pid
+                block_s, large_s = (_median_s(pair, count) for count in (1, shape.blocks // 2))
+            path = log.read_path(pid, shape.region_block_size_bytes)
     except BenchError as error:
-        fix = "the findings above may say why; with UCX_LOG_LEVEL=info UCX says what it tries"
-        yield fail("self-transfer", last_line(error), fix)
+        yield fail(name, error.reason, "the findings above may say why; with UCX_LOG_LEVEL=info UCX says what it tries")
         return
-    size_bytes = scenario.load_sizes[1].blocks * scenario.shape.block_size_bytes
+    size_bytes = shape.blocks // 2 * shape.block_size_bytes
     yield ok(
-        "self-transfer",
+        name,
         f"{size_bytes / large_s / 1e9:.2f} GB/s ({size_bytes >> 20} MB a load), {block_s * 1e6:.0f} us for one "
         "block; every byte compared",
     )
-    yield check_path(read_path(log, scenario.shape.region_block_size_bytes), ucx_tls)
+    yield judge_path(f"way of the bytes{where}", path)
 
 
-def last_line(error: BenchError) -> str:
-    """What went wrong, of a child's whole traceback."""
-    return str(error).strip().splitlines()[-1]
+def _median_s(pair: Pair, count: int) -> float:
+    """Of some loads of so many blocks; the first, which connects, is not counted."""
+    seconds = []
+    for turn in range(_REPEATS + 1):
+        name = f"doctor {count} {turn}"
+        local_ids, remote_ids = (scattered(f"{name} {side}", pair.shape.blocks, count) for side in ("local", "remote"))
+        load = PlannedLoad(request_id=name, local_ids=local_ids, remote_ids=remote_ids)
+        seconds.append(pair.hand_over(load).seconds)
+    return statistics.median(seconds[1:])
 
 
-class _Nixl:
-    """What the process that only starts NIXL can be asked."""
+def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Finding:
+    """Whether two processes of one machine took the way that is best for them."""
+    if path is None:
+        return silent(name)
+    if path.over.startswith(_SHARED_MEMORY):
+        return ok(name, f"shared memory: {path}")
+    if "tcp/" not in path.over:
+        return ok(name, str(path))
+    if ucx_tls is not None:
+        return ok(name, f"tcp: {path}; UCX_TLS={ucx_tls} is set")
+    fix = "see /dev/shm and reading other processes; without them engines of one machine talk over tcp"
+    return warn(name, f"tcp, on one machine: {path}", fix)
 
-    async def plugins(self) -> Sequence[str]:
-        return list_plugins()
 
-
-@contextlib.asynccontextmanager
-async def _open_nixl() -> AsyncIterator[_Nixl]:
-    yield _Nixl()
+def silent(name: str) -> Finding:
+    """UCX has logged no way of reads."""
+    return warn(name, "UCX did not say", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")

@@ -1,16 +1,16 @@
 """What is measured of runtimes, whatever collects it: names, labels and buckets, and what a record adds to each.
 
-Prometheus and Ray Serve have instruments of their own; how one is made is all that they differ in here.
+Prometheus and Ray Serve have instruments of their own: `prometheus` and `kvflow.ray.metrics` make them from here.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from kvflow.core.plan.topology import Rank
-from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.runtime.records import CANCELLED, LeaseRecord, LoadRecord
 from kvflow.runtime.statistics import RuntimeStatistics
 
 LABELS = ("engine", *Rank._fields)
@@ -78,96 +78,61 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
 )
 
 
-class Counts(Protocol):
-    """One time series of a counter."""
-
-    def inc(self, amount: float = 1) -> None: ...
-
-
-class Observes(Protocol):
-    """One time series of a histogram."""
-
-    def observe(self, amount: float) -> None: ...
-
-
-class CounterKind(Protocol):
-    """A counter; its labels are given in order."""
-
-    def labels(self, *values: str) -> Counts: ...
-
-
-class HistogramKind(Protocol):
-    """A histogram; its labels are given in order."""
-
-    def labels(self, *values: str) -> Observes: ...
-
-
-class Instruments(Protocol):
-    """Makes what collects: a counter or a histogram of a name, a help text and labels."""
-
-    def counter(self, name: str, text: str, labels: Sequence[str]) -> CounterKind: ...
-
-    def histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> HistogramKind: ...
+RECORD_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("kvflow_loads", "Loads that have ended.", ("outcome",)),
+    ("kvflow_load_descriptors", "Descriptors of successful loads.", ()),
+    ("kvflow_load_blocks", "Blocks that successful loads have filled.", ("group",)),
+    ("kvflow_loads_verified", "Loads that were to be verified, by what came of it.", ("result",)),
+    ("kvflow_loads_vouched", "Loads that read, by what vouches for their bytes.", ("freshness", "outcome")),
+    ("kvflow_leases", "Leases that have ended.", ("outcome",)),
+)
+"""What records count: name, help, labels beside `LABELS`."""
+HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
+    ("kvflow_load_seconds", "Duration of successful loads.", (), _SECONDS),
+    ("kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", ("phase",), _SECONDS),
+    ("kvflow_load_bytes", "Bytes of successful loads.", (), _BYTES),
+    ("kvflow_lease_seconds", "Time that leases kept their blocks.", ("outcome",), _SECONDS),
+    ("kvflow_lease_grow_seconds", "Time that leases grew, until the last token.", (), _SECONDS),
+    (
+        "kvflow_load_grow_seconds",
+        "Time in successful loads of growing leases from the first tokens to the last.",
+        (),
+        _SECONDS,
+    ),
+)
+"""What records measure: name, help, labels beside `LABELS`, buckets."""
+Told: TypeAlias = tuple[str, tuple[str, ...], float]
+"""A name of those, the values of all its labels, and how much it is."""
 
 
-class RecordMetrics:
-    """A `records.Observer`: counters and histograms of how loads and leases have ended."""
-
-    def __init__(self, instruments: Instruments) -> None:
-        def counter(name: str, text: str, *labels: str) -> CounterKind:
-            return instruments.counter(name, text, (*LABELS, *labels))
-
-        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> HistogramKind:
-            return instruments.histogram(name, text, (*LABELS, *labels), buckets)
-
-        self._loads = counter("kvflow_loads", "Loads that have ended.", "outcome")
-        self._load_seconds = histogram("kvflow_load_seconds", "Duration of successful loads.")
-        self._phase_seconds = histogram(
-            "kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", "phase"
-        )
-        self._load_bytes = histogram("kvflow_load_bytes", "Bytes of successful loads.", buckets=_BYTES)
-        self._descriptors = counter("kvflow_load_descriptors", "Descriptors of successful loads.")
-        self._blocks = counter("kvflow_load_blocks", "Blocks that successful loads have filled.", "group")
-        self._verified = counter(
-            "kvflow_loads_verified", "Loads that were to be verified, by what came of it.", "result"
-        )
-        self._vouched = counter(
-            "kvflow_loads_vouched", "Loads that read, by what vouches for their bytes.", "freshness", "outcome"
-        )
-        self._leases = counter("kvflow_leases", "Leases that have ended.", "outcome")
-        self._lease_seconds = histogram("kvflow_lease_seconds", "How long leases kept their blocks.", "outcome")
-        self._lease_grow_seconds = histogram("kvflow_lease_grow_seconds", "How long leases grew, until the last token.")
-        self._load_grow_seconds = histogram(
-            "kvflow_load_grow_seconds", "Time in successful loads of growing leases from the first tokens to the last."
-        )
-
-    def load_ended(self, record: LoadRecord) -> None:
-        where = _where(record)
-        self._loads.labels(*where, record.outcome).inc()
-        if record.freshness:
-            self._vouched.labels(*where, record.freshness, record.outcome).inc()
-        if record.verification != "off":
-            self._verified.labels(*where, record.verification).inc()
-        if record.error or record.outcome == "cancelled":
-            return
-        self._load_seconds.labels(*where).observe(sum(record.seconds.values()))
-        self._load_bytes.labels(*where).observe(record.bytes)
-        self._descriptors.labels(*where).inc(record.descriptors)
-        for group, count in record.blocks_by_group.items():
-            self._blocks.labels(*where, group).inc(count)
-        if record.landed:
-            self._load_grow_seconds.labels(*where).observe(record.landed[-1].seconds - record.landed[0].seconds)
-        for phase, seconds in record.seconds.items():
-            self._phase_seconds.labels(*where, phase).observe(seconds)
-
-    def lease_ended(self, record: LeaseRecord) -> None:
-        where = (*_where(record), record.outcome)
-        self._leases.labels(*where).inc()
-        self._lease_seconds.labels(*where).observe(sum(record.seconds.values()))
-        if record.computed and record.computed[-1].tokens == record.tokens:
-            self._lease_grow_seconds.labels(*_where(record)).observe(record.computed[-1].seconds)
+def told_by(record: LoadRecord | LeaseRecord) -> Iterator[Told]:
+    """What a record adds to counters and histograms."""
+    where = (record.engine_id, *map(str, record.rank))
+    details = _of_load(record) if isinstance(record, LoadRecord) else _of_lease(record)
+    return ((name, (*where, *labels), amount) for name, labels, amount in details)
 
 
-def _where(record: LoadRecord | LeaseRecord) -> tuple[str, ...]:
-    """The values of `LABELS`."""
-    return record.engine_id, *map(str, record.rank)
+def _of_load(record: LoadRecord) -> Iterator[Told]:
+    yield "kvflow_loads", (record.outcome,), 1
+    if record.freshness:
+        yield "kvflow_loads_vouched", (record.freshness, record.outcome), 1
+    if record.verification != "off":
+        yield "kvflow_loads_verified", (record.verification,), 1
+    if record.error or record.outcome == CANCELLED:
+        return
+    yield "kvflow_load_seconds", (), sum(record.seconds.values())
+    yield "kvflow_load_bytes", (), record.bytes
+    yield "kvflow_load_descriptors", (), record.descriptors
+    for group, count in record.blocks_by_group.items():
+        yield "kvflow_load_blocks", (group,), count
+    if record.landed:
+        yield "kvflow_load_grow_seconds", (), record.landed[-1].seconds - record.landed[0].seconds
+    for phase, seconds in record.seconds.items():
+        yield "kvflow_load_phase_seconds", (phase,), seconds
+
+
+def _of_lease(record: LeaseRecord) -> Iterator[Told]:
+    yield "kvflow_leases", (record.outcome,), 1
+    yield "kvflow_lease_seconds", (record.outcome,), sum(record.seconds.values())
+    if record.computed and record.computed[-1].tokens == record.tokens:
+        yield "kvflow_lease_grow_seconds", (), record.computed[-1].seconds

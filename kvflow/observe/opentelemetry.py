@@ -22,6 +22,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvflow.core.policy.history import Moment
 from kvflow.runtime.records import CANCELLED, LeaseRecord, LoadRecord
 
+__all__ = ["OpenTelemetrySpans", "current_traceparent"]
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NS = 1_000_000_000
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvflow.observe.instruments import COUNTERS, GAUGES, LABELS, RecordMetrics
+from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, told_by
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeStatistics
+
+__all__ = ["PrometheusMetrics"]
 
 _SCRAPE_WAIT_S = 1.0
 
@@ -31,7 +33,13 @@ class PrometheusMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._watched: list[_Watched] = []
-        self._records = RecordMetrics(_Registered(registry))
+        self._counters = {
+            name: Counter(name, text, (*LABELS, *labels), registry=registry) for name, text, labels in RECORD_COUNTERS
+        }
+        self._histograms = {
+            name: Histogram(name, text, (*LABELS, *labels), buckets=buckets, registry=registry)
+            for name, text, labels, buckets in HISTOGRAMS
+        }
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
@@ -39,10 +47,17 @@ class PrometheusMetrics(Collector):
         self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
-        self._records.load_ended(record)
+        self._note(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        self._records.lease_ended(record)
+        self._note(record)
+
+    def _note(self, record: LoadRecord | LeaseRecord) -> None:
+        for name, labels, amount in told_by(record):
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(amount)
+            else:
+                self._histograms[name].labels(*labels).observe(amount)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: the gauges are not known before a runtime is watched."""
@@ -58,19 +73,6 @@ class PrometheusMetrics(Collector):
                     for value, count in values_of(now).items():
                         family.add_metric([*labels, value] if label else labels, count)
                 yield family
-
-
-class _Registered:
-    """Instruments of a registry; see `Instruments`."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
-        return Counter(name, text, labels, registry=self._registry)
-
-    def histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
 
 
 class _Watched:

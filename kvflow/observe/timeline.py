@@ -27,10 +27,12 @@ from kvflow.core.policy.history import Moment
 from kvflow.errors import InvalidInput
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 
+__all__ = ["BadRecords", "RecordFile", "overlap", "read_records", "timeline"]
+
 _US = 1e6
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a file: what all records have, and as details what only loads or leases have."""
 
     kind: str
@@ -78,16 +80,16 @@ class RecordFile:
     def _write(self, kind: str, record: LoadRecord | LeaseRecord) -> None:
         told = {entry.name: getattr(record, entry.name) for entry in fields(record)}
         shared = {name: told.pop(name) for name in ("engine_id", "rank", "request_id", "outcome")}
-        line = Line(kind=kind, ended_s=time.time(), seconds=dict(told.pop("seconds")), details=told, **shared)
+        line = RecordLine(kind=kind, ended_s=time.time(), seconds=dict(told.pop("seconds")), details=told, **shared)
         self._file.write(msgspec.json.encode(line) + b"\n")
 
 
-def read_records(path: Path) -> Iterator[Line]:
+def read_records(path: Path) -> Iterator[RecordLine]:
     """The lines of a file; BadRecords names the first that is none. OSError if it cannot be read."""
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             try:
-                yield msgspec.json.decode(text, type=Line)
+                yield msgspec.json.decode(text, type=RecordLine)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise BadRecords(f"{path}, line {number}: {error}") from error
 
@@ -99,7 +101,7 @@ _Offer: TypeAlias = tuple[str, str]  # engine and its name for the request
 _Moment: TypeAlias = tuple[int, float]  # process of the timeline, Unix time
 
 
-def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
+def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
     """All records as one trace, as the JSON object that Perfetto opens."""
     processes: dict[tuple[str, Rank], int] = {}
     leases: dict[_Offer, list[_Moment]] = {}
@@ -123,7 +125,7 @@ def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
     return {"traceEvents": names + sorted(events, key=lambda event: event["ts"])}
 
 
-def _slices(line: Line, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
+def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """A slice for the record and, inside, one for each phase."""
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
     name, details = f"{line.kind} {line.request_id}", dict(line.details)
@@ -138,7 +140,7 @@ def _slices(line: Line, process: int, number: int, begin_s: float) -> Iterator[T
     yield {**common, "ph": "e", "name": name, "ts": line.ended_s * _US}
 
 
-def _growth(line: Line, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
+def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """A row with a slice for each moment of a lease that grew, or of a load of one: the tokens that came until then."""
     what, before_s, before = _GROWTH.get(line.kind, ""), 0.0, 0
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
@@ -149,17 +151,17 @@ def _growth(line: Line, process: int, number: int, begin_s: float) -> Iterator[T
         before_s, before = seconds, tokens
 
 
-def _moments(line: Line) -> list[Moment]:
+def _moments(line: RecordLine) -> list[Moment]:
     found = line.details.get(_GROWTH.get(line.kind, ""))
     return found if isinstance(found, list) else []
 
 
-def overlap(lines: Iterable[Line]) -> dict[str, float]:
+def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
     """Of each load of a lease that grew, by its request: the share of its tokens that had landed when the last of them
     was computed. By the wall clocks of both machines; without loads whose lease is in no file.
     """
     computed: dict[_Offer, float] = {}
-    loads: list[tuple[_Offer, Line]] = []
+    loads: list[tuple[_Offer, RecordLine]] = []
     for line in lines:
         if line.kind == "load" and _moments(line):
             loads.append(((str(line.details["peer_engine_id"]), str(line.details["remote_request_id"])), line))

@@ -11,12 +11,10 @@ replica. Registries of prometheus_client within a replica leave by nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from ray.serve import metrics as serve_metrics
 
-from kvflow.observe.instruments import COUNTERS, GAUGES, LABELS, RecordMetrics
+from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, told_by
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeStatistics
@@ -27,7 +25,17 @@ class RayMetrics:
 
     def __init__(self, period_s: float = 5.0) -> None:
         self._period_s = period_s
-        self._records = RecordMetrics(_Instruments())
+        self._counted_by = {
+            name: (serve_metrics.Counter(name, text, tag_keys=(*LABELS, *labels)), (*LABELS, *labels))
+            for name, text, labels in RECORD_COUNTERS
+        }
+        self._measured_by = {
+            name: (
+                serve_metrics.Histogram(name, text, boundaries=list(buckets), tag_keys=(*LABELS, *labels)),
+                (*LABELS, *labels),
+            )
+            for name, text, labels, buckets in HISTOGRAMS
+        }
         self._gauges = [
             (serve_metrics.Gauge(name, text, tag_keys=_keys(label)), label, values_of)
             for name, text, label, values_of in GAUGES
@@ -39,10 +47,19 @@ class RayMetrics:
         self._counted: dict[tuple[int, str], float] = {}
 
     def load_ended(self, record: LoadRecord) -> None:
-        self._records.load_ended(record)
+        self._note(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        self._records.lease_ended(record)
+        self._note(record)
+
+    def _note(self, record: LoadRecord | LeaseRecord) -> None:
+        for name, labels, amount in told_by(record):
+            if name in self._measured_by:
+                histogram, names = self._measured_by[name]
+                histogram.observe(amount, tags=dict(zip(names, labels, strict=True)))
+            elif amount > 0:  # Ray refuses to add nothing
+                counter, names = self._counted_by[name]
+                counter.inc(amount, tags=dict(zip(names, labels, strict=True)))
 
     async def watch(self, runtime: Runtime) -> None:
         """Show the runtime's statistics every period, until this is cancelled."""
@@ -65,41 +82,3 @@ class RayMetrics:
 
 def _keys(label: str) -> tuple[str, ...]:
     return (*LABELS, label) if label else LABELS
-
-
-class _Instruments:
-    """See `Instruments`."""
-
-    def counter(self, name: str, text: str, labels: Sequence[str]) -> _Counter:
-        return _Counter(serve_metrics.Counter(name, text, tag_keys=tuple(labels)), tuple(labels))
-
-    def histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> _Histogram:
-        made = serve_metrics.Histogram(name, text, boundaries=list(buckets), tag_keys=tuple(labels))
-        return _Histogram(made, tuple(labels))
-
-
-@dataclass(frozen=True, slots=True)
-class _Counter:
-    made: serve_metrics.Counter
-    names: tuple[str, ...]
-    tags: dict[str, str] = field(default_factory=dict)
-
-    def labels(self, *values: str) -> _Counter:
-        return _Counter(self.made, self.names, dict(zip(self.names, values, strict=True)))
-
-    def inc(self, amount: float = 1) -> None:
-        if amount > 0:  # Ray refuses to add nothing
-            self.made.inc(amount, tags=self.tags)
-
-
-@dataclass(frozen=True, slots=True)
-class _Histogram:
-    made: serve_metrics.Histogram
-    names: tuple[str, ...]
-    tags: dict[str, str] = field(default_factory=dict)
-
-    def labels(self, *values: str) -> _Histogram:
-        return _Histogram(self.made, self.names, dict(zip(self.names, values, strict=True)))
-
-    def observe(self, amount: float) -> None:
-        self.made.observe(amount, tags=self.tags)

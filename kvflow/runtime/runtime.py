@@ -196,7 +196,7 @@ class Runtime:
             RequestError: it is being served, or what was given is no request id or no text.
         """
         cache = self._require_cache("decline", new_work=False)
-        wanted = checks.request_id(request_id, self.config.limits.request_id_chars_max)
+        wanted = checks.request_id(request_id)
         cache.serving.decline(wanted, checks.text(reason, f"request {wanted!r}: decline: reason"))
 
     async def load_blocks(self, request: LoadRequest) -> LoadReport:

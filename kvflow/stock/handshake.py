@@ -210,7 +210,6 @@ class StockHandshakes:
             tp_rank=rank.tp,
             timeout_s=config.handshake_timeout_s,
             engine_id=peer.engine_id,
-            bytes_max=config.limits.side_channel_message_bytes_max,
         )
 
     def _reporters(self, metadata: messages.Metadata, line: Line) -> int:

@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvflow.core.cache.regions import Device, Span, UInt64Array
+from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
@@ -195,16 +195,13 @@ class InprocTransport:
                     flip(rows[-1][0] + rows[-1][2] - 1)
                 if self.faults.never_finish:
                     continue
-            self.end(read, error)
+            self._tell(ReadEnded(read, error, 0.0))
         return todo
 
     def end(self, read: InprocRead, error: TransportError | None) -> None:
-        """A read has stopped for good; on the loop."""
-        event = ReadEnded(read, error, 0.0)
-        if self._carrier is not None:
-            self._carrier.wake(partial(self._tell, event))
-        else:
-            self._tell(event)
+        """A read that a carrier has is stopped for good."""
+        assert self._carrier is not None, "it says so"
+        self._carrier.wake(partial(self._tell, ReadEnded(read, error, 0.0)))
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         if not self._open:
@@ -316,17 +313,6 @@ class InprocTransport:
             notifications_failed=self._counts["unsent"],
         )
 
-    @staticmethod
-    def covered(addresses: UInt64Array, sizes: UInt64Array, spans: Sequence[Span]) -> bool:
-        """Whether every range lies in one of the spans."""
-        inside = np.zeros(len(addresses), dtype=np.bool_)
-        for span in spans:
-            start, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
-            inside |= (addresses >= start) & (addresses + sizes <= end)
-            if inside.all():
-                break
-        return bool(inside.all())
-
     def refusal(self, read: InprocRead) -> TransportError | None:
         """Why a read cannot be performed, if so."""
         target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
@@ -335,10 +321,13 @@ class InprocTransport:
         if self.faults.fail_next:
             return self.faults.fail_next.popleft()
         ours, theirs = read.descriptors.table
-        if not self.covered(ours[:, 0], ours[:, 1], self._read_into):
-            return TransportError("a local range is not registered")
-        if not self.covered(theirs[:, 0], ours[:, 1], target._served or target._left[0]):
-            return TransportError("a remote range is not registered")
+        sides = ("local", ours, self._read_into), ("remote", theirs, target._served or target._left[0])
+        for side, rows, spans in sides:  # every range lies in one of the spans
+            starts, ends, inside = rows[:, 0], rows[:, 0] + ours[:, 1], np.zeros(len(rows), dtype=np.bool_)
+            for span in spans:
+                inside |= (starts >= np.uint64(span.address)) & (ends <= np.uint64(span.address + span.size_bytes))
+            if not inside.all():
+                return TransportError(f"a {side} range is not registered")
         return None
 
     @staticmethod

@@ -50,7 +50,6 @@ class OwnerThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
     def called(self) -> bool:
         """Whether jobs wait that the thread has not taken yet."""
         return bool(self._jobs)
@@ -62,9 +61,7 @@ class OwnerThread:
 
     async def call(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
-        self._require_alive()
         done: asyncio.Future[T] = self._loop.create_future()
-        self._waiting.add(done)
 
         def run() -> None:
             try:
@@ -73,16 +70,21 @@ class OwnerThread:
                 settle = partial(done.set_exception, problem)
             self.run_on_loop(lambda: None if done.done() else settle())
 
-        self._give(run)
+        self.submit(run)
+        self._waiting.add(done)
         try:
             return await done
         finally:
             self._waiting.discard(done)
 
     def submit(self, job: Job) -> None:
-        """Run `job` on the thread some time soon; it must not raise."""
-        self._require_alive()
-        self._give(job)
+        """Run `job` on the thread some time soon; it must not raise. TransportBroken if the thread has ended."""
+        if not self.alive:
+            raise TransportBroken("the agent's thread has ended") from self._cause
+        self._jobs.append(job)
+        if not self._called:
+            self._called = True
+            self._calls.put(None)
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
         """From the thread: run `callback` on the loop, unless the loop is gone and nobody waits any more."""
@@ -103,16 +105,6 @@ class OwnerThread:
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(wait_s)
-
-    def _give(self, job: Job) -> None:
-        self._jobs.append(job)
-        if not self._called:
-            self._called = True
-            self._calls.put(None)
-
-    def _require_alive(self) -> None:
-        if not self.alive:
-            raise TransportBroken("the agent's thread has ended") from self._cause
 
     def _run(self) -> None:
         cause: BaseException | None = None

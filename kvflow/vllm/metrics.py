@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from kvflow.connector.worker import Happening, LeaseEnded, Loaded, LoadFailed
+from kvflow.connector.worker import Happening, Loaded, LoadFailed, OfferEnded
 from kvflow.runtime.producer.lease import LeaseOutcome
 
 _SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
@@ -63,7 +63,7 @@ class KVFlowStats(KVConnectorStats):
                     stats.data["loads"].append(report.freshness)
                 case LoadFailed(error=error):
                     stats.data["load_failures"].append(type(error).__name__ if error else _ABANDONED)
-                case LeaseEnded(outcome=outcome):
+                case OfferEnded(outcome=outcome):
                     stats.data["lease_outcomes"].append(str(outcome))
         return stats
 

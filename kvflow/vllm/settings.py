@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from kvflow.checks import check_known
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
-from kvflow.connector.settings import check_known, checked_fields
+from kvflow.connector.settings import checked_fields
 from kvflow.core.cache.groups import GroupKind
 from kvflow.vllm.layout import Group
 

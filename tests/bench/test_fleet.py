@@ -1,18 +1,18 @@
-"""`kvflow bench fleet`: a small fleet goes through all of it, and what was found with large ones stays mended."""
+"""The bench `fleet`: a small fleet goes through all of it, and what was found with large ones stays mended."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvflow.bench.fleet.channel import Costs
-from kvflow.bench.fleet.life import run_fleet
-from kvflow.bench.fleet.memory import measure_memory
-from kvflow.bench.fleet.results import MemorySample, PhaseResult
-from kvflow.bench.fleet.scenario import FleetBench
-from kvflow.bench.fleet.traffic import FleetShape
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import Verdict
+from tests.bench.fleet.channel import Costs
+from tests.bench.fleet.life import run_fleet
+from tests.bench.fleet.memory import measure_memory
+from tests.bench.fleet.results import MemorySample, PhaseResult
+from tests.bench.fleet.scenario import FleetBench
+from tests.bench.fleet.traffic import FleetShape
 
 
 @pytest.fixture(scope="module")

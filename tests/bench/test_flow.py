@@ -1,4 +1,4 @@
-"""`kvflow bench flow`: its options, its blocks, its arithmetic; and the cable, which is gone whoever dies."""
+"""The bench `flow`: its options, its blocks, its arithmetic; and the cable, which is gone whoever dies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 
 from kvflow.bench.cache import PatternCache, WrongBytes
 from kvflow.bench.child import BenchError, RankProcess, open_children
-from kvflow.bench.flow.link import Link, require_cables
-from kvflow.bench.flow.ranks import Prefill, Schedule, open_producer, open_reader
-from kvflow.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
-from kvflow.bench.flow.scenario import Flow, _hand_over, _open
 from kvflow.bench.loads import PlannedLoad, SettingsError
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import TargetRow, Verdict
+from tests.bench.flow.link import Link, require_cables
+from tests.bench.flow.ranks import Prefill, Schedule, open_producer, open_reader
+from tests.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
+from tests.bench.flow.scenario import Flow, _hand_over, _open
 
 SMALL = Flow(link=Link.GBIT, prompts="256", chunk=128, rounds=1, layers=2, many=3, many_s=0.1)
 GBIT, SHM = Case(Link.GBIT, 2048), Case(Link.SHM, 2048)

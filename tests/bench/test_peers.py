@@ -1,4 +1,4 @@
-"""`kvflow bench peers`: its options, who is left out and why, and from turns to ratios and a verdict."""
+"""The bench `peers`: its options, who is left out and why, and from turns to ratios and a verdict."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvflow.bench.loads import MIB, SettingsError, Transport
-from kvflow.bench.peers import contenders, scenario
-from kvflow.bench.peers.contenders import Absent, Peer, absent
-from kvflow.bench.peers.results import LeftOut, PeerSpeed, judge
-from kvflow.bench.peers.scenario import Peers
 from kvflow.bench.scenario import Outcome, Samples
 from kvflow.bench.targets import Verdict
 from kvflow.bench.transfer.ranks import TurnResult
 from kvflow.bench.transfer.sizes import LoadSize
+from tests.bench.peers import contenders, scenario
+from tests.bench.peers.contenders import Absent, Peer, absent
+from tests.bench.peers.results import LeftOut, PeerSpeed, judge
+from tests.bench.peers.scenario import Peers
 
 ONE, BULK, BURST = LoadSize("one block", 1, 20), LoadSize("16 MB", 32, 8), LoadSize("64 x 1 MB", 2, 128, 64)
 BYTES = {ONE: MIB // 2, BULK: 16 * MIB, BURST: 64 * MIB}

@@ -1,10 +1,10 @@
-"""`kvflow bench planning`: what it measures without a peer."""
+"""The bench `planning`: what it measures without a peer."""
 
 from __future__ import annotations
 
-from kvflow.bench.planning import CASES, Planning, PlanSample
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import Verdict
+from tests.bench.planning import CASES, Planning, PlanSample
 
 
 def verdicts(seconds: float) -> list[Verdict]:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved, run_scenario
-from kvflow.bench.targets import at_least, at_most
+from kvflow.bench.targets import Spread, at_least, at_most
 from kvflow.cli.bench import as_json, print_outcome
 
 
@@ -77,6 +77,37 @@ def test_a_scenario_runs_from_its_ranks_to_its_report() -> None:
     print_outcome(outcome, Console(width=100, file=output))
     for words in ("sums", "who", "sum of all", "33", "10..12", "a legend", "targets", "PASS", "NOT MEASURED"):
         assert words in output.getvalue()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideRow:
+    transport: str
+    contender: str
+    seconds_of_all_the_rounds: Spread
+    ratios_to_the_first_of_all: tuple[float, ...] = (1.234, 5.678)
+    descriptors: int = 1_234_567
+    throughput_gb_per_s: float = 12.34
+    processes: str = "producer reader"
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_tables_leave_words_whole(width: int) -> None:
+    """What does not fit beside each other comes in several tables."""
+    spread = Spread(samples=9, min=1, p25=1.123, p50=2.234, p75=3.345, p99=4.456, max=5)
+    rows = [
+        WideRow(transport=transport, contender=contender, seconds_of_all_the_rounds=spread)
+        for transport in ("shm", "tcp")
+        for contender in ("raw_example", "raw_tuned", "bare_hop")
+    ]
+    output = io.StringIO()
+    outcome = Outcome(results={"wide": rows}, legend="", targets=[])
+    print_outcome(outcome, Console(width=width, file=output))
+    printed = output.getvalue()
+    assert max(map(len, printed.splitlines())) <= width
+    words = "shm tcp raw_example bare_hop transport (1.12..3.35), 1,234,567 1.23..5.68 descriptors throughput producer"
+    for word in words.split():
+        assert word in printed or word == "transport", word
+    assert printed.count("wide") == (1 if width == 200 else 2 if width == 80 else 6)
 
 
 def test_a_step_that_fails_ends_the_run() -> None:

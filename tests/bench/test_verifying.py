@@ -1,4 +1,4 @@
-"""`kvflow bench verifying`: the sizes that follow from its options, its loads, and from loads to rows and a verdict."""
+"""The bench `verifying`: the sizes that follow from its options, its loads, and from loads to rows and a verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvflow.bench.engine import LoadResult
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import Verdict
-from kvflow.bench.verifying import Verifying
+from tests.bench.verifying import Verifying
 
 MIB = 1 << 20
 SCENARIO = Verifying(sizes="16,1", rounds=2, layers=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -20,8 +21,18 @@ from tests.support.tests_support import each
 
 def test_a_bare_installation_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "missing_modules", lambda: ("typer", "rich"))
-    with pytest.raises(SystemExit, match=r"needs typer and rich; .*pip install 'kvflow\[cli\]'"):
+    with pytest.raises(SystemExit, match="needs typer and rich") as caught:
         main.main()
+    given = shlex.split(str(caught.value).partition("pip install ")[2])
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert given == project["optional-dependencies"]["cli"], "not kvflow[cli]: a checkout is on no index"
+
+
+def test_flags_are_shown_as_flags() -> None:
+    for words in ([], ["top"], ["doctor"], ["bench", "transfer"]):
+        done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"})
+        assert (done.exit_code, "--help" in done.output) == (0, True)
+        assert [line for line in done.output.splitlines() if "<bool>" in line or "BOOLEAN" in line] == []
 
 
 def test_the_extra_is_imported_only_when_it_is_needed() -> None:
@@ -36,7 +47,6 @@ def test_the_extra_is_imported_only_when_it_is_needed() -> None:
         ("transfer", "--transport --sizes --pairs --layers --idle-s --backend --json"),
         ("topology", "--transport --size --rounds --layers --json"),
         ("fairness", "--transport --size --huge-loads --rounds --json"),
-        ("planning", "--repeats --json"),
     ],
 )
 def test_help_names_the_options(name: str, options: str) -> None:

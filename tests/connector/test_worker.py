@@ -20,7 +20,7 @@ from kvflow.blocking import Runtime
 from kvflow.connector.parameters import name_of, producer_params
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
-from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
+from kvflow.connector.worker import ConnectorWorker, Happening, Loaded, LoadFailed, OfferEnded
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RuntimeClosed, TransferFailed
@@ -176,7 +176,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def lease_ended(entry: Happening) -> bool:
-    return isinstance(entry, LeaseEnded)
+    return isinstance(entry, OfferEnded)
 
 
 def load_ended(entry: Happening) -> bool:
@@ -194,7 +194,7 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
         assert (layer[:, 5] == 1.0).all()
         assert (layer[:, 6, :, :3] == 1.0).all()
         assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
     assert not pair.prefill.scheduler.blocks_held("r")
     pair.decode.scheduler.request_finished("d", completed=True)
 
@@ -217,7 +217,7 @@ def test_ids_of_any_length_are_handed_over(pair: Pair, flows: bool) -> None:
     assert (loaded.request_id, loaded.report.request_id) == (ours, name_of(ours))
     if flows:
         pair.prefill.scheduler.request_finished(theirs, completed=True)
-    assert pair.prefill.until(lease_ended) == LeaseEnded(theirs, LeaseOutcome.READ, True)
+    assert pair.prefill.until(lease_ended) == OfferEnded(theirs, LeaseOutcome.READ, True)
     pair.decode.scheduler.request_finished(ours, completed=True)
 
 
@@ -270,20 +270,33 @@ def until_blocking(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
-def test_a_request_that_waits_for_blocks_keeps_its_prompt() -> None:
-    """The decode engine has no room for longer than the lease's ttl; its steps go on meanwhile."""
+@pytest.mark.parametrize("flows", [False, True])
+def test_a_request_that_waits_for_blocks_keeps_its_prompt(flows: bool) -> None:
+    """The decode engine has no room for longer than the lease's ttl; its steps go on meanwhile. A lease that flows is
+    found when prefill opens it, and kept from then on; so is one that has come to its end.
+    """
     network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
     prefill = make("prefill", network, 1.0, clock=lambda: theirs)
     decode = make("decode", network, -1.0, clock=lambda: ours)
     with settled_afterwards(Pair(prefill, decode)):
-        decode.scheduler.add(Request("d", 7, prefill.prefill()))
+        if flows:
+            rendezvous = Ticket.rendezvous(prefill.worker.introduction(), "name")
+            decode.scheduler.add(Request("d", 7, rendezvous.to_params()))
+            assert [keep.request_id for keep in decode.step().keep] == ["d"]
+            prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
+            prefill.step(("r", 3), blocks=[1])
+            prefill.step(("r", 7), blocks=[1, 2])
+            assert prefill.scheduler.request_finished("r", completed=True).hold_blocks
+            prefill.step()
+        else:
+            decode.scheduler.add(Request("d", 7, prefill.prefill()))
         for _ in range(4):
             until_renewed(prefill, decode, ours)
             on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
         decode.scheduler.update_after_alloc("d", [5, 6], 7)
         assert isinstance(decode.until(load_ended), Loaded)
         hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.limits.seal_hold_s))
-        assert prefill.until(lease_ended, meanwhile=hold_passes) == LeaseEnded("r", LeaseOutcome.READ, True)
+        assert prefill.until(lease_ended, meanwhile=hold_passes) == OfferEnded("r", LeaseOutcome.READ, True)
         decode.scheduler.request_finished("d", completed=True)
 
 
@@ -303,31 +316,7 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
     prefill.step()
     next(None for _ in steps() if offer.sent)
     assert offer.restart is None, "its time is begun anew although its ticket is out"
-    assert prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.EXPIRED, True)
-
-
-def test_a_flow_that_waits_for_blocks_keeps_its_prompt() -> None:
-    """Its lease is found when prefill opens it, and kept from then on; so is one that has come to its end."""
-    network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
-    prefill = make("prefill", network, 1.0, clock=lambda: theirs)
-    decode = make("decode", network, -1.0, clock=lambda: ours)
-    with settled_afterwards(Pair(prefill, decode)):
-        rendezvous = Ticket.rendezvous(prefill.worker.introduction(), "name")
-        decode.scheduler.add(Request("d", 7, rendezvous.to_params()))
-        assert [keep.request_id for keep in decode.step().keep] == ["d"]
-        prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
-        prefill.step(("r", 3), blocks=[1])
-        prefill.step(("r", 7), blocks=[1, 2])
-        assert prefill.scheduler.request_finished("r", completed=True).hold_blocks
-        prefill.step()
-        for _ in range(4):
-            until_renewed(prefill, decode, ours)
-            on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
-        decode.scheduler.update_after_alloc("d", [5, 6], 7)
-        assert isinstance(decode.until(load_ended), Loaded)
-        hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.limits.seal_hold_s))
-        assert prefill.until(lease_ended, meanwhile=hold_passes) == LeaseEnded("r", LeaseOutcome.READ, True)
-        decode.scheduler.request_finished("d", completed=True)
+    assert prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.EXPIRED, True)
 
 
 def until_renewed(prefill: Engine, decode: Engine, clock: ManualClock) -> None:
@@ -361,7 +350,7 @@ def test_what_was_kept_is_let_go(pair: Pair, end: str) -> None:
         assert isinstance(pair.decode.until(load_ended), Loaded)
     scheduler.request_finished("d", completed=end != "aborted")
     pair.decode.step()
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
     pair.decode.until_settled()
     assert pair.decode.runtime.statistics().tasks == idle
 
@@ -382,7 +371,7 @@ def test_a_load_that_has_failed_gives_the_offer_back(pair: Pair, flows: bool) ->
     else:
         pair.decode.receive(pair.prefill.prefill(), [5, 6])
     assert isinstance(failed(pair.decode).error, TransferFailed)
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
 
 
 def test_the_offer_of_a_load_that_has_failed_may_be_used_again() -> None:
@@ -400,7 +389,7 @@ def test_the_offer_of_a_load_that_has_failed_may_be_used_again() -> None:
         second.receive(params, [5, 6])
         assert isinstance(second.until(load_ended), Loaded)
         second.scheduler.request_finished("d", completed=True)
-        assert prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+        assert prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
 
 
 def begin_held(prefill: Engine, decode: Engine) -> None:
@@ -423,7 +412,7 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     on_loop(decode.runtime, decode.transport.perform)
     assert decode.until(load_ended) == LoadFailed("d", ((5, 6),), None)
     assert not decode.scheduler.blocks_held("d")
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)  # it was told at once
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)  # it was told at once
 
 
 def share(engine: Engine, params: dict[str, Any], *names: str) -> None:
@@ -453,7 +442,7 @@ def test_samples_read_one_offer_and_its_producer_is_told_once(pair: Pair, flows:
         prefill.step()
         assert prefill.scheduler.blocks_held("r")
         assert prefill.happened == []
-    assert prefill.until(lease_ended, meanwhile=decode.step) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert prefill.until(lease_ended, meanwhile=decode.step) == OfferEnded("r", LeaseOutcome.READ, True)
     for layer in decode.kv_caches.values():
         assert (layer[:, 5] == 1.0).all()
         assert (layer[:, [3, 4, 6], :, :3] == 1.0).all()
@@ -477,7 +466,7 @@ def test_a_sample_that_is_abandoned_leaves_the_offer_to_the_others(pair: Pair) -
     assert decode.until(load_ended) == LoadFailed("a", ((5, 6),), None)
     assert isinstance(load_rest(decode, "b", [3, 4]), Loaded)
     assert all((layer[:, 3] == 1.0).all() for layer in decode.kv_caches.values())
-    assert prefill.until(lease_ended, meanwhile=decode.step) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert prefill.until(lease_ended, meanwhile=decode.step) == OfferEnded("r", LeaseOutcome.READ, True)
     decode.scheduler.request_finished("b", completed=True)
 
 
@@ -495,7 +484,7 @@ def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
     assert isinstance(failed, LoadFailed)
     assert "deadline exceeded in phase 'wire'" in str(failed.error)
     decode.scheduler.request_finished("d", completed=False)
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
 
 
 def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
@@ -526,7 +515,7 @@ def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> N
     pair.decode.receive(params, [5, 6])
     assert isinstance(pair.decode.until(load_ended), Loaded)
     outcomes = {prefill.until(lease_ended) for _ in range(2)}
-    assert outcomes == {LeaseEnded("r", LeaseOutcome.REVOKED, False), LeaseEnded("r", LeaseOutcome.READ, True)}
+    assert outcomes == {OfferEnded("r", LeaseOutcome.REVOKED, False), OfferEnded("r", LeaseOutcome.READ, True)}
     pair.decode.scheduler.request_finished("d", completed=True)
 
 
@@ -545,7 +534,7 @@ def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> 
 @pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
 def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: Pair) -> None:
     params = pair.prefill.prefill(blocks=[1, 99])
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.REVOKED, True)
     pair.decode.receive(params, [5, 6])
     assert isinstance(pair.decode.until(load_ended), LoadFailed)
     pair.decode.scheduler.request_finished("d", completed=False)
@@ -639,7 +628,7 @@ def test_a_prompt_is_read_while_it_is_computed(staging: str) -> None:
             assert (layer[:, 6, :, 0] == 1.0).all()
             assert (layer[:, 6, :, 1:3] == 2.0).all()
         assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
-        assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+        assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
         pair.decode.scheduler.request_finished("d", completed=True)
 
 
@@ -653,7 +642,7 @@ def test_the_answer_of_a_prompt_that_flowed_has_a_ticket_for_other_readers(pair:
     assert params is not None
     pair.decode.receive(params, [5, 6])
     assert isinstance(pair.decode.until(load_ended), Loaded)
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
     pair.decode.scheduler.request_finished("d", completed=True)
 
 
@@ -695,7 +684,7 @@ def test_a_prompt_of_another_length_is_not_received(pair: Pair, tokens: int) -> 
     assert "7 tokens are expected" in str(error)
     assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
     pair.prefill.scheduler.request_finished("r", completed=True)
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)  # it was told
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)  # it was told
 
 
 @pytest.mark.parametrize("opened", ["before", "after"])
@@ -716,7 +705,7 @@ def test_a_flow_that_is_not_received_is_given_back(pair: Pair, end: str, opened:
     assert not pair.decode.step().keep
     pair.prefill.step(("r", 7), blocks=[1, 2])
     assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
     until_blocking(lambda: pair.decode.runtime.statistics().tasks == idle)
 
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests_support import each
 
-from kvflow.bench.gpu.pool import PoolShape
+from kvflow.bench.cache import CacheShape
 from kvflow.bench.ucx import ReadPath
 from kvflow.device.cuda import DriverError, load_driver
-from kvflow.doctor.cuda.checks import check_cuda, judge_path, left_out, reasons
+from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path, left_out, reasons
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, probe
 from kvflow.doctor.cuda.nvidia import Driver, Gpu, read_devices, read_nearness, read_nvlinks
-from kvflow.doctor.cuda.transfer import check_gpu_transfer
 from kvflow.doctor.findings import Status
 from kvflow.doctor.host import Host
 from kvflow.doctor.run import examine
+from kvflow.doctor.transfer import check_self_transfer
 
 from .test_doctor import CONFIG, GOOD
 
@@ -269,10 +270,10 @@ def test_what_ucx_tls_leaves_out(tls: str, lacking: tuple[str, ...]) -> None:
 
 
 def test_a_slow_way_between_gpus_comes_with_its_reasons() -> None:
-    assert judge_path(ReadPath("zero-copy", "cuda_ipc/cuda"), FINE).status is OK
-    assert judge_path(ReadPath("zero-copy", "rc_mlx5/mlx5_0:1"), FINE).status is OK
+    assert judge_gpu_path(FINE, "way", ReadPath("zero-copy", "cuda_ipc/cuda")).status is OK
+    assert judge_gpu_path(FINE, "way", ReadPath("zero-copy", "rc_mlx5/mlx5_0:1")).status is OK
     slow = ReadPath("software emulation", "tcp/eth0")
-    alone = judge_path(slow, FINE)
+    alone = judge_gpu_path(FINE, "way", slow)
     assert (alone.status, alone.fix.startswith("where nothing helps: staging='always'")) == (WARN, True)
     many = replace(
         FINE,
@@ -283,7 +284,7 @@ def test_a_slow_way_between_gpus_comes_with_its_reasons() -> None:
     said = reasons(many)
     for number, word in enumerate(("expandable_segments:False", "UCX_TLS", "MIG", "GET_ZCOPY=on", "staging")):
         assert word in said[number]
-    assert judge_path(None, FINE).status is WARN
+    assert judge_gpu_path(FINE, "way", None).status is WARN
 
 
 # --- with real processes
@@ -305,11 +306,12 @@ def test_a_machine_without_cuda_is_asked_in_a_child_and_says_so() -> None:
 @pytest.mark.timeout(300)
 def test_two_processes_hand_blocks_over_and_say_which_way() -> None:
     """On a CPU: what is tested is the check's own code."""
-    transfer, way = check_gpu_transfer(FINE, "cpu", PoolShape(layers=2, blocks=16))
-    assert "compared in full" in transfer.found, transfer
+    check = partial(check_self_transfer, partial(judge_gpu_path, FINE), where=" on GPUs")
+    transfer, way = check(device="cpu", shape=CacheShape(layers=2, blocks=16))
+    assert "every byte compared" in transfer.found, transfer
     assert way.name == "way of the bytes on GPUs"
-    (failed,) = check_gpu_transfer(FINE, "no-device", PoolShape(layers=2, blocks=16))
-    assert failed.status is FAIL
+    (failed,) = check(device="no-device", shape=CacheShape(layers=2, blocks=16))
+    assert (failed.name, failed.status) == ("self-transfer on GPUs", FAIL)
 
 
 def test_a_machine_without_gpus_loads_nothing_of_this(monkeypatch: pytest.MonkeyPatch) -> None:

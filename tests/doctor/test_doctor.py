@@ -26,8 +26,7 @@ from kvflow.doctor.backends import judge_backends
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
 from kvflow.doctor.host import QUESTION_FILES, Host, check_host, check_open_files, files_needed, read_host
 from kvflow.doctor.peer import examine_peer, judge_answer
-from kvflow.doctor.transfer import judge_plugins, last_line
-from kvflow.doctor.ucx import check_path
+from kvflow.doctor.transfer import judge_host_path, judge_plugins
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
 
@@ -160,7 +159,7 @@ def test_nixl_needs_its_plugin() -> None:
     assert judge_plugins("1.5.1", ("POSIX",)).status is Status.FAIL
     broken = judge_plugins("1.5.1", (), problem="ImportError: libcudart.so.12")
     assert (broken.status, "libcudart.so.12" in broken.found) == (Status.FAIL, True)
-    assert last_line(BenchError("NIXL: Traceback\n  File ...\nImportError: no\n")) == "ImportError: no"
+    assert BenchError("NIXL: Traceback\n  File ...\nImportError: no\n").reason == "ImportError: no"
 
 
 def test_backends_say_what_they_move_and_only_the_stores_is_missed() -> None:
@@ -213,7 +212,7 @@ def test_the_way_is_what_ucx_chose_for_reads_from_others_of_that_size() -> None:
 def test_tcp_on_one_machine_is_fine_only_if_it_was_asked_for(
     path: ReadPath | None, ucx_tls: str | None, status: Status, found: str
 ) -> None:
-    finding = check_path(path, ucx_tls)
+    finding = judge_host_path(ucx_tls, "way of the bytes", path)
     assert finding.status is status
     assert found in finding.found
     assert bool(finding.fix) == (status is not Status.OK)

@@ -49,6 +49,7 @@ from kvflow.core.protocol import messages
 from kvflow.errors import KVFlowError
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.channel.keyring import Keyring, make_key_files
+from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX
 from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
 from kvflow.transport.base import AgentName
@@ -386,7 +387,7 @@ async def send(on: Scene, seed: str, count: int) -> int:
     """Messages over ZeroMQ from one attacker."""
     server_key = await key_of(on.producer) if on.mode is Mode.CURVE else b""
     local = on.producer.cache.local
-    bytes_max = on.producer.runtime.config.limits.side_channel_request_bytes_max
+    bytes_max = REQUEST_BYTES_MAX
     fingerprint = local.compatibility.fingerprint()
     port = port_of(on.producer)
     return await run(on, send_messages, seed, port, fingerprint, local.cache_shares, bytes_max, count, server_key)

@@ -35,6 +35,7 @@ from tests_support import PATIENT, WAIT_S, limited
 from kvflow import Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core.protocol import messages
 from kvflow.core.stock.params import stock_params
+from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX
 from kvflow.stock import StockPeers, ask_rank
 from kvflow.testing import assert_quiet
 from tests.fuzz.attackers import send_messages, send_streams
@@ -216,7 +217,7 @@ async def attack(producer: Producer, attackers: ProcessPoolExecutor, seed: str, 
     """All attackers at once, until they are done."""
     runtime, some = producer.runtime, max(count // 10, 1)
     local = runtime._supervisor.cache.local  # type: ignore[union-attr]
-    bytes_max = runtime.config.limits.side_channel_request_bytes_max
+    bytes_max = REQUEST_BYTES_MAX
     about = (local.compatibility.fingerprint(), local.cache_shares, bytes_max, (count - 2 * some) // ATTACKERS, b"")
 
     def run(attacker: Callable[..., int], *arguments: Any) -> asyncio.Future[int]:

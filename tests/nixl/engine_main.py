@@ -27,9 +27,9 @@ from pattern import count_wrong, write_pattern
 from steered_loop import SteeredLoop
 
 import kvflow
-from kvflow.bench.gpu.device import open_device
 from kvflow.runtime.world import World
 from kvflow.testing import LoopClock
+from tests.gpu.device import open_device
 
 BLOCK_SIZE = 16
 LAYERS = 4

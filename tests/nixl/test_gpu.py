@@ -18,8 +18,9 @@ from hand_over import BLOCKS, hand_over, how_it_ended, start_load
 from test_stale import load_around_their_leases_ends
 
 from kvflow.bench.child import BenchError
-from kvflow.bench.gpu.engine import Engine, engines, specs, ucx_log
-from kvflow.bench.gpu.pool import PoolShape, scattered_ids
+from kvflow.bench.ucx import ucx_log
+from tests.gpu.engine import Engine, engines, specs
+from tests.gpu.pool import PoolShape, scattered_ids
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -63,9 +64,9 @@ def test_the_way_is_what_a_device_allows(device: str) -> None:
     with ucx_log() as log:
         with engines(*specs(device, pool), log.environment) as both:
             pid = both.reader.pid
-            both.must_hand_over("r", scattered_ids(1, 16, 8), local)
+            both.hand_over("r", scattered_ids(1, 16, 8), local).succeeded()
             assert both.reader.run(Engine.count_other, local, 1.0) == 0
-        path = log.path(pid, pool.piece_bytes)
+        path = log.read_path(pid, pool.piece_bytes)
     assert path is not None
     assert device == "cpu" or path.over.startswith("cuda_ipc"), path
 
@@ -218,7 +219,7 @@ def test_memory_that_cuda_ipc_cannot_open_is_refused_when_it_is_registered(devic
 def test_a_rank_on_the_second_device_takes_nothing_of_the_first() -> None:
     before = memory_used_mib(0)
     with engines(*specs("cuda:1", PoolShape(layers=2, blocks=16))) as both:
-        both.must_hand_over("r", range(8), range(8))
+        both.hand_over("r", range(8), range(8)).succeeded()
         assert memory_used_mib(0) - before < 100, "a CUDA context takes several hundred MiB"
 
 

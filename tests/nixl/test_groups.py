@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvflow.core.cache.layout import KVStyle
-from tests.support.group_hand_overs import Attention, GroupHandOver, Part, run
-from tests.support.hand_overs import Paths
+from tests.support.hand_overs import FULL, Attention, HandOver, Part, Paths, run
 from tests.support.reference_model import Engine, Look, Model
 
 pytestmark = pytest.mark.nixl
@@ -41,26 +40,26 @@ def part(
     return Part(producer=sides[0], consumer=sides[1], attention=attention, offered=tables[0], wanted=tables[1])
 
 
-FULL, SLIDING, CHUNKED = Attention(), Attention(window=40), Attention(window=64, chunked=True)
+SLIDING, CHUNKED = Attention(window=40), Attention(window=64, chunked=True)
 ROWS = {
-    "full and sliding": GroupHandOver(parts=(part(0, FULL), part(1, SLIDING)), num_tokens=NUM_TOKENS),
-    "one pool on both sides": GroupHandOver(
+    "full and sliding": HandOver(parts=(part(0, FULL), part(1, SLIDING)), num_tokens=NUM_TOKENS),
+    "one pool on both sides": HandOver(
         parts=(part(0, FULL), part(1, SLIDING), part(2, CHUNKED)), num_tokens=NUM_TOKENS, one_pool=(True, True)
     ),
-    "all sliding": GroupHandOver(parts=(part(0, SLIDING),), num_tokens=NUM_TOKENS),
-    "tp 2 to 1, other block sizes and orders": GroupHandOver(
+    "all sliding": HandOver(parts=(part(0, SLIDING),), num_tokens=NUM_TOKENS),
+    "tp 2 to 1, other block sizes and orders": HandOver(
         parts=(
             part(0, FULL, tp=(2, 1), block_sizes=(16, 32), looks=(Look(), HND)),
             part(1, SLIDING, tp=(2, 1), block_sizes=(32, 8), looks=(HND, Look(style=KVStyle.BLOCKS_FIRST))),
         ),
         num_tokens=NUM_TOKENS,
     ),
-    "some layers have fewer heads, tp 1 to 2": GroupHandOver(
+    "some layers have fewer heads, tp 1 to 2": HandOver(
         parts=(part(0, FULL, tp=(1, 2)), part(1, CHUNKED, tp=(1, 2), model=replace(MODEL, kv_heads=1))),
         num_tokens=NUM_TOKENS,
         by_name=True,
     ),
-    "through host buffers and scratch": GroupHandOver(
+    "through host buffers and scratch": HandOver(
         parts=(part(0, FULL, looks=(Look(), HND)), part(1, SLIDING, block_sizes=(32, 16))),
         num_tokens=NUM_TOKENS,
         paths=Paths(staged=(True, True), scratch="always"),
@@ -69,5 +68,5 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-async def test_every_token_of_every_window_arrives(row: GroupHandOver) -> None:
+async def test_every_token_of_every_window_arrives(row: HandOver) -> None:
     await run(row)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvflow.core.cache.layout import KVStyle
-from tests.support.hand_overs import STRAIGHT, Arrival, HandOver, Paths, run
+from tests.support.hand_overs import STRAIGHT, Arrival, HandOver, Paths, one_part, run
 from tests.support.reference_model import Engine, Look, Model
 
 pytestmark = pytest.mark.nixl
@@ -62,9 +62,9 @@ class Row:
         ours, theirs = self.block_sizes
         offered = self.num_tokens // ours if self.full_blocks_only else -(-self.num_tokens // ours)
         wanted = -(-min(self.num_tokens, offered * ours) // theirs) - self.cached
-        return HandOver(
-            producer=self._engine(0, offered),
-            consumer=self._engine(1, wanted),
+        return one_part(
+            self._engine(0, offered),
+            self._engine(1, wanted),
             num_tokens=self.num_tokens,
             offered=tuple(Random(1).sample(range(offered + 4), offered)),
             wanted=tuple(Random(2).sample(range(wanted + 4), wanted)),

@@ -54,7 +54,7 @@ async def test_what_changes_between_read_and_digest_is_found(times: int) -> None
 
 def _ask_after_the_read(loader: Any) -> None:
     """As if the blocks had been staged: else the questions come while they are read."""
-    verifier = loader._verifying._verifier
+    verifier = loader._whole.verifying._verifier
     asking = verifier.asking
 
     def later(request_id: str, reads: Any, tables: Any) -> Any:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvflow.cli.app import app
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.history import Moment
-from kvflow.observe.timeline import BadRecords, Line, RecordFile, overlap, read_records, timeline
+from kvflow.observe.timeline import BadRecords, RecordFile, RecordLine, overlap, read_records, timeline
 from tests.observe.observed import grown, observed
 
 
@@ -72,9 +72,9 @@ async def test_what_flows_has_a_row_of_what_was_computed_and_one_of_what_landed(
         assert [event["ts"] for event in begun[1:]] == [event["ts"] for event in ended[:-1]]
 
 
-def line(kind: str, begun_s: float, moments: list[Moment], **more: str) -> Line:
+def line(kind: str, begun_s: float, moments: list[Moment], **more: str) -> RecordLine:
     what = {"lease": "computed", "load": "landed"}[kind]
-    return Line(
+    return RecordLine(
         kind=kind,
         ended_s=begun_s + 10.0,
         engine_id="decode" if kind == "load" else "prefill",

@@ -18,15 +18,10 @@ from kvflow.testing import assert_blocks_equal
 LISTS = "expected a flat list of whole numbers"
 SERVE: list[tuple[dict[str, Any], str]] = [
     ({"block_ids": [16]}, "request 'r': block_ids: block id 16 is not in 0..15"),
-    ({"block_ids": [-1]}, "block id -1 is not in 0..15"),
     ({"block_ids": [1, 2, 1], "num_tokens": 12}, "block id 1 is given twice"),
-    ({"block_ids": [1.5]}, LISTS),
     ({"block_ids": [[1]]}, LISTS),
     ({"block_ids": [1, 2]}, "2 block ids, but 4 tokens fill 1 blocks of 4"),
     ({"block_ids": [], "num_tokens": -1}, "num_tokens: expected a whole number from 0 to 4294967294"),
-    ({"ttl_s": 0}, "ttl_s: expected seconds above 0"),
-    ({"reader_count": 0}, "reader_count: expected a whole number from 1"),
-    ({"request_id": ""}, "request_id: expected 1 to 512 characters"),
     ({"request_id": "x" * 513}, "request_id: expected 1 to 512 characters"),
 ]
 
@@ -40,19 +35,12 @@ async def test_serve_requests_that_cannot_be_right(pair: EnginePair, changes: di
 
 LOAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"block_ids": [16]}, "request 'req': block_ids: block id 16 is not in 0..15"),
-    ({}, {"block_ids": [-3]}, "block id -3 is not in 0..15"),
     ({}, {"block_ids": [1, 1]}, "block id 1 is given twice"),
     ({}, {"block_ids": [0, 1, 2]}, "3 local blocks of 4 tokens, but only 8 tokens in 2 blocks of 4 are offered"),
-    ({}, {"block_ids": ["a"]}, LISTS),
-    ({}, {"deadline_s": 0}, "deadline_s: expected seconds above 0"),
-    *(({}, {"priority": bad}, f"priority: expected a whole number ... got {bad!r}") for bad in (True, 1.0, "1", None)),
+    ({}, {"priority": True}, "priority: expected a whole number ... got True"),
     ({"remote_block_ids": [3, 99]}, {}, "remote_block_ids of 'producer': block id 99 is not in 0..15"),
-    ({"remote_block_ids": [3, 3]}, {}, "block id 3 is given twice"),
     ({"remote_port": 0}, {}, "remote_port 0 is not in 1..65535"),
-    ({"do_remote_prefill": False}, {}, "do_remote_prefill is false"),
-    ({"kvflow": {}}, {}, "kvflow"),
     ({"seal_index": 1 << 40}, {}, "seal_index 1099511627776"),
-    *(({name: None}, {}, name) for name in ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
 ]
 
 
@@ -60,13 +48,12 @@ LOAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 async def test_load_requests_that_cannot_be_right(
     pair: EnginePair, changes: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    """A field of the ticket that is None is missing. Three dots stand for anything."""
+    """Three dots stand for anything."""
     lease = pair.offer([3, 7])
     if "seal_index" in changes:
         ticket = altered(lease.ticket, **changes).to_params()
     else:
         ticket = lease.ticket.to_params() | changes
-    ticket = {name: value for name, value in ticket.items() if name not in changes or value is not None}
     error = await pair.fails(RequestError, ticket, **{"block_ids": [0], **options})
     assert all(part in str(error) for part in message.split(" ... "))
     pair.assert_loaded([], [])
@@ -78,13 +65,10 @@ ROOM: list[tuple[dict[str, Any], type[RequestError] | None, str]] = [
     # 10 tokens are offered, in three blocks of 4. A cached prefix needs no blocks.
     ({"block_ids": [0, 1, 2], "num_tokens": 10}, None, ""),
     ({"block_ids": [1, 2], "num_tokens": 10, "prompt": range(10)}, None, ""),
-    ({"block_ids": [], "num_tokens": 10}, None, ""),
     ({"block_ids": [1, 2], "prompt": range(50)}, None, ""),
     ({"block_ids": [0, 1, 2, 4], "num_tokens": 10}, RequestError, "4 local blocks of 4 tokens, but the 10 .* fill 3"),
     ({"block_ids": [0, 1, 2, 4], "prompt": range(50)}, RequestError, "the 10 tokens that 'producer' at .* fill 3"),
     ({"block_ids": [0, 1], "num_tokens": 8}, PromptMismatch, "8 tokens are expected, 'producer' at .* offers 10"),
-    ({"block_ids": [0, 1, 2, 4], "num_tokens": 16}, PromptMismatch, "16 tokens are expected, .* offers 10"),
-    ({"block_ids": [0, 1], "prompt": range(8)}, PromptMismatch, "its prompt has 8 tokens, 'producer' at .* offers 10"),
     ({"block_ids": [], "prompt": range(9)}, PromptMismatch, "its prompt has 9 tokens, .* offers 10"),
 ]
 

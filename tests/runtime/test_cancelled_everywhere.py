@@ -13,6 +13,7 @@ import pytest
 
 from kvflow import LeaseOutcome, LoadRequest, ServeRequest, Ticket
 from kvflow.errors import KVFlowError
+from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.load.load import Load
 from kvflow.testing import InprocPair, assert_quiet, cancel_everywhere
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, pair_of
@@ -109,7 +110,7 @@ async def a_pair(verb: Verb, staging: str) -> AsyncIterator[Coroutine[Any, Any, 
         serving = cache_of(producer).serving
         for opened in list(serving._offers.values()):
             await opened.lease.revoke()
-        await asyncio.sleep(CONFIG.limits.question_wait_s + 1.0)  # whoever has asked is gone; it is answered then
+        await asyncio.sleep(QUESTION_WAIT_S + 1.0)  # whoever has asked is gone; it is answered then
         assert serving.news.waiting == 0
         assert not [task for task in asyncio.all_tasks() if "kvflow-" in task.get_name() and "req" in task.get_name()]
         for runtime in (consumer, producer):

@@ -137,15 +137,18 @@ async def test_no_more_questions_share_a_connection_than_answers_may_wait_there(
             assert await asyncio.gather(*asked) == [shown(index) for index in range(count)]
 
 
-async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_for_it() -> None:
+async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also of a reader that is slow: and ZeroMQ takes answers that have left for waiting ones until some more leave."""
+    monkeypatch.setattr(connections, "ANSWER_BYTES_MAX", 16 << 20)
     large = msgspec.structs.replace(METADATA, agent_metadata=b"x" * (8 << 20))  # more than the system's buffers take
 
     def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
         return large if request == numbered(1) else ANSWER
 
     async with listening(PLAIN, answer=answer) as listener, relayed(listener.port) as (address, flows):
-        with asking(limited(PLAIN, side_channel_message_bytes_max=16 << 20)) as channel:
+        with asking(PLAIN) as channel:
             for left_before in range(1, QUESTIONS_MAX):
                 for _ in range(left_before):
                     assert await start(channel, address, 0) == ANSWER
@@ -363,10 +366,10 @@ async def test_readers_that_come_at_once_and_are_all_dropped_get_their_answers()
         assert listener.statistics.recycled > 0
 
 
-async def test_a_connection_is_kept_for_a_while_only() -> None:
-    config = limited(PLAIN, side_channel_idle_s=0.2)
+async def test_a_connection_is_kept_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEPT_IDLE_S", 0.2)
     async with listening(PLAIN) as listener:
-        with asking(config) as channel:
+        with asking(PLAIN) as channel:
             for _ in range(3):
                 assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
                 assert open_connections(channel) == 1
@@ -376,11 +379,11 @@ async def test_a_connection_is_kept_for_a_while_only() -> None:
             assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
 
 
-async def test_of_many_peers_those_used_last_are_kept() -> None:
-    config = limited(PLAIN, side_channel_kept_max=3)
+async def test_of_many_peers_those_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEPT_MAX", 3)
     everywhere = replace(PLAIN, listen="tcp://0.0.0.0:0", advertise_host="127.0.0.1")
     async with listening(everywhere) as listener:
-        with asking(config) as channel:
+        with asking(PLAIN) as channel:
 
             async def ask(host: int) -> None:
                 address = f"tcp://127.0.0.{host}:{listener.port}"

@@ -18,7 +18,7 @@ from kvflow import Config, DrainReport, LeaseOutcome, PeerAddress, Runtime, Runt
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.states import PeerState
 from kvflow.core.protocol import messages
-from kvflow.errors import PeerNotReady, RuntimeClosed, RuntimeDraining, TransferFailed, UsageError
+from kvflow.errors import PeerNotReady, RuntimeClosed, RuntimeDraining, UsageError
 from kvflow.runtime.world import World
 
 CONFIG = replace(PATIENT, drain_timeout_s=WAIT_S, cancel_grace_s=0.05)
@@ -277,12 +277,3 @@ async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() ->
         await readers.tell()
         assert readers.count == 0
         assert sides.goodbyes == 2
-
-
-async def test_a_load_that_was_not_told_finds_out(sides: Sides) -> None:
-    """The reader's side channel is somewhere else now: its next read fails, typed."""
-    unread = sides.offer([4], "unread", ttl_s=0.001)
-    await sides.load(sides.offer([3]))
-    cache_of(sides.writer).readers._callers.clear()
-    await sides.writer.aclose()
-    await sides.fails(TransferFailed, unread, [1], match="is gone")

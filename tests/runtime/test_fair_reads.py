@@ -25,7 +25,7 @@ ONE_BY_ONE = limited(
     replace(PATIENT, cancel_grace_s=0.05, drain_timeout_s=0.5),
     slice_bytes_max=BLOCK_BYTES,
     slices_in_flight_max=1,
-    peer_in_flight_reads_max=1,
+    peer_in_flight_bytes_max=1,
 )
 
 
@@ -122,7 +122,7 @@ async def test_a_smaller_priority_is_read_first(narrow: EnginePair) -> None:
 
 
 async def test_all_peers_together_are_bounded() -> None:
-    limit = limited(replace(ONE_BY_ONE, in_flight_bytes_max=2 * BLOCK_BYTES), peer_in_flight_reads_max=8)
+    limit = limited(replace(ONE_BY_ONE, in_flight_bytes_max=2 * BLOCK_BYTES), peer_in_flight_bytes_max=8 * BLOCK_BYTES)
     async with open_pair(limit, consumer=STILL) as pair:
         tasks = await start_three(pair)
         # One block and its seal leave less than a block.
@@ -332,13 +332,6 @@ async def test_the_wait_for_a_turn_counts_as_queued(narrow: EnginePair) -> None:
     seconds = (await waiting).seconds
     assert (seconds["queued"], seconds["wire"]) == (pytest.approx(0.007), pytest.approx(0.002))
     assert (await waiting).total_s == pytest.approx(0.009)
-
-
-async def test_a_failed_read_gives_its_share_back(narrow: EnginePair) -> None:
-    failing, waiting = await start_in_order(narrow, ([0, 1], 0), ([2], 0))
-    await fail_next(narrow, failing)
-    await step(narrow, waiting)
-    narrow.assert_loaded([2], [2])
 
 
 async def test_a_load_that_fails_while_it_waits_posts_no_more() -> None:

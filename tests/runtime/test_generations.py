@@ -39,7 +39,6 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.runtime.peers.prewarm import PeerAddress
-from kvflow.runtime.world import World
 from kvflow.testing import (
     InprocCluster,
     TestEngine,
@@ -358,14 +357,6 @@ async def test_what_is_refused_while_there_is_no_cache() -> None:
 
 
 @in_virtual_time
-async def test_before_a_first_cache_it_is_wrong_usage_as_ever() -> None:
-    async with Runtime(replace(BRIEF, transport="inproc"), world=InprocCluster().world()) as runtime:
-        await runtime.unregister()
-        with pytest.raises(UsageError, match="registered yet"):
-            runtime.serve_blocks(ServeRequest("req", [3], 4))
-
-
-@in_virtual_time
 async def test_in_other_states() -> None:
     kv_caches, layout = small_cache()
     runtime = Runtime(replace(BRIEF, transport="inproc"), world=InprocCluster().world())
@@ -636,22 +627,3 @@ async def test_host_buffers_are_given_back_too() -> None:
             await wake(pair.producer)
             await assert_new(pair, f"new {life}")
             await pair.fails(LeaseExpired, copying)
-
-
-def test_the_world_is_asked_for_a_transport_per_registration() -> None:
-    names: list[str] = []
-
-    def make(_: Config, name: str) -> InprocTransport:
-        names.append(name)
-        return InprocTransport(name, InprocNetwork())
-
-    @in_virtual_time
-    async def run() -> None:
-        world: World = replace(InprocCluster().world(), transport=make)
-        async with Runtime(replace(BRIEF, transport="inproc"), world=world) as runtime:
-            for _ in range(3):
-                await runtime.register_kv_caches(*small_cache())
-                await runtime.unregister()
-
-    run()
-    assert len(set(names)) == len(names) == 3

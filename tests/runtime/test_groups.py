@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from group_hand_overs import Attention, GroupHandOver, Part, run
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -25,7 +24,7 @@ from kvflow.testing import InprocCluster, run_virtual
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.runtime.test_topologies import buffers, looks, scattered, slices
 from tests.support.budgets import examples
-from tests.support.hand_overs import Paths
+from tests.support.hand_overs import FULL, Attention, HandOver, Part, Paths, run
 from tests.support.reference_model import Engine, Look, Model
 from tests.support.tests_support import PATIENT, WAIT_S, limited, until
 
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.timeout(600)
 family = examples(20, 55, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 
 attentions = st.one_of(
-    st.just(Attention()),
+    st.just(FULL),
     st.builds(Attention, window=st.integers(1, 24)),
     st.builds(Attention, window=st.integers(1, 24), chunked=st.just(True)),
 )
@@ -95,7 +94,7 @@ def group_hand_overs(
     tp_sizes: Sequence[tuple[int, int]] = ((1, 1),),
     pp_sizes: Sequence[int] = (1,),
     paths: st.SearchStrategy[Paths] = slices,
-) -> GroupHandOver:
+) -> HandOver:
     count, num_tokens, merged = draw(st.integers(1, 3)), draw(st.integers(1, 40)), draw(st.booleans())
     sizes, stages = draw(st.sampled_from(tp_sizes)), [draw(st.sampled_from(pp_sizes)) for _ in range(2)]
     found: list[Part] = []
@@ -109,7 +108,7 @@ def group_hand_overs(
         if merged and len(found) == 1 and len(found[0].offered) < -(-num_tokens // found[0].producer.block_size):
             merged = False
         first += layers
-    return GroupHandOver(
+    return HandOver(
         parts=tuple(found),
         num_tokens=num_tokens,
         one_pool=draw(st.tuples(st.booleans(), st.booleans())),
@@ -138,16 +137,16 @@ def test_layers_of_a_group_that_look_different_go_through_scratch_memory_each_it
         model = Model(layers=len(numbers), kv_heads=kv_heads, head_size=4)
         engine = Engine(model=model, stages=(numbers,), block_size=8, num_blocks=5)
         turned = replace(engine, looks=(Look(order="HND", hnd_in_memory=True),))
-        part = Part(producer=engine, consumer=turned, attention=Attention(), offered=block_ids, wanted=block_ids)
+        part = Part(producer=engine, consumer=turned, offered=block_ids, wanted=block_ids)
         parts.append(part)
-    case = GroupHandOver(parts=tuple(parts), num_tokens=21, merged=(True, True), paths=Paths(scratch="always"))
+    case = HandOver(parts=tuple(parts), num_tokens=21, merged=(True, True), paths=Paths(scratch="always"))
     run_virtual(run(case, InprocCluster().world()))
 
 
 @pytest.mark.parametrize("drawn", FAMILIES.values(), ids=FAMILIES)
 @family
 @given(data=st.data())
-def test_every_token_of_every_window_arrives(drawn: st.SearchStrategy[GroupHandOver], data: st.DataObject) -> None:
+def test_every_token_of_every_window_arrives(drawn: st.SearchStrategy[HandOver], data: st.DataObject) -> None:
     run_virtual(run(data.draw(drawn), InprocCluster().world()))
 
 

@@ -9,30 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, blocking
+from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES
-from kvflow.errors import CacheUnregistered, LeaseExpired, RequestError, RuntimeClosed, UsageError
+from kvflow.errors import CacheUnregistered, LeaseExpired, RequestError, RuntimeClosed
 from kvflow.testing import (
-    CacheSize,
     InprocCluster,
     InprocPair,
     assert_quiet,
     inproc_pair,
-    nixl_pair,
     run_virtual,
 )
 from kvflow.transport.base import AgentName, PostedRead
 from tests.runtime.test_events import Event
-from tests.runtime.test_groups import FAMILIES
-from tests.support.budgets import examples
-from tests.support.group_hand_overs import Attention, GroupHandOver, Part, ids_of, run
-from tests.support.hand_overs import Paths
+from tests.support.hand_overs import Attention, HandOver, Part, Paths, run
 from tests.support.reference_model import Engine, Model
-from tests.support.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
+from tests.support.tests_support import PATIENT, each, in_virtual_time, limited
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), slice_bytes_max=64)
 BLOCKS, TAKEN = [1, 2, 3, 5], [4, 0, 7, 6]
@@ -115,34 +108,14 @@ async def test_what_is_complete_before_any_of_it_is_read_is_read_in_the_order_of
         assert [one for one in blocks if one] == slices
 
 
-@examples(25, 150)
-@given(data=st.data(), family=st.sampled_from(list(FAMILIES)))
-def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: str) -> None:
-    """Nothing of a token is there before it is told; each rank tells in its own time, in steps of its own."""
-    case: GroupHandOver = data.draw(FAMILIES[family])
-    steps = st.lists(st.integers(0, case.num_tokens), max_size=3)
-
-    async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
-        cleared = [Cleared(case, rank) for rank in producers]
-        plans = [[*sorted(data.draw(steps)), case.num_tokens] for _ in producers]
-        while any(plans):
-            at = data.draw(st.sampled_from([at for at, plan in enumerate(plans) if plan]))
-            tokens = plans[at].pop(0)
-            cleared[at].fill(tokens)
-            leases[at].advance(tokens)
-            await asyncio.sleep(data.draw(st.sampled_from([0.0, 0.05])))
-
-    run_virtual(run(case, InprocCluster().world(), compute))
-
-
 @each("staged", [(False, False), (True, False), (True, True)])
 def test_the_blocks_of_a_window_come_with_its_tokens(staged: tuple[bool, bool]) -> None:
     """They are the last ones of the prompt, though the first that their group offers."""
     engine = Engine(model=Model(layers=1, kv_heads=1, head_size=4), stages=((0,),), block_size=4, num_blocks=6)
     windowed = replace(engine, stages=((1,),))
-    full = Part(producer=engine, consumer=engine, attention=Attention(), offered=(3, 1, 0, 2), wanted=(1, 2, 3, 4))
+    full = Part(producer=engine, consumer=engine, offered=(3, 1, 0, 2), wanted=(1, 2, 3, 4))
     window = Part(producer=windowed, consumer=windowed, attention=Attention(8), offered=(5, 2), wanted=(0, 3))
-    case = GroupHandOver(parts=(full, window), num_tokens=16, paths=Paths(staged=staged))
+    case = HandOver(parts=(full, window), num_tokens=16, paths=Paths(staged=staged))
 
     async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
         cleared = Cleared(case, producers[0])
@@ -157,10 +130,10 @@ def test_the_blocks_of_a_window_come_with_its_tokens(staged: tuple[bool, bool]) 
 class Cleared:
     """A rank's blocks of the prompt, emptied; tokens come back as they are computed."""
 
-    def __init__(self, case: GroupHandOver, rank: Any) -> None:
+    def __init__(self, case: HandOver, rank: Any) -> None:
         self._tokens = case.num_tokens
         self._slots = []
-        for cache, ids in zip(rank.caches, ids_of(case, 0), strict=True):
+        for cache, ids in zip(rank.caches, case.ids(0), strict=True):
             for layer in range(len(cache.layout.layer_names)):
                 for part in range(cache.engine.model.parts):
                     slots = cache.pattern.slots(layer, part)
@@ -195,21 +168,6 @@ async def test_a_lease_that_ends_before_it_is_complete(staging: str) -> None:
             lease.advance(16)
             lease.advance(3)
             pair.offer(BLOCKS, "next").revoke()
-
-
-@in_virtual_time
-async def test_a_load_that_is_cancelled_leaves_the_lease_to_the_next() -> None:
-    async with pair_of() as pair:
-        lease = opened(pair)
-        load = pair.consumer.runtime.start_load(wanted(pair, lease))
-        lease.advance(8)
-        await asyncio.sleep(0.05)
-        load.cancel()
-        await asyncio.wait([asyncio.ensure_future(load.settled())])
-        pair.producer.cache.fill(BLOCKS)
-        lease.advance(16)
-        await pair.consumer.runtime.load_blocks(wanted(pair, lease))
-        pair.assert_loaded(TAKEN, BLOCKS)
 
 
 @each("end", ["drain", "unregister", "close"])
@@ -277,15 +235,6 @@ async def test_advances_take_effect_in_order() -> None:
 
 
 @in_virtual_time
-async def test_an_event_that_fails_ends_the_lease() -> None:
-    async with pair_of() as pair:
-        lease, event = opened(pair), Event()
-        lease.advance(8, event)
-        event.error = RuntimeError("illegal memory access")
-        assert await lease is LeaseOutcome.FAILED
-
-
-@in_virtual_time
 async def test_full_blocks_only() -> None:
     """Fewer blocks than the tokens need: what they hold is read once it is computed."""
     async with pair_of() as pair:
@@ -322,43 +271,3 @@ async def test_advances_that_cannot_be() -> None:
             whole.advance(3)
         for one in (lease, whole):
             one.revoke()
-
-
-@pytest.mark.nixl
-async def test_growing_over_real_nixl() -> None:
-    async with nixl_pair(config=replace(PATIENT, listen="tcp://127.0.0.1:0"), size=CacheSize(num_blocks=8)) as pair:
-        for tensor in pair.producer.kv_caches.values():
-            tensor[:, BLOCKS] = 0.0
-        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=16, computed_tokens=0))
-        load = pair.consumer.runtime.start_load(pair.wanted(lease, TAKEN))
-        for at in range(4):
-            pair.producer.cache.fill(BLOCKS[at : at + 1])
-            lease.advance(4 * at + 4)
-            if at < 3:
-                reads = pair.consumer.transport.statistics.reads
-                await until(lambda reads=reads: pair.consumer.transport.statistics.reads > reads)  # type: ignore[misc]
-        await load
-        pair.assert_loaded(TAKEN, BLOCKS)
-        await lease
-
-
-@pytest.mark.nixl
-def test_growing_in_a_callers_thread() -> None:
-    kv_caches, cache = CacheSize().make("prefill")
-    with blocking.Runtime(replace(CONFIG, engine_id="prefill")) as producer:
-        producer.register_kv_caches(kv_caches, cache.layout)
-        lease = producer.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=16, ttl_s=60.0, computed_tokens=0))
-        assert lease.ticket.first.pending
-        lease.advance(16)
-        with pytest.raises(RequestError, match="16 are computed already"):
-            lease.advance(15)
-        assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
-        lease.advance(3)
-
-
-async def test_only_on_the_loop_that_has_the_lease() -> None:
-    async with inproc_pair() as pair:
-        lease = opened(pair)
-        with pytest.raises(UsageError, match=r"'req': advance\(\)"):
-            await asyncio.to_thread(lease.advance, 4)
-        lease.revoke()

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 
-from kvflow import LeaseOutcome, LoadRequest, ServeRequest, blocking
+from kvflow import LeaseOutcome, LoadRequest
 from kvflow.core.protocol.proof import FAILED
-from kvflow.errors import LeaseExpired, PrefillFailed, RequestError, UsageError
-from kvflow.runtime.records import LeaseRecord, LoadRecord
-from kvflow.testing import CacheSize, assert_quiet, inproc_pair
+from kvflow.errors import LeaseExpired, PrefillFailed
+from kvflow.testing import assert_quiet
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, opened, pair_of, wanted
-from tests.support.tests_support import WAIT_S, each, in_virtual_time
-
-
-class Kept:
-    """An observer that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.leases: list[LeaseRecord] = []
-
-    def lease_ended(self, record: LeaseRecord) -> None:
-        self.leases.append(record)
-
-    def load_ended(self, record: LoadRecord) -> None:
-        pass
+from tests.support.tests_support import Records, each, in_virtual_time
 
 
 @each("staging", ["never", "always"])
@@ -34,8 +21,9 @@ class Kept:
 @in_virtual_time
 async def test_a_prefill_that_breaks_ends_its_loads(staging: str, tokens: int) -> None:
     """Whatever has landed: before the first token, in the middle, and also when all were there."""
-    async with pair_of(staging) as pair:
-        lease = opened(pair)
+    async with pair_of(staging) as pair, AsyncExitStack() as stack:
+        records, lease = Records(), opened(pair)
+        stack.enter_context(pair.producer.runtime.observed_by(records))
         load = pair.consumer.runtime.start_load(wanted(pair, lease, deadline_s=9.0))
         if tokens < 16:
             lease.advance(tokens)
@@ -45,6 +33,7 @@ async def test_a_prefill_that_breaks_ends_its_loads(staging: str, tokens: int) -
         with pytest.raises(PrefillFailed, match=r"request 'req' from 'producer' at .*could not compute the prompt"):
             await load
         assert await lease is LeaseOutcome.FAILED
+        assert [(one.outcome, one.reason) for one in records.leases] == [("failed", "out of memory")]
         lease.fail("again")
         lease.advance(16)
         lease.revoke()
@@ -100,55 +89,3 @@ async def test_a_reader_that_has_to_ask_for_the_lease_is_told_so(end: str) -> No
         assert (await pair.consumer.runtime.load_blocks(LoadRequest("req", ticket, TAKEN))).tokens == 16
         assert await again is LeaseOutcome.READ
         producer._supervisor.cache.serving.close()
-
-
-@in_virtual_time
-async def test_a_load_of_a_complete_lease_that_fails_is_no_success() -> None:
-    """A ticket that was made when all was there: its load finds out by the seal that comes with its first read."""
-    async with pair_of() as pair:
-        lease = pair.offer(BLOCKS)
-        lease.fail("the device was lost")
-        with pytest.raises(PrefillFailed):
-            await pair.consumer.runtime.load_blocks(pair.wanted(lease, TAKEN))
-        assert await lease is LeaseOutcome.FAILED
-
-
-@in_virtual_time
-async def test_what_is_recorded() -> None:
-    async with pair_of() as pair:
-        kept = Kept()
-        with pair.producer.runtime.observed_by(kept):
-            await opened(pair).fail("out of memory")
-        assert [(one.outcome, one.reason) for one in kept.leases] == [("failed", "out of memory")]
-
-
-@in_virtual_time
-async def test_one_rank_that_fails_is_enough() -> None:
-    """... and the lease of another request is not concerned."""
-    async with pair_of() as pair:
-        broken = opened(pair)
-        whole = pair.offer([8], "whole")
-        broken.fail()
-        await pair.consumer.runtime.load_blocks(pair.wanted(whole, [1]))
-        assert (await whole, await broken) == (LeaseOutcome.READ, LeaseOutcome.FAILED)
-
-
-async def test_what_is_no_reason_and_no_loop() -> None:
-    async with inproc_pair() as pair:
-        lease = opened(pair)
-        with pytest.raises(RequestError, match="'req': fail: reason"):
-            lease.fail(7)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match=r"'req': fail\(\)"):
-            await asyncio.to_thread(lease.fail)
-        with pytest.raises(RequestError, match="num_tokens"):
-            pair.producer.runtime.serve_blocks(ServeRequest("many", [7], num_tokens=FAILED))
-        lease.revoke()
-
-
-@pytest.mark.nixl
-def test_in_a_callers_thread() -> None:
-    kv_caches, cache = CacheSize().make("prefill")
-    with blocking.Runtime(replace(CONFIG, engine_id="prefill")) as producer:
-        producer.register_kv_caches(kv_caches, cache.layout)
-        lease = producer.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=16, ttl_s=60.0, computed_tokens=0))
-        assert lease.fail("out of memory").wait(WAIT_S) is LeaseOutcome.FAILED

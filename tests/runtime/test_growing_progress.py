@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvflow import Lease, Load, LoadRequest, Progress, ServeRequest, blocking
-from kvflow.errors import LeaseExpired, PrefillFailed
+from kvflow import Lease, LeaseOutcome, Load, LoadRequest, Progress, ServeRequest, blocking
+from kvflow.errors import LeaseExpired, PrefillFailed, RequestError
 from kvflow.testing import (
     CacheSize,
     InprocCluster,
@@ -21,12 +17,8 @@ from kvflow.testing import (
     block_by_block,
     inproc_pair,
     nixl_pair,
-    run_virtual,
 )
-from tests.runtime.test_groups import FAMILIES
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, opened, pair_of, wanted
-from tests.support.budgets import examples
-from tests.support.group_hand_overs import GroupHandOver, run
 from tests.support.tests_support import PATIENT, WAIT_S, each, in_virtual_time
 
 
@@ -84,36 +76,6 @@ async def test_a_part_of_a_cached_prompt_counts_from_its_own_first_token() -> No
             await asyncio.sleep(0.1)
         await following
         assert (seen, (await load).tokens) == ([4, 8], 8)
-
-
-@examples(15, 100)
-@given(data=st.data(), family=st.sampled_from(list(FAMILIES)))
-def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: str) -> None:
-    """What is told never goes back, is never more than is computed on every rank, and ends with what the report has."""
-    case: GroupHandOver = data.draw(FAMILIES[family])
-    steps = st.lists(st.integers(0, case.num_tokens), max_size=3)
-
-    async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
-        plans = [[*sorted(data.draw(steps)), case.num_tokens] for _ in producers]
-        while any(plans):
-            at = data.draw(st.sampled_from([at for at, plan in enumerate(plans) if plan]))
-            leases[at].advance(plans[at].pop(0))
-            await asyncio.sleep(data.draw(st.sampled_from([0.0, 0.05])))
-
-    told: dict[Load, list[tuple[int, int]]] = {}
-    real = Load.note_progress
-
-    def note(self: Load, tokens: int, tokens_in_all: int) -> None:
-        told.setdefault(self, []).append((tokens, tokens_in_all))
-        real(self, tokens, tokens_in_all)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Load, "note_progress", note)
-        run_virtual(run(case, InprocCluster().world(), compute))
-    for steps_told in told.values():
-        tokens = [one for one, _ in steps_told]
-        assert tokens == sorted(set(tokens)), "it grows"
-        assert tokens[-1] <= steps_told[-1][1] <= case.num_tokens
 
 
 @in_virtual_time
@@ -249,3 +211,16 @@ def test_in_a_callers_thread() -> None:
         lease.advance(16)
         assert [one.tokens for one in steps][-1:] == [16]
         assert load.result(WAIT_S).tokens == 16
+        with pytest.raises(RequestError, match="16 are computed already"):
+            lease.advance(15)
+        extended = producer.serve_blocks(
+            ServeRequest("more", BLOCKS[:1], num_tokens=16, ttl_s=60.0, computed_tokens=0, payload=True)
+        )
+        with pytest.raises(RequestError, match="its blocks hold 4"):
+            extended.advance(16)
+        extended.extend(BLOCKS[1:])
+        assert extended.block_ids == tuple(BLOCKS)
+        extended.complete(b"token")
+        with pytest.raises(RequestError, match="another one of 5 bytes was given before"):
+            extended.complete(b"other")
+        assert extended.fail("out of memory").wait(WAIT_S) is LeaseOutcome.FAILED

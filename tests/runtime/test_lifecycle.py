@@ -95,13 +95,6 @@ async def test_a_taken_port_is_a_config_error_and_leaves_nothing() -> None:
         await taken.aclose()
 
 
-async def test_ranks_listen_at_their_offset() -> None:
-    base = free_ports(4)
-    config = replace(PLAIN, listen=f"tcp://127.0.0.1:{base}", tp_size=2, tp_rank=1, dp_rank=1)
-    async with Runtime(config) as runtime:
-        assert runtime.address == f"tcp://127.0.0.1:{base + 1 * 2 + 1}"
-
-
 async def test_closing_waits_for_leases_then_revokes_them_also_if_nobody_waits_for_it() -> None:
     async with open_pair(QUICK) as pair:
         lease = pair.offer([3])

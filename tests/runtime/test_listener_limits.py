@@ -17,7 +17,7 @@ from tests_support import WAIT_S, limited
 
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.channel.listening import ZmqListener
+from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX, ZmqListener
 from kvflow.testing import ManualClock
 
 QUESTION = messages.encode_frames(messages.our_header(b""), REQUEST)
@@ -78,10 +78,9 @@ async def test_garbage_counts_as_asking() -> None:
 
 
 async def test_a_request_that_is_too_large_ends_its_connection_unread() -> None:
-    config = limited(PLAIN, side_channel_request_bytes_max=1000)
-    async with listening(config) as listener:
+    async with listening(PLAIN) as listener:
         long = messages.LeaseRequest(
-            reader="r", target=REQUEST.target, request_id="x" * 1000, num_tokens=1, blocks_digest=b""
+            reader="r", target=REQUEST.target, request_id="x" * REQUEST_BYTES_MAX, num_tokens=1, blocks_digest=b""
         )
         with pytest.raises(PeerUnreachable, match="closed the connection without an answer"):
             await ask(listener, request=long)

@@ -14,12 +14,11 @@ from kvflow import Lease, LoadRequest, ServeRequest, Ticket, errors
 from kvflow.core.protocol import messages
 from kvflow.errors import KVFlowError, LoadError, PeerError
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.records import LeaseRecord, LoadRecord
-from kvflow.testing import InprocCluster, InprocPair, inproc_pair
+from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
 from tests.runtime.test_events import Event
-from tests.support.scripted import ScriptedSideChannel, refusal
-from tests.support.tests_support import PATIENT, each, in_virtual_time, limited
+from tests.support.scripted import ScriptedSideChannel, refusal, scripted_pair
+from tests.support.tests_support import PATIENT, Records, each, in_virtual_time, limited
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", cancel_grace_s=1.0), lease_wait_s=1.0)
 NARROW = limited(replace(CONFIG, loads_waiting_max=1), loads_max=1)
@@ -366,26 +365,11 @@ CASES: list[tuple[Failing, type[KVFlowError]]] = [
 SETTINGS = {too_many: NARROW, no_room_for_a_peer: ALONE}
 
 
-class Records:
-    """An observer that keeps what it is told of loads."""
-
-    def __init__(self) -> None:
-        self.loads: list[LoadRecord] = []
-
-    def load_ended(self, record: LoadRecord) -> None:
-        self.loads.append(record)
-
-    def lease_ended(self, record: LeaseRecord) -> None: ...
-
-
 @each(("failing", "kind"), CASES)
 @in_virtual_time
 async def test_an_error_names_the_request_of_its_load(failing: Failing, kind: type[KVFlowError]) -> None:
-    channel, world, records = ScriptedSideChannel(), InprocCluster().world(), Records()
-    channel.beneath = world.side_channel
-    reader = replace(world, side_channel=channel)
-    config = SETTINGS.get(failing, CONFIG)
-    async with inproc_pair(config=config, producer_world=world, consumer_world=reader) as pair:
+    records = Records()
+    async with scripted_pair(SETTINGS.get(failing, CONFIG)) as (pair, channel):
         with pair.consumer.runtime.observed_by(records):
             load = await failing(Scene(pair, channel))
             with pytest.raises(kind) as caught:

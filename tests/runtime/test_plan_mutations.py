@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-import group_hand_overs
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -113,7 +112,6 @@ MUTATIONS: dict[str, tuple[Patch, st.SearchStrategy[Any]]] = {
 }
 RUN: dict[type, Callable[[Any, World], Coroutine[Any, Any, None]]] = {
     hand_overs.HandOver: hand_overs.run,
-    group_hand_overs.GroupHandOver: group_hand_overs.run,
     test_state.Case: test_state.run,
 }
 

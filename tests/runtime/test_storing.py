@@ -387,8 +387,7 @@ async def test_blocks_in_use_are_busy(tmp_path: Path) -> None:
 
 
 async def test_moves_take_permits_of_the_queue_that_reads_wait_in(tmp_path: Path) -> None:
-    limits = limited(PATIENT, in_flight_reads_max=1).limits
-    async with storing(tmp_path, limits=limits) as engine:
+    async with storing(tmp_path, in_flight_bytes_max=1) as engine:
         await engine.save("a")
         first = await engine.held("a")
         second = asyncio.create_task(engine.restore("a", [7, 8, 9]))

@@ -28,7 +28,18 @@ from kvflow.testing import InprocCluster, run_virtual
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.core.caches import DTYPES
 from tests.support.budgets import examples
-from tests.support.hand_overs import Arrival, HandOver, Paths, open_consumer, open_producer, run, serve, ticket_of
+from tests.support.hand_overs import (
+    Arrival,
+    HandOver,
+    Part,
+    Paths,
+    one_part,
+    open_engine,
+    open_producer,
+    run,
+    serve,
+    ticket_of,
+)
 from tests.support.reference_model import Engine, Look, Model
 from tests.support.tests_support import in_virtual_time
 
@@ -170,9 +181,9 @@ def hand_overs(
     ranks = range(len(producer.places))
     fixed_ports = draw(st.booleans())
     some = st.lists(st.sampled_from(ranks), min_size=1, max_size=2, unique=True).map(tuple)
-    return HandOver(
-        producer=producer,
-        consumer=consumer,
+    return one_part(
+        producer,
+        consumer,
         num_tokens=num_tokens,
         offered=draw(scattered(offered, producer.num_blocks)),
         wanted=draw(scattered(wanted, consumer.num_blocks)),
@@ -189,21 +200,17 @@ def of_whole_heads(draw: st.DrawFn) -> HandOver:
     case = draw(hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2)))
     style = draw(st.sampled_from(_STYLES))
     kv_format = "cpu_fused_vec" if style is KVStyle.FUSED else "cpu_vec"
-    model = replace(case.producer.model, kv_format=kv_format)
+    (part,) = case.parts
+    model, size = replace(part.producer.model, kv_format=kv_format), part.producer.block_size
     blocks = draw(st.integers(1, 4))
 
     def cut(side: Engine) -> Engine:
         looks = tuple(replace(look, style=style, hnd_in_memory=True) for look in side.looks)
-        return replace(side, model=model, block_size=case.producer.block_size, num_blocks=blocks, looks=looks)
+        return replace(side, model=model, block_size=size, num_blocks=blocks, looks=looks)
 
-    return replace(
-        case,
-        producer=cut(case.producer),
-        consumer=cut(case.consumer),
-        num_tokens=blocks * case.producer.block_size,
-        offered=draw(scattered(blocks, blocks)),
-        wanted=draw(scattered(blocks, blocks)),
-    )
+    offered, wanted = draw(scattered(blocks, blocks)), draw(scattered(blocks, blocks))
+    whole = Part(producer=cut(part.producer), consumer=cut(part.consumer), offered=offered, wanted=wanted)
+    return replace(case, parts=(whole,), num_tokens=blocks * size)
 
 
 def _divides(a: int, b: int) -> bool:
@@ -289,12 +296,12 @@ async def test_what_does_not_go_together_is_named_and_nothing_is_written(
 ) -> None:
     """No rank of the consumer loads anything, each says why, and the leases stand."""
     world = InprocCluster().world()
-    case = HandOver(producer=producer, consumer=consumer, num_tokens=4, offered=(2,), wanted=(1,))
+    case = one_part(producer, consumer, num_tokens=4, offered=(2,), wanted=(1,))
     async with AsyncExitStack() as stack:
         producers = (await open_producer(stack, case, world))[0]
-        consumers = await open_consumer(stack, case, world)
+        consumers = await open_engine(stack, case, 1, world)
         leases = serve(case, producers)
-        request = LoadRequest("request", ticket=ticket_of(case, leases), block_ids=case.wanted)
+        request = LoadRequest("request", ticket=ticket_of(case, leases), block_ids=case.request_ids(1))
         for rank in consumers:
             with pytest.raises(PeerIncompatible, match=re.escape(message)):
                 await rank.runtime.load_blocks(request)
@@ -303,4 +310,4 @@ async def test_what_does_not_go_together_is_named_and_nothing_is_written(
         for lease in leases:
             lease.revoke()
     for rank in consumers:
-        assert not rank.cache.difference([], (), (), 0)
+        assert not rank.caches[0].difference([], (), (), 0)

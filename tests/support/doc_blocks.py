@@ -2,7 +2,8 @@
 
 The blocks of a page are taken in order. Its python blocks run in one namespace, so that they build on each other. A
 comment right above a block, which readers do not see, says otherwise: `<!-- anew -->` goes back to the names that the
-page began with, `<!-- file: NAME -->` adds the block to a file, and pytest is run on the files of a page at its end.
+page began with, `<!-- file: NAME -->` adds the block to a file, and pytest is run on the files of a page at its end,
+`<!-- script -->` is a program of its own, and the block of text behind it is what it prints, word by word.
 A kind of block, or a command, that nobody here knows is an error.
 """
 
@@ -29,8 +30,8 @@ import pytest
 import typer.main
 
 from kvflow import Config
-from kvflow.bench.gpu.command import make_parser
 from kvflow.cli.app import app
+from tests.bench.__main__ import bench
 
 ROOT = Path(__file__).parents[2]
 TOP = ("README.md", "docs/changelog.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md", "examples/README.md")
@@ -78,7 +79,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
 
 async def check_blocks(blocks: list[Block], names: dict[str, Any], folder: Path) -> None:
     """Run or check all blocks of a page, which see `names` and add to them; raises whatever is wrong with one."""
-    given, files = dict(names), dict[str, str]()
+    given, files, printed = dict(names), dict[str, str](), ""
     for block in blocks:
         if block.mark == "anew":
             names.clear()
@@ -86,6 +87,10 @@ async def check_blocks(blocks: list[Block], names: dict[str, Any], folder: Path)
         if block.mark.startswith("file: "):
             name = block.mark.removeprefix("file: ")
             files[name] = files.get(name, "") + block.text
+        elif block.mark == "script":
+            printed = run_script(block, folder)
+        elif block.kind == "text":
+            assert printed == block.text, f"{block.where}: the script above prints\n{printed}"
         elif block.kind == "python":
             assert not _TEST.search(block.text), f"{block.where}: a test that nobody runs"
             await run_python(block, names)
@@ -101,6 +106,17 @@ async def run_python(block: Block, names: dict[str, Any]) -> None:
     result = eval(code, names)
     if inspect.iscoroutine(result):
         await result
+
+
+def run_script(block: Block, folder: Path) -> str:
+    """What a block prints that is run as a file of its own, as a reader would who has pasted it."""
+    script = folder / "pasted.py"
+    script.write_text(block.text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, f"{block.where}: {done.stderr}"
+    return done.stdout
 
 
 def run_project(files: dict[str, str], folder: Path) -> None:
@@ -127,8 +143,6 @@ def check_other(block: Block) -> None:
             import yaml
 
             yaml.safe_load(block.text)
-        case "mermaid":  # compared with the tables by a test of its own
-            assert block.mark.startswith("states:"), f"{block.where}: a diagram that is made from no table"
         case "":  # nothing that one could paste
             assert _DRAWN.search(block.text), f"{block.where}: no drawing; what language is it?"
         case _:
@@ -167,15 +181,13 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
     """A command exists, and so do the options that it is given; one that is complete has all that it needs."""
     match words:
         case ["kvflow", *rest]:
-            check_kvflow(rest, complete=complete)
+            check_typer(app, rest, complete=complete)
         case ["python3", "dev.py", *rest]:
             check_command(started_by_dev(rest))
         case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
-        case ["python", "-m", "kvflow.bench.gpu", *rest]:
-            assert make_parser().parse_known_args(rest)[1] == [], words
-        case ["python", "-m", "kvflow.cli.main", *rest]:
-            check_kvflow(rest, complete=complete)
+        case ["python", "-m", "tests.bench", *rest]:
+            check_typer(bench, rest, complete=complete)
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
             check_command([Path(command).name, *rest])
         case ["python", script, *rest]:
@@ -190,13 +202,13 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             raise AssertionError(f"nobody checks this command: {words}")
 
 
-def check_kvflow(words: list[str], *, complete: bool) -> None:
-    command, rest = typer.main.get_command(app), list(words)
+def check_typer(program: typer.Typer, words: list[str], *, complete: bool) -> None:
+    command, rest = typer.main.get_command(program), list(words)
     while rest and not _PLACEHOLDER.match(rest[0]) and (commands := getattr(command, "commands", None)):
-        assert rest[0] in commands, f"kvflow {words}: there are {sorted(commands)}"
+        assert rest[0] in commands, f"{words}: there are {sorted(commands)}"
         command = commands[rest.pop(0)]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    assert options_of(rest) <= known, f"kvflow {words}: its options are {sorted(known)}"
+    assert options_of(rest) <= known, f"{words}: its options are {sorted(known)}"
     if complete and words[:1] == ["keys"]:  # cheap, and what follows on the page uses the files
         command.main(rest, standalone_mode=False)
     elif complete:
@@ -214,11 +226,9 @@ def started_by_dev(words: list[str]) -> list[str]:
     dev = types.ModuleType("dev")
     vars(dev)["__file__"] = str(ROOT / "dev.py")
     exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
-    system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command))
-    vars(dev).update(os=system, run=start, check=start, ensure=lambda _: "python", ensure_vllm=lambda _: "python")
-    vars(dev).update(ensure_ray=lambda _: "python", ensure_peers=lambda _: "python")
-    vars(dev).update(make_environment=lambda _: Path("python"), install_torch=start, has_gpu=lambda: True)
-    vars(dev).update(with_wheels=lambda _: "python")
+    system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
+    vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
+    vars(dev).update(with_wheels=lambda _: Path("python"))
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,40 +45,6 @@ def offer(engine: TestEngine, request_id: str = "req-1") -> kvflow.Lease:
 async def nothing(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
     """For pages whose python blocks, if there are any, need nothing."""
     yield {}
-
-
-@asynccontextmanager
-async def readme(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """A decode engine behind the router, another prefill engine for the block's own load, and one of two ranks."""
-    async with AsyncExitStack() as stack:
-
-        async def engine(name: str, tp_rank: int = 0, tp_size: int = 1) -> TestEngine:
-            config = Config(engine_id=name, tp_rank=tp_rank, tp_size=tp_size)
-            return await stack.enter_async_context(cluster.engine(name, config=config, size=SIZE))
-
-        decode, other = await engine("decode-0"), await engine("prefill-1")
-        ranks = [await engine("prefill-2", rank, 2) for rank in range(2)]
-        leases = [offer(rank) for rank in ranks]
-        loads: list[kvflow.Load] = []
-
-        def send_to_router(params: Mapping[str, Any]) -> None:
-            loads.append(decode.runtime.start_load(LoadRequest("req-1", ticket=params, block_ids=[0, 1, 2])))
-
-        names: Names = {
-            "kv_caches": kv_caches(),
-            "send_to_router": send_to_router,
-            "params": offer(other).ticket.to_params(),
-            "rank": 1,
-            "ticket_of_rank_0": leases[0].ticket,
-            "ticket_of_rank_1": leases[1].ticket,
-        }
-        yield names
-        assert names["outcome"] is LeaseOutcome.READ
-        assert (await loads[0]).tokens == names["report"].tokens == TOKENS
-        assert len(names["ticket"].ranks) == 2
-        assert names["config"].listen_port == 5601
-        for lease in leases:
-            lease.revoke()
 
 
 @asynccontextmanager
@@ -231,7 +197,6 @@ async def embedding(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncI
 
 
 SURROUNDINGS: dict[str, Surroundings] = {
-    "README.md": readme,
     "docs/connectors.md": connectors,
     "docs/embedding.md": embedding,
     "docs/operations.md": operations,

@@ -1,8 +1,9 @@
 """One prompt handed over from one engine to another, rank by rank, and everything that must hold afterwards.
 
-A `HandOver` is pure data: both engines, the prompt, the ticket and the paths that bytes may take. `run` opens a runtime
-for each rank, serves, loads, and judges by the reference model: every byte of every consumer, the producers' memory,
-reports, leases and books.
+A `HandOver` is pure data: both engines, the prompt, the ticket and the paths that bytes may take. Each of its parts is
+some layers of the model, as both engines hold them; engines may put the same layers into different groups. `run` opens
+a runtime for each rank, serves, loads, and judges by the reference model, token by token and from what attention needs:
+every byte of every consumer, the producers' memory, reports, leases and books.
 """
 
 from __future__ import annotations
@@ -13,12 +14,23 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvflow import Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest, merge_tickets
+from kvflow import (
+    CacheGroup,
+    CacheLayout,
+    Config,
+    Lease,
+    LeaseOutcome,
+    LoadReport,
+    LoadRequest,
+    Runtime,
+    ServeRequest,
+    merge_tickets,
+)
 from kvflow.errors import ConfigError
 from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
@@ -57,16 +69,62 @@ class Paths:
 STRAIGHT = Paths()
 
 
+class Attention(NamedTuple):
+    """Which tokens layers need: all (no window), the last `window` ones, or those since its last multiple."""
+
+    window: int | None = None
+    chunked: bool = False
+
+    def needs(self, token: int, tokens: int) -> bool:
+        """Whether a token matters once `tokens` are computed, of which the last may be computed again."""
+        if self.window is None:
+            return True
+        if self.chunked:
+            return token // self.window >= (tokens - 1) // self.window
+        return token >= tokens - self.window
+
+    def first_block(self, tokens: int, block_size: int) -> int:
+        """The first block with a token that matters."""
+        return min((token for token in range(tokens) if self.needs(token, tokens)), default=0) // block_size
+
+
+FULL = Attention()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOver:
-    """A prompt of `num_tokens`: `offered` blocks of the producer go to `wanted` blocks of the consumer."""
+class Part:
+    """Some layers of the model, as both engines hold them, and the blocks of the prompt on both sides."""
 
     producer: Engine
     consumer: Engine
-    num_tokens: int
+    attention: Attention = FULL
     offered: tuple[int, ...]
+    """The producer's blocks: the prompt's last ones, or its first ones without a window."""
     wanted: tuple[int, ...]
-    """The last of the prompt's blocks; those before them are cached."""
+    """The consumer's: the last of what is offered; those before are cached."""
+
+    def tokens(self, num_tokens: int) -> range:
+        """Which tokens of a prompt are read: both sides have their blocks."""
+        ours, theirs, start = self.consumer.block_size, self.producer.block_size, 0
+        if self.attention.window is None:
+            num_tokens = min(num_tokens, len(self.offered) * theirs)
+        else:
+            start = (-(-num_tokens // theirs) - len(self.offered)) * theirs
+        cached = (-(-num_tokens // ours) - len(self.wanted)) * ours
+        return range(max(start, cached, 0), num_tokens) if self.wanted else range(num_tokens, num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    parts: tuple[Part, ...]
+    num_tokens: int
+    one_pool: tuple[bool, bool] = (False, False)
+    """Whether the groups of the producer, and of the consumer, have their block ids in common."""
+    by_name: bool = False
+    """Whether block ids are given by the groups' names, or in order."""
+    merged: tuple[bool, bool] = (False, False)
+    """Whether the producer, and the consumer, hold all layers in one group, for which every token is kept: the parts
+    have one table of blocks then, and windows are only the other side's."""
     named: tuple[int, ...] = ()
     """The producer's ranks whose tickets are merged, in this order; none means all."""
     fixed_ports: bool = False
@@ -74,22 +132,50 @@ class HandOver:
     paths: Paths = STRAIGHT
 
     @property
-    def verified(self) -> bool:
-        """Whether its loads are to be verified: every other one."""
-        return self.num_tokens % 2 == 1
+    def plain(self) -> bool:
+        """Whether engines register a dict of layers, and no groups."""
+        return len(self.parts) == 1 and self.parts[0].attention == FULL and not self.by_name and not any(self.merged)
 
     @property
-    def tokens(self) -> range:
-        """What has to be read."""
-        stop = min(self.num_tokens, len(self.offered) * self.producer.block_size)
-        blocks = -(-stop // self.consumer.block_size)
-        return range((blocks - len(self.wanted)) * self.consumer.block_size, stop) if self.wanted else range(0)
+    def verified(self) -> bool:
+        """Whether its loads are to be verified: of plain ones every other one."""
+        return not self.plain or self.num_tokens % 2 == 1
+
+    def engines(self, side: int) -> list[Engine]:
+        """The producer (side 0) or the consumer, part by part."""
+        return [part.consumer if side else part.producer for part in self.parts]
+
+    def ids(self, side: int) -> list[tuple[int, ...]]:
+        """Block ids of each part. Those of a common pool are told apart by the order of the parts."""
+        tables = [part.wanted if side else part.offered for part in self.parts]
+        if not self.one_pool[side] or self.merged[side]:
+            return tables
+        sizes = [0, *(engine.num_blocks for engine in self.engines(side))]
+        starts = itertools.accumulate(sizes)
+        return [tuple(start + block for block in table) for start, table in zip(starts, tables, strict=False)]
+
+    def request_ids(self, side: int, parts: Sequence[slice] | None = None) -> Any:
+        """Block ids as a request has them; `parts` says which of each table."""
+        tables = [list(table) for table in self.ids(side)]
+        if parts is not None:
+            tables = [table[some] for table, some in zip(tables, parts, strict=True)]
+        if self.by_name and not self.merged[side]:
+            return {f"part{at}": table for at, table in enumerate(tables) if table}
+        return tables[0] if self.merged[side] or len(tables) == 1 else tables
+
+
+def one_part(
+    producer: Engine, consumer: Engine, *, offered: tuple[int, ...], wanted: tuple[int, ...], **more: Any
+) -> HandOver:
+    """Between engines whose layers are all alike: `offered` blocks of the producer go to `wanted` ones."""
+    return HandOver(parts=(Part(producer=producer, consumer=consumer, offered=offered, wanted=wanted),), **more)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
     place: Place
-    cache: RankCache
+    caches: list[RankCache]
+    """Of each part."""
     runtime: Runtime
 
     def __str__(self) -> str:
@@ -98,32 +184,51 @@ class _Rank:
         return f"{config.engine_id} (dp {config.dp_rank} pp {self.place.pp} tp {self.place.tp}) at "
 
 
-async def run(case: HandOver, world: World | None = None) -> None:
-    """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be."""
+Compute = Callable[[list[_Rank], list[Lease]], Awaitable[None]]
+"""Computes the prompt in leases that were opened before, whose blocks hold all of it when it returns."""
+
+
+async def run(
+    case: HandOver, world: World | None = None, compute: Compute | None = None, *, extends: bool = False
+) -> None:
+    """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be.
+
+    With `compute` the leases are opened and loads begun before anything is computed; with `extends` the leases have
+    no blocks before they are given some.
+    """
     async with AsyncExitStack() as stack:
         replicas = await open_producer(stack, case, world)
-        producers = replicas[case.producer.dp_rank]
+        producers = replicas[case.parts[0].producer.dp_rank]
         for rank in producers:
-            rank.cache.pattern.fill(case.offered)
-        before = [rank.cache.snapshot() for rank in itertools.chain(*replicas)]
-        consumers = await open_consumer(stack, case, world)
-        leases = serve(case, producers)
-        reports = await _load(case, consumers, ticket_of(case, leases))
+            for cache, ids in zip(rank.caches, case.ids(0), strict=True):
+                cache.pattern.fill(ids)
+        theirs = [cache for rank in itertools.chain(*replicas) for cache in rank.caches]
+        before = [cache.snapshot() for cache in theirs]
+        consumers = await open_engine(stack, case, 1, world)
+        leases = serve(case, producers, None if compute is None else 0, extends=extends)
+        reports = await _load(case, producers, consumers, leases, compute)
         await _all_read(leases)
-        _check_books(case, producers, consumers, reports)
+        _check_books(producers, consumers, reports)
         names = [f"{rank}{rank.runtime.address}" for rank in producers]
     for rank in itertools.chain(*replicas, consumers):
         assert_closed(rank.runtime.statistics())
+    assert before == [cache.snapshot() for cache in theirs], "the producer was written to"
     _check_bytes(case, producers, consumers)
-    for rank, snapshot in zip(itertools.chain(*replicas), before, strict=True):
-        assert rank.cache.snapshot() == snapshot, f"producer {rank.place}: its cache was written to"
     for rank, report in zip(consumers, reports, strict=True):
         _check_report(case, rank, report, names)
 
 
-def serve(case: HandOver, producers: Iterable[_Rank]) -> list[Lease]:
+def serve(
+    case: HandOver, producers: Iterable[_Rank], computed_tokens: int | None = None, *, extends: bool = False
+) -> list[Lease]:
     """The offer of every rank."""
-    request = ServeRequest("request", block_ids=case.offered, num_tokens=case.num_tokens)
+    request = ServeRequest(
+        "request",
+        block_ids=case.request_ids(0, [slice(0)] * len(case.parts) if extends else None),
+        num_tokens=case.num_tokens,
+        computed_tokens=computed_tokens,
+        extends=extends,
+    )
     return [rank.runtime.serve_blocks(request) for rank in producers]
 
 
@@ -136,14 +241,14 @@ def ticket_of(case: HandOver, leases: list[Lease]) -> dict[str, Any]:
 
 async def open_producer(stack: AsyncExitStack, case: HandOver, world: World | None) -> list[list[_Rank]]:
     """All replicas up to the one that has the request; the others hold nothing but the sentinel."""
-    engine = case.producer
+    engine = case.parts[0].producer
     count = (engine.dp_rank + 1) * len(engine.places)
     while True:
         base = free_ports(count) if case.fixed_ports else 0
         async with AsyncExitStack() as attempt:
             try:
                 replicas = [
-                    await _open_engine(attempt, case, 0, dp_rank, base, world) for dp_rank in range(engine.dp_rank + 1)
+                    await open_engine(attempt, case, 0, world, dp_rank, base) for dp_rank in range(engine.dp_rank + 1)
                 ]
             except ConfigError as error:
                 if "cannot bind" in str(error):
@@ -153,36 +258,62 @@ async def open_producer(stack: AsyncExitStack, case: HandOver, world: World | No
             return replicas
 
 
-async def open_consumer(stack: AsyncExitStack, case: HandOver, world: World | None) -> list[_Rank]:
-    return await _open_engine(stack, case, 1, case.consumer.dp_rank, 0, world)
-
-
-async def _open_engine(
-    stack: AsyncExitStack, case: HandOver, side: int, dp_rank: int, port: int, world: World | None
+async def open_engine(
+    stack: AsyncExitStack, case: HandOver, side: int, world: World | None, dp_rank: int | None = None, port: int = 0
 ) -> list[_Rank]:
     """A registered runtime for each rank of one replica."""
-    engine, fill = (case.consumer, CONSUMER_FILL) if side else (case.producer, PRODUCER_FILL)
+    engines, fill = case.engines(side), (PRODUCER_FILL, CONSUMER_FILL)[side]
+    first = engines[0]
+    if case.one_pool[side] and not case.merged[side]:
+        total = sum(engine.num_blocks for engine in engines)
+        engines = [replace(engine, num_blocks=total) for engine in engines]
     ranks = []
-    for place in engine.places:
+    for place in first.places:
         config = replace(
-            rank_config(engine, place, side, case.paths, world),
+            _config(first, place, side, case.paths, world),
             listen=f"tcp://127.0.0.1:{port}",
-            dp_rank=dp_rank,
-            num_kv_heads=engine.model.kv_heads if engine.tells_heads else None,
+            dp_rank=first.dp_rank if dp_rank is None else dp_rank,
+            num_kv_heads=first.model.kv_heads if first.tells_heads and case.plain else None,
         )
-        cache = RankCache(engine, place, fill)
+        caches = [RankCache(engine, place, fill) for engine in engines]
         runtime = await stack.enter_async_context(Runtime(config, world=world or World()))
-        await runtime.register_kv_caches(cache.tensors, cache.layout)
-        ranks.append(_Rank(place, cache, runtime))
+        if case.plain:
+            await runtime.register_kv_caches(caches[0].tensors, caches[0].layout)
+        else:
+            await runtime.register_kv_caches(_groups_of(case, side, caches))
+        ranks.append(_Rank(place, caches, runtime))
     return ranks
 
 
-def rank_config(engine: Engine, place: Place, side: int, paths: Paths, world: World | None) -> Config:
+def _groups_of(case: HandOver, side: int, caches: Sequence[RankCache]) -> list[CacheGroup]:
+    if case.merged[side]:
+        layers = {f"{at}.{name}": tensor for at, cache in enumerate(caches) for name, tensor in cache.tensors.items()}
+        layouts = [renamed(cache.layout, f"{at}.") for at, cache in enumerate(caches)]
+        return [CacheGroup("all", layers, layouts)]
+    return [
+        CacheGroup(
+            f"part{at}",
+            cache.tensors,
+            cache.layout,
+            window=part.attention.window,
+            kind="chunked" if part.attention.chunked else None,
+            pool="all" if case.one_pool[side] else None,
+            num_kv_heads=cache.engine.model.kv_heads if cache.engine.tells_heads else None,
+        )
+        for at, (part, cache) in enumerate(zip(case.parts, caches, strict=True))
+    ]
+
+
+def renamed(layout: CacheLayout, prefix: str) -> CacheLayout:
+    """The layout of layers whose names have something in front, so that they are different from all others."""
+    return replace(layout, layer_names=tuple(prefix + name for name in layout.layer_names))
+
+
+def _config(engine: Engine, place: Place, side: int, paths: Paths, world: World | None) -> Config:
     """A rank of the producer (side 0) or of the consumer, whose bytes take these paths."""
     config = replace(
         PATIENT,
         engine_id="decode" if side else "prefill",
-        listen="tcp://127.0.0.1:0",
         tp_rank=place.tp,
         tp_size=engine.tp_size,
         pp_rank=place.pp,
@@ -219,12 +350,17 @@ def free_ports(count: int) -> int:
     raise OSError(f"no {count} free ports in a row")
 
 
-async def _load(case: HandOver, consumers: list[_Rank], ticket: dict[str, Any]) -> list[LoadReport]:
+async def _load(
+    case: HandOver, producers: list[_Rank], consumers: list[_Rank], leases: list[Lease], compute: Compute | None
+) -> list[LoadReport]:
     """Every rank's report, in the order of the ranks."""
-    request = LoadRequest("request", ticket=ticket, block_ids=case.wanted, verify=case.verified or None)
+    verify = case.verified or None
+    request = LoadRequest("request", ticket_of(case, leases), case.request_ids(1), verify=verify)
     if case.arrival is Arrival.TOGETHER:
-        loads = (rank.runtime.load_blocks(request) for rank in consumers)
-        ends = await asyncio.gather(*loads, return_exceptions=True)
+        loads = [rank.runtime.start_load(request) for rank in consumers]
+        if compute is not None:
+            await compute(producers, leases)
+        ends = await asyncio.gather(*(_awaited(load) for load in loads), return_exceptions=True)
         for end in ends:
             if isinstance(end, BaseException):
                 raise end
@@ -232,6 +368,10 @@ async def _load(case: HandOver, consumers: list[_Rank], ticket: dict[str, Any]) 
     step = -1 if case.arrival is Arrival.REVERSED else 1
     reports = [await rank.runtime.load_blocks(request) for rank in consumers[::step]]
     return reports[::step]
+
+
+async def _awaited(load: Awaitable[LoadReport]) -> LoadReport:
+    return await load
 
 
 async def _all_read(leases: list[Lease]) -> None:
@@ -245,16 +385,20 @@ async def _all_read(leases: list[Lease]) -> None:
 
 
 def _check_bytes(case: HandOver, producers: Iterable[_Rank], consumers: Iterable[_Rank]) -> None:
-    """Every token that must be there is, and no other byte has changed."""
-    for rank in consumers:
-        source = [other.cache for other in producers]
-        difference = rank.cache.difference(source, case.offered, case.wanted, case.tokens.stop)
-        assert not difference, f"consumer {difference}"
+    """Every token that matters is there, and no other byte has changed."""
+    offered, wanted = case.ids(0), case.ids(1)
+    for rank, (at, part) in itertools.product(consumers, enumerate(case.parts)):
+        tokens, windowed = part.tokens(case.num_tokens), part.attention.window is not None
+        cached = (-(-tokens.stop // part.consumer.block_size) - len(part.wanted)) * part.consumer.block_size
+        for token in range(cached, tokens.start):
+            assert not part.attention.needs(token, tokens.stop), f"token {token} is not read"
+        source = [other.caches[at] for other in producers] if part.wanted else []
+        first = tokens.start if windowed else 0
+        difference = rank.caches[at].difference(source, offered[at], wanted[at], tokens.stop, first_token=first)
+        assert not difference, f"consumer, part {at}: {difference}"
 
 
-def _check_books(
-    case: HandOver, producers: Iterable[_Rank], consumers: Iterable[_Rank], reports: Iterable[LoadReport]
-) -> None:
+def _check_books(producers: Iterable[_Rank], consumers: Iterable[_Rank], reports: Iterable[LoadReport]) -> None:
     """Everything is quiet, each lease ended by what its readers said and nobody said anything twice."""
     for rank in producers:
         serving = rank.runtime.statistics().serving
@@ -270,18 +414,22 @@ def _check_books(
 
 
 def _check_report(case: HandOver, rank: _Rank, report: LoadReport, names: list[str]) -> None:
-    wanted_bytes = len(case.tokens) * case.consumer.token_bytes(rank.place)
+    counts = [len(part.tokens(case.num_tokens)) for part in case.parts]
+    blocks = sum(len(part.wanted) for part in (case.parts[:1] if case.merged[1] else case.parts))
+    offered = any(part.offered for part in case.parts)
     told = (report.tokens, report.blocks, report.notified, bool(report.sources))
-    assert told == (len(case.tokens), len(case.wanted), bool(case.offered), bool(case.wanted)), report
-    assert report.bytes == wanted_bytes or (report.bytes > wanted_bytes and not case.paths.exact), report
+    assert told == (max(counts) if blocks else 0, blocks, offered, blocks > 0), report
+    wanted = sum(count * part.consumer.token_bytes(rank.place) for count, part in zip(counts, case.parts, strict=True))
+    assert report.bytes == wanted or (report.bytes > wanted and not case.paths.exact), report
     assert min(report.seconds.values()) >= 0.0, report
-    assert report.verified == (case.verified and bool(case.wanted)), report
-    holders = [
+    assert report.verified == (case.verified and blocks > 0), report
+    holders = {
         name
-        for name, place in zip(names, case.producer.places, strict=True)
-        if set(case.producer.layers(place)) & set(case.consumer.layers(rank.place))
-        and set(case.producer.heads(place)) & set(case.consumer.heads(rank.place))
-    ]
+        for part in case.parts
+        for name, place in zip(names, part.producer.places, strict=True)
+        if set(part.producer.layers(place)) & set(part.consumer.layers(rank.place))
+        and set(part.producer.heads(place)) & set(part.consumer.heads(rank.place))
+    }
     assert len(set(report.sources)) == len(report.sources), report
-    assert set(report.sources) <= set(holders), f"{report.sources} are not among {holders}"
+    assert set(report.sources) <= holders, f"{report.sources} are not among {holders}"
     assert report.descriptors >= len(report.sources), report

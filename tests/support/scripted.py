@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 
 from kvflow import Config
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.channel.protocol import Answer, Listener, SideChannel
 from kvflow.runtime.world import World
-from kvflow.testing import ManualClock
+from kvflow.testing import InprocCluster, InprocPair, ManualClock, inproc_pair
 
 Outcome = messages.Reply | Exception | Callable[[messages.Reply], messages.Reply]
 
@@ -63,6 +64,16 @@ class ScriptedWorld:
     @property
     def world(self) -> World:
         return World(side_channel=self.channel, clock=lambda: self.clock)
+
+
+@asynccontextmanager
+async def scripted_pair(config: Config) -> AsyncIterator[tuple[InprocPair, ScriptedSideChannel]]:
+    """A pair for virtual time, whose reader's questions are scripted."""
+    channel, world = ScriptedSideChannel(), InprocCluster().world()
+    channel.beneath = world.side_channel
+    reader = replace(world, side_channel=channel)
+    async with inproc_pair(config=config, producer_world=world, consumer_world=reader) as pair:
+        yield pair, channel
 
 
 def refusal(reason: str, *, transient: bool = False, version: int = messages.PROTOCOL_VERSION) -> messages.Refusal:

@@ -15,6 +15,7 @@ import torch
 from kvflow import CacheLayout, Config, Limits, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState, lease_open
 from kvflow.core.protocol.ticket import RankLease
+from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import run_virtual
 
 Parameters = ParamSpec("Parameters")
@@ -93,6 +94,20 @@ def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Ca
         run_virtual(test(*arguments, **options))
 
     return run
+
+
+class Records:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.loads: list[LoadRecord] = []
+        self.leases: list[LeaseRecord] = []
+
+    def load_ended(self, record: LoadRecord) -> None:
+        self.loads.append(record)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        self.leases.append(record)
 
 
 def small_cache(

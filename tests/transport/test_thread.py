@@ -53,10 +53,10 @@ async def test_it_is_woken_once_for_all_jobs_that_wait() -> None:
     thread = OwnerThread("kvflow-test", crank, lambda cause: None)
     thread.submit(hold)
     assert running.wait(WAIT_S)
-    assert not thread.called
+    assert not thread.called()
     for index in range(100):
         thread.submit(lambda index=index: done.append(index))  # type: ignore[misc]
-    assert thread.called
+    assert thread.called()
     gate.set()
     await thread.call(lambda: None)
     ending.set()

@@ -25,7 +25,7 @@ from kvflow import CacheGroup, CacheLayout, Config, LeaseOutcome, Limits, ServeR
 from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Step
-from kvflow.connector.worker import ConnectorWorker, LeaseEnded, LoadFailed
+from kvflow.connector.worker import ConnectorWorker, LoadFailed, OfferEnded
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError, LeaseExpired
 from kvflow.vllm import settings, stock
@@ -91,11 +91,11 @@ def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have()
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"lease_ttl": 5}, "unknown: lease_ttl; known are .*lease_ttl_s"),
+        ({"lease_ttl": 5}, "unknown: lease_ttl; did you mean 'lease_ttl_s'"),
         ({"tp_rank": 5}, r"unknown: tp_rank \(engine_id, tp_rank.*come from vLLM\)"),
         ({"lease_ttl_s": "5"}, "kv_connector_extra_config: lease_ttl_s: Expected `float`, got `str`"),
         ({"fetch_tokens_min": 1.5}, "kv_connector_extra_config: fetch_tokens_min: Expected `int`, got `float`"),
-        ({"limits": {"peer_max": 5}}, "kv_connector_extra_config: limits: unknown: peer_max; known are .*peers_max"),
+        ({"limits": {"peer_max": 5}}, "kv_connector_extra_config: limits: unknown: peer_max; did you mean 'peers_max'"),
         ({"limits": {"peers_max": "5"}}, "kv_connector_extra_config: limits: peers_max: Expected `int`, got `str`"),
         ({"lease_ttl_s": -1}, "lease_ttl_s: expected seconds above 0"),
         ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected a whole number from 1 on"),
@@ -322,7 +322,7 @@ def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
 
 def test_statistics_add_up() -> None:
     error = LeaseExpired("gone", request_id="r", peer="tcp://127.0.0.1:1")
-    stats = KVFlowStats.of([LoadFailed("r", ((1,),), error), LeaseEnded("s", LeaseOutcome.READ, True)])
+    stats = KVFlowStats.of([LoadFailed("r", ((1,),), error), OfferEnded("s", LeaseOutcome.READ, True)])
     both = stats.aggregate(KVFlowStats.of([LoadFailed("r", ((1,),), None)]))
     assert both.data["load_failures"] == ["LeaseExpired", "Abandoned"]
     assert both.reduce()["Failed loads"] == 2

@@ -70,6 +70,8 @@ class RegionMap:
     piece_size: int
     local_device: Device
     remote_device: Device
+    tokens: int = 0
+    """Of a chunk."""
     usual: bool = False
     """Whether its chunks are whole, and not tails."""
     pieces: int = field(init=False)
@@ -177,6 +179,7 @@ class BlockMap:
                     piece_size=piece_size,
                     local_device=self.local.device,
                     remote_device=self.remote.device,
+                    tokens=tokens,
                     usual=tokens == self.chunk_tokens,
                 )
             )

@@ -1,14 +1,16 @@
 """Once per load: from block ids to descriptors, which bytes to read from where to where, as numpy arrays.
 
 `match_chunks` finds out which chunk of tokens of their blocks belongs where in ours, whatever the two block sizes are
-and however far the last block is filled. `plan_slices` multiplies the chunks with the region pairs that `block_map`
-found for the peer, slice by slice, and joins what is contiguous on both sides. A block id is checked before it becomes
-an address (invariant I8).
+and however far the last block is filled. `plan_read` multiplies the chunks with the region pairs that `block_map` found
+for the peer, and joins what is contiguous on both sides. Each of their steps is an operation on arrays, which takes
+longer than all of the planning of two blocks: `match_few` and `read_few` plan the common load in one go, and give equal
+descriptors wherever they apply, which a property holds them to. A block id is checked before it becomes an address
+(invariant I8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -25,11 +27,9 @@ BlockIds: TypeAlias = Int64Array
 GivenBlockIds: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]"
 """Block ids of a request: a list, or one for each group of layers, in order or by the groups' names."""
 
-_PLANNED_AT_ONCE = 1 << 13  # descriptors; a slice alone costs some 15 us, and many more are out of the cache
-
-
 _MANY = 1 << 10  # block ids, from which on array operations are faster
-_FEW = 1 << 5  # chunks, up to which they are slower
+FEW = 1 << 5
+"""Chunks, or blocks, up to which they are slower."""
 
 
 @dataclass(slots=True)
@@ -140,6 +140,12 @@ def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
     for ids in tables:
         count += checks.count(ids, what, most=most - count)
     return count
+
+
+def counted_block_ids(given: object, what: str, *, most: int) -> object:
+    """Block ids as they were given, if there are no more than `most`."""
+    count_block_ids(given, most, what)
+    return given
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
@@ -274,7 +280,7 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     size_bytes = count * pairs.chunk_size_bytes
     sizes: Int64Array | int = size
     if pieces == 1 and count > 1:
-        if count <= _FEW:
+        if count <= FEW:
             local, remote, sizes = _joined_few(local.tolist(), remote.tolist(), size)
         else:
             local, remote, sizes = _joined(local, remote, size)
@@ -321,92 +327,60 @@ def _joined_few(local: list[int], remote: list[int], size: int) -> tuple[Int64Ar
     return np.array(ours), np.array(theirs), np.array(sizes)
 
 
-def plan_slices(
-    reads: Iterable[tuple[BlockMap, Chunks]],
-    *,
-    bytes_max: int,
-    descriptors_max: int,
-    head: Piece | None = None,
-) -> Iterator[Descriptors]:
-    """Plan reads in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, each when asked for.
+# --- a few whole blocks, alike on both sides: the common load, in one go
 
-    `head` is one more piece to read, between the same devices; it comes first in the first slice and does not count.
-    Chunks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
-    writing our own in order (shared memory).
+
+def alike(block_map: BlockMap) -> RegionMap | None:
+    """The one map of regions where blocks of both sides are of one size, and each is one piece in each region."""
+    if block_map.local.block.tokens != block_map.remote.block.tokens:
+        return None
+    pairs = block_map.groups[block_map.chunk_tokens]
+    usual = len(pairs) == 1 and len(pairs[0].local_offsets) == 1 and pairs[0].first_rows is not None
+    return pairs[0] if usual else None
+
+
+def match_few(
+    local_ids: BlockIds, offered: Sequence[int], block_tokens: int, num_tokens: int
+) -> list[tuple[int, int]] | None:
+    """(their block, ours) for the last of the offered blocks that the tokens fill, in the order of their memory.
+
+    None where that is for `match_chunks` to say: the last block is not full, or ours are too many.
     """
-    for block_map, some in reads:
-        groups = block_map.groups[some.tokens]
-        if len(some) > 1 and not _ascends(some):
-            parts = some.remote_parts
-            keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
-            short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts these by radix, ten times as fast
-            order = keys.astype(np.uint16 if short else np.int64, copy=False).argsort(kind="stable")
-            some = some.select(order)  # by its place in the peer's memory
-        chunk_bytes, pieces, joins = 0, 0, False
-        for pairs in groups:
-            chunk_bytes, pieces = chunk_bytes + pairs.chunk_size_bytes, pieces + pairs.pieces
-            joins = joins or len(pairs.local_offsets) == 1  # then it may take far fewer descriptors
-        step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
-        start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
-        while start < len(some):
-            plan = plan_read(
-                groups, some if start == 0 and stop >= len(some) else some.select(slice(start, stop)), head
-            )
-            start, stop = stop, stop + max(_PLANNED_AT_ONCE // (step * pieces), 1) * step
-            if head is None:
-                yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
-            elif len(plan) <= descriptors_max + 1 and plan.size_bytes <= bytes_max + head.size_bytes:
-                yield plan
-            else:
-                rest = plan.part(1, len(plan), plan.size_bytes - head.size_bytes)
-                slices = cut_slices(rest, bytes_max=bytes_max, descriptors_max=descriptors_max)
-                yield plan.part(0, 1, head.size_bytes).join(next(slices))
-                yield from slices
-            head = None
+    tokens = min(num_tokens, len(offered) * block_tokens)
+    last = tokens // block_tokens
+    first = last - len(local_ids)
+    if tokens % block_tokens or first < 0:
+        return None
+    return sorted(zip(offered[first:last], local_ids.tolist(), strict=True))
 
 
-def _ascends(chunks: Chunks) -> bool:
-    """Whether a few chunks are in the order of the peer's memory already."""
-    if len(chunks.remote_ids) > _FEW or chunks.remote_parts is not None:
-        return False
-    ids: list[int] = chunks.remote_ids.tolist()
-    return ids == sorted(ids)
-
-
-def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
-    """Cut a plan into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
-    if len(descriptors) <= descriptors_max and descriptors.size_bytes <= bytes_max:
-        if len(descriptors):
-            yield descriptors
-        return
-    pieces = _split_large(descriptors, bytes_max)
-    count, sizes = len(pieces), pieces.sizes
-    size = int(sizes[0])
-    if size == int(sizes.min()) == int(sizes.max()):  # the usual case, without a search for each slice
-        step = max(min(bytes_max // size, descriptors_max), 1)
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            yield pieces.part(start, stop, (stop - start) * size)
-        return
-    ends = sizes.cumsum()
-    start, done_bytes = 0, 0
-    while start < count:
-        stop = int(ends.searchsorted(np.uint64(done_bytes + bytes_max), side="right"))
-        stop = min(max(stop, start + 1), start + descriptors_max)
-        end_bytes = int(ends[stop - 1])
-        yield pieces.part(start, stop, end_bytes - done_bytes)
-        start, done_bytes = stop, end_bytes
-
-
-def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
-    """Replace each descriptor above `bytes_max` by pieces of at most that size."""
-    limit = np.uint64(bytes_max)
-    if not (descriptors.sizes > limit).any():
-        return descriptors
-    counts = -(-descriptors.sizes.astype(np.int64) // bytes_max)
-    index = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = index.astype(np.uint64) * limit
-    table = np.repeat(descriptors.table, counts, axis=1)
-    table[:, :, 0] += offsets
-    table[:, :, 1] = np.minimum(table[:, :, 1] - offsets, limit)
-    return replace(descriptors, table=table)
+def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
+    """One slice that fills the blocks in every pair of regions, `head` in front; what follows itself is one read."""
+    assert pairs is not None, "these blocks are alike"
+    assert pairs.first_rows is not None, "so these are kept"
+    local_stride, remote_stride, size = pairs.local_stride, pairs.remote_stride, pairs.piece_size
+    ours, theirs, sizes = list[int](), list[int](), list[int]()
+    local_end = remote_end = -1
+    for theirs_at, ours_at in blocks:
+        local, remote = ours_at * local_stride, theirs_at * remote_stride
+        if local == local_end and remote == remote_end:
+            sizes[-1] += size
+        else:
+            ours.append(local)
+            theirs.append(remote)
+            sizes.append(size)
+        local_end, remote_end = local + size, remote + size
+    regions, runs, first = len(pairs.local_bases), len(ours), 0 if head is None else 1
+    size_bytes = len(blocks) * pairs.chunk_size_bytes
+    table = np.empty((2, first + regions * runs, 3), dtype=np.int64)
+    grid = table[:, first:].reshape(2, regions, runs, 1, 3)  # a view: only an axis is split
+    grid[:] = pairs.first_rows
+    grid[0, :, :, 0, 0] += ours
+    grid[1, :, :, 0, 0] += theirs
+    if runs < len(blocks):
+        grid[:, :, :, 0, 1] = sizes
+    if head is not None:
+        table[0, 0] = head.local, head.size_bytes, pairs.local_device.number
+        table[1, 0] = head.remote, head.size_bytes, pairs.remote_device.number
+        size_bytes += head.size_bytes
+    return Descriptors(table.view(np.uint64), size_bytes, pairs.local_device, pairs.remote_device)

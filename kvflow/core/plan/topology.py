@@ -27,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.config import RANKS_MAX, Config
-from kvflow.core.bounds import Count, Fact, Layers
+from kvflow.core.bounds import Count, Fact, Layers, RankCount, RankIndex, Size
 from kvflow.core.cache.layout import PLAIN, CacheLayout
 from kvflow.core.cache.state import StatePart
 
@@ -73,15 +73,15 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     their blocks in common (`group`) and as many heads as each other.
     """
 
-    tp_rank: Count
-    tp_size: Count
-    pp_rank: Count
-    pp_size: Count
+    tp_rank: RankIndex
+    tp_size: RankCount
+    pp_rank: RankIndex
+    pp_size: RankCount
     layers: Layers
-    kv_heads: Count
+    kv_heads: Size
     model_kv_heads: Count
     latent: bool
-    block_size: Count
+    block_size: Size
     dtype: Fact = ""
     kv_format: Fact = PLAIN
     group: Count = 0
@@ -207,7 +207,7 @@ def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> lis
 
 
 def _difference(name: str, ours: object, theirs: object) -> str:
-    return "" if ours == theirs else f"{name}: ours {ours}, theirs {theirs}"
+    return "" if ours == theirs else f"{name}: ours {ours!r}, theirs {theirs!r}"
 
 
 def _apart(name: str, ours: int, theirs: int) -> str:

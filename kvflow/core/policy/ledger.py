@@ -70,7 +70,7 @@ class BlockLedger:
         They are a sequence for one group; for several a mapping by the groups' names, where a missing one has none, or
         a sequence for each. RequestError names an id that cannot be right, or that two groups of one pool have.
         """
-        if len(self._groups) == 1 and not isinstance(block_ids, Mapping):
+        if len(self._groups) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
             ids = check_block_ids(block_ids, num_blocks=self._groups[0].num_blocks, what=what)
             return (ids,), ids
         tables, found = self._by_group(block_ids, what), []

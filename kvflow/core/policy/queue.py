@@ -118,7 +118,7 @@ class FairQueue:
             if peer in self._speeds:
                 room.limits = (int(self._speeds[peer] * self._ahead_s), *self._peer_limits[1:])
         every = self._room
-        if not self.waiting and _fits(amount, room, every):
+        if not self.waiting and (not every.permits or _fits(amount, room, every)):
             self._begin(permit)
             return permit
         self._asked += 1

@@ -2,7 +2,7 @@
 
 `fire` is the only way a state changes: it looks the (state, event) pair up and returns the next state; a pair that
 is not in the table raises `IllegalTransition` and changes nothing. Questions about a state are functions with a
-meaning, such as `transfer_blocks_safe`. The diagrams in docs/architecture.md are made from these tables.
+meaning, such as `transfer_blocks_safe`. The pictures in docs/architecture.md are drawn from these tables.
 """
 
 from __future__ import annotations
@@ -198,14 +198,3 @@ PRODUCER_TABLE: Table[ProducerState, ProducerEvent] = {
 def request_blocks_held(state: ConsumerState | ProducerState) -> bool:
     """Whether blocks of the request must stay as they are, although it may have ended for the engine."""
     return state in (ConsumerState.RECEIVING, ConsumerState.ABANDONED, ProducerState.SENDING)
-
-
-def mermaid(table: Table[StateT, EventT]) -> str:
-    """The table as a Mermaid state diagram, for the docs."""
-    states = {state for state, _ in table} | set(table.values())
-    final = sorted(states - {state for state, _ in table})
-    first = next(iter(table))[0]
-    lines = ["stateDiagram-v2", f"    [*] --> {first}"]
-    lines += [f"    {state} --> {after}: {event}" for (state, event), after in table.items()]
-    lines += [f"    {state} --> [*]" for state in final]
-    return "\n".join(lines)

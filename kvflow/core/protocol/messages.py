@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvflow.checks import is_name, printable
-from kvflow.config import RANKS_MAX
+from kvflow.checks import answer, is_name, printable, refusal
 from kvflow.core.bounds import (
-    READER_CHARS_MAX,
     BlockIds,
     ClockTime,
     Count,
@@ -54,9 +52,9 @@ from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.state import ROWS_MAX, StatePart
-from kvflow.core.cache.tensors import LAYERS_MAX, NAME_CHARS_MAX
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
-from kvflow.limits import PAYLOAD_BYTES_MAX, REQUEST_ID_CHARS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, WAIT_S_MAX
+from kvflow.limits import PAYLOAD_BYTES_MAX
 
 PROTOCOL_VERSION = 5
 MAGIC = "kvflow"
@@ -69,9 +67,9 @@ _PARTS = (("K", "V"), ("KV",), ("latent",))
 AGENT_METADATA_BYTES_MAX = 1 << 26
 LEASE_IDS_MAX = 1 << 20
 """In one notification."""
+NOTIFICATION_BYTES_MAX = 4 << 10
 _PART_CHARS_MAX = 4096
 _ERROR_CHARS_MAX = 300
-_READER_CHARS_MAX = 4096
 _LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
@@ -506,7 +504,9 @@ def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        why = printable(str(error), _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
+        raw = answer(partial(msgspec.msgpack.decode, data))
+        why = str(error) if raw is None else refusal(error, raw)
+        why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
         raise WireError(f"{len(data)} bytes do not decode: {why}") from error
 
 
@@ -538,14 +538,11 @@ def regions_from_wire(table: RegionTable) -> Regions:
     of_state = 0 < len(set(table.parts)) == len(table.parts) <= ROWS_MAX and table.block.tokens == 1
     if (table.parts not in _PARTS and not of_state) or count % len(table.parts):
         raise WireError(f"region table: {count} regions, parts of a layer {str(table.parts)[:80]}")
-    if table.num_blocks < 1 or not _is_dense(table.block):
+    if not _is_dense(table.block):
         raise WireError(f"region table: {table.num_blocks} blocks of shape {tuple(table.block)}")
-    if not 0 <= table.device_index < 1 << 16:
-        raise WireError(f"region table: device index {table.device_index}")
     size = table.block.size_bytes
     for base, stride in zip(table.bases, table.strides, strict=True):
-        fits = base > 0 and stride >= size and base + stride * table.num_blocks <= _ADDRESS_MAX
-        if not fits:
+        if stride < size or base + stride * table.num_blocks > _ADDRESS_MAX:
             raise WireError(f"region table: base {base}, stride {stride}, {table.num_blocks} blocks")
     return Regions(
         bases=np.array(table.bases, dtype=np.uint64),
@@ -581,22 +578,13 @@ def check_cache_shares(shares: Sequence[CacheShare]) -> None:
 
 
 def _check_cache_share(share: CacheShare) -> None:
-    tp_fits = 0 <= share.tp_rank < share.tp_size <= RANKS_MAX
-    pp_fits = 0 <= share.pp_rank < share.pp_size <= RANKS_MAX
-    if not tp_fits or not pp_fits:
+    if share.tp_rank >= share.tp_size or share.pp_rank >= share.pp_size:
         sizes = (share.tp_rank, share.tp_size, share.pp_rank, share.pp_size)
         raise WireError(f"cache share: (tp_rank, tp_size, pp_rank, pp_size) are {sizes}")
-    if min(share.block_size, share.kv_heads) < 1 or min(share.model_kv_heads, share.group) < 0:
-        raise WireError(
-            f"cache share: block_size {share.block_size}, kv_heads {share.kv_heads}, "
-            f"model_kv_heads {share.model_kv_heads}, group {share.group}"
-        )
     if share.part and (not is_name(share.part, _PART_CHARS_MAX) or share.latent or share.model_kv_heads < 1):
         raise WireError(f"cache share: part {share.part[:80]!a}, latent is {share.latent}")
-    count = len(share.layers)
-    fits = 0 < count <= LAYERS_MAX and len(set(share.layers)) == count
-    if not fits or not all(0 <= layer < LAYERS_MAX for layer in share.layers):
-        raise WireError(f"cache share: {count} layers, of which some are there twice or no layer's number")
+    if not 0 < len(set(share.layers)) == len(share.layers):
+        raise WireError(f"cache share: {len(share.layers)} layers, none or some of them twice")
 
 
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
@@ -648,26 +636,9 @@ def _check_set(share: CacheShare, regions: Regions) -> None:
         )
 
 
-def check_clock(clock_s: float) -> None:
-    """WireError unless a clock can show that."""
-    if not math.isfinite(clock_s):
-        raise WireError(f"clock: {clock_s} s")
-
-
-def check_patient(question: WaitingRequest) -> None:
-    """WireError unless a question may be kept until it can be answered."""
-    if not 0.0 <= question.wait_s <= WAIT_S_MAX:
-        raise WireError(f"a question that waits for {question.wait_s} s, at most {WAIT_S_MAX}")
-    if len(question.request_id) > REQUEST_ID_CHARS_MAX or len(question.reader) > READER_CHARS_MAX:
-        sizes = f"a request id of {len(question.request_id)} characters, a reader's name of {len(question.reader)}"
-        raise WireError(f"a question that waits: {sizes}, at most {REQUEST_ID_CHARS_MAX} and {READER_CHARS_MAX}")
-
-
 def check_seals(location: SealLocation) -> None:
     """WireError unless a seal table of this size can lie there."""
-    if not 0 < location.hold_s <= SEAL_HOLD_S_MAX:
-        raise WireError(f"seal table: hold_s {location.hold_s}")
-    if not 0 < location.count <= SEALS_MAX or not 0 < location.address < _ADDRESS_MAX - location.count * 16:
+    if location.address >= _ADDRESS_MAX - location.count * 16:
         raise WireError(f"seal table: {location.count} seals at {location.address}")
 
 

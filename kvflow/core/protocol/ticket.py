@@ -37,7 +37,6 @@ _TRACEPARENT = re.compile("(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})
 _PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
 _NAME_CHARS_MAX = 1024
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
 _MORE_BLOCK_IDS_OF = operator.attrgetter("more_block_ids")
 _BLOCK_IDS_OF = operator.attrgetter("block_ids")
@@ -54,6 +53,7 @@ _NO_LEASE: dict[str, Any] = {
     "payload": False,
 }
 """What a `RankLease` says of a rank that has to be asked."""
+_READ = "_read"  # of a ticket that was read, among its attributes: how many block ids it has, or will have
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -390,14 +390,16 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
-    """The ticket, checked; RequestError names what is wrong with it, before much work is done for what is too large."""
+    """The ticket, checked; RequestError names what is wrong with it, before much work is done for what is too large.
+
+    One that was read before is as it was: nobody can change it.
+    """
     if isinstance(ticket, Ticket):
+        count = vars(ticket).get(_READ)
+        if count is not None and count <= block_ids_max:
+            return ticket
         _check_count(checks.answer(partial(_block_ids_in, ticket)) or 0, block_ids_max)  # None: a type that is wrong
-        read = ticket.typed()
-        _check_values(read)
-        if read.extends or read.awaited:
-            _check_to_come(read, block_ids_max)
-        return read
+        return _checked(ticket.typed(), block_ids_max)
     params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
@@ -426,16 +428,11 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         ranks=(msgspec.structs.replace(first, host=raw.remote_host, port=raw.remote_port), *others),
         **dict(zip(_OFFERED, _OFFER(extension), strict=True)),
     )
-    if (count := _block_ids_in(read)) > block_ids_max:  # once more: mappings within it that are no dicts
-        _check_count(count, block_ids_max)
-    _check_values(read)
-    if read.extends or read.awaited:
-        _check_to_come(read, block_ids_max)
-    return read
+    return _checked(read, block_ids_max)
 
 
-def _check_values(ticket: Ticket) -> None:
-    """RequestError for what types do not say."""
+def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
+    """The ticket, once it was read. RequestError for what types do not say."""
     if {*map(type, _TEXTS(ticket))} != {str}:
         raise _foreign_text(ticket)
     _check_engine_id(ticket.engine_id)
@@ -449,10 +446,22 @@ def _check_values(ticket: Ticket) -> None:
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, expected 1 to {RANKS_MAX}")
     if ticket.groups or ticket.more_block_ids:
         _check_groups(ticket)
+    count = len(ticket.block_ids)
     for lease in ticket.ranks:
         _check_lease(lease, ticket)
+        if lease.block_ids is not None:
+            count += len(lease.block_ids)
+    if ticket.more_block_ids or ticket.groups:
+        count = _block_ids_in(ticket)
+    if count > block_ids_max:  # once more: mappings within its dict may be no dicts
+        _check_count(count, block_ids_max)
     if len(ticket.leases) < len(ticket.ranks):
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, but only {len(ticket.leases)} different ones")
+    if ticket.extends or ticket.awaited:
+        _check_to_come(ticket, block_ids_max)
+        count = max(count, sum(ticket.block_counts))
+    vars(ticket)[_READ] = count
+    return ticket
 
 
 def _check_to_come(ticket: Ticket, block_ids_max: int) -> None:
@@ -584,6 +593,8 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
 
     Raises RequestError if they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
     """
+    if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
+        raise RequestError(f"merge_tickets: {count} tickets, but an engine has at most {RANKS_MAX} ranks")
     given = checks.answer(lambda: tuple(tickets))
     if not given or not all(isinstance(ticket, Ticket) for ticket in given):
         raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")
@@ -626,12 +637,5 @@ def _wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
     """What somebody else has filled in cannot be read."""
     if isinstance(error, msgspec.ValidationError):
         hint = "; expected a dict of `lease.ticket.to_params()`" if "required field" in str(error) else ""
-        return RequestError(f"ticket: {error}, got {shown(_value_at(str(error), given))}{hint}")
+        return RequestError(f"ticket: {checks.refusal(error, given)}{hint}")
     return RequestError(f"ticket: {shown(error)}")
-
-
-def _value_at(message: str, given: Any) -> Any:
-    """The value that msgspec's message points at, as in "... - at `$.kvflow.ranks[0].port`"."""
-    for name, index in _STEP.findall(message.rpartition("`$")[2]):
-        given = checks.answer(partial(operator.getitem, given, name or int(index)))
-    return given

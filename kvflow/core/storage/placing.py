@@ -11,7 +11,8 @@ import numpy as np
 
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import RegionMap
-from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, cut_slices, plan_read
+from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, plan_read
+from kvflow.core.plan.slices import cut_slices
 
 FILE = "file"
 """The kind of device that a file is; its number is the file's descriptor."""

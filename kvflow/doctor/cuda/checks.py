@@ -13,6 +13,7 @@ from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda
 from kvflow.doctor.cuda.nvidia import NEAR
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.doctor.host import Host
+from kvflow.doctor.transfer import silent
 
 _GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 _OFF = ("n", "no", "off", "0")
@@ -199,15 +200,13 @@ def check_cuda(host: Host, cuda: Cuda) -> Iterator[Finding]:
     return (check(name, host, cuda) for name, check in CHECKS.items())
 
 
-def judge_path(path: ReadPath | None, cuda: Cuda) -> Finding:
+def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
     """The way that reads took between two processes with caches on one GPU, and why, if it is a slow one."""
-    name = "way of the bytes on GPUs"
     if path is None:
-        return warn(name, "UCX did not say", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")
-    found = f"{path.over} ({path.how})"
+        return silent(name)
     if "software emulation" not in path.how and "tcp/" not in path.over:
-        return ok(name, found)
-    return warn(name, f"{found}: the producer's process copies through host memory", "; ".join(reasons(cuda)))
+        return ok(name, str(path))
+    return warn(name, f"{path}: the producer's process copies through host memory", "; ".join(reasons(cuda)))
 
 
 def reasons(cuda: Cuda) -> list[str]:

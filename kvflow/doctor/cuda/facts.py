@@ -10,12 +10,11 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvflow.bench.child import BenchError, RankProcess, open_children
-from kvflow.bench.loads import QUIET
+from kvflow.bench.child import BenchError, call_in_child
 from kvflow.device.cuda import DriverError, load_driver
 from kvflow.doctor.cuda.nvidia import Driver, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.version import installed
@@ -123,37 +122,28 @@ def _link(path: str) -> str:
 def probe() -> Probe:
     """Load torch and NIXL in a child and ask them."""
     try:
-        with open_children([RankProcess("CUDA", _open_prober)], QUIET) as children:
-            return children["CUDA"].run(_Prober.look)
+        return call_in_child("CUDA", _look)
     except BenchError as error:
-        return Probe(problem=str(error).strip().splitlines()[-1])
+        return Probe(problem=error.reason)
 
 
-class _Prober:
-    """What the child can be asked."""
+def _look() -> Probe:
+    import sys
 
-    async def look(self) -> Probe:
-        import sys
+    import torch
 
-        import torch
+    from kvflow.transport.nixl.agents import list_plugins
 
-        from kvflow.transport.nixl.agents import list_plugins
-
-        list_plugins()  # loads the build of NIXL that fits torch's CUDA
-        try:
-            attributes, problem = load_driver().attributes(), ""
-        except DriverError as error:
-            attributes, problem = {}, str(error)
-        return Probe(
-            torch=torch.__version__,
-            torch_cuda=torch.version.cuda,
-            devices=torch.cuda.device_count(),
-            nixl=next((name for name in ("nixl_cu13", "nixl_cu12") if name in sys.modules), ""),
-            attributes=attributes,
-            problem=problem,
-        )
-
-
-@contextlib.asynccontextmanager
-async def _open_prober() -> AsyncIterator[_Prober]:
-    yield _Prober()
+    list_plugins()  # loads the build of NIXL that fits torch's CUDA
+    try:
+        attributes, problem = load_driver().attributes(), ""
+    except DriverError as error:
+        attributes, problem = {}, str(error)
+    return Probe(
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        devices=torch.cuda.device_count(),
+        nixl=next((name for name in ("nixl_cu13", "nixl_cu12") if name in sys.modules), ""),
+        attributes=attributes,
+        problem=problem,
+    )

@@ -47,7 +47,7 @@ class ZmqSideChannel:
         self._now_s = now_s
         self._keyring: Keyring | None = None
         self._lookups = Lookups()
-        self._connections = Connections(config.limits)
+        self._connections = Connections()
 
     async def listen(self, answer: Answer) -> ZmqListener:
         return ZmqListener(self._config, await self._keys(), answer, self._now_s)

@@ -26,10 +26,15 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.core.protocol import messages
-from kvflow.limits import Limits
 from kvflow.runtime.channel.keyring import KeyPair
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 
+ANSWER_BYTES_MAX = 4 << 20
+"""Bytes of an answer, which describes a whole cache."""
+KEPT_IDLE_S = 5.0
+"""Time a connection to a peer is kept after its last question, for the next one."""
+KEPT_MAX = 32
+"""Connections that are kept so: the one that was not used for longest goes first. Each has four files."""
 _TAKEN_AT_ONCE = 2 * QUESTIONS_MAX
 _NOTICED = (
     zmq.Event.CONNECT_RETRIED
@@ -189,8 +194,7 @@ class Connection:
 class Connections:
     """All that one engine has, to whomever it asks."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[Connection] = set()
         self._shared: dict[Way, Connection] = {}
@@ -211,7 +215,7 @@ class Connections:
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         try:
-            connection = Connection(self._context, way, self._limits.side_channel_message_bytes_max, self._forget)
+            connection = Connection(self._context, way, ANSWER_BYTES_MAX, self._forget)
         except BaseException:
             self._end_if_done()
             raise
@@ -260,7 +264,7 @@ class Connections:
             self._drop(connection)
             return
         self._idle[connection] = asyncio.get_running_loop().time()
-        if len(self._idle) > self._limits.side_channel_kept_max:
+        if len(self._idle) > KEPT_MAX:
             self._drop(next(iter(self._idle)))
         self._set_timer()
 
@@ -291,12 +295,12 @@ class Connections:
         if self._timer is None and self._idle:
             since_s = next(iter(self._idle.values()))
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(since_s + self._limits.side_channel_idle_s, self._look_at_idle)
+            self._timer = loop.call_at(since_s + KEPT_IDLE_S, self._look_at_idle)
 
     def _look_at_idle(self) -> None:
         """Close those that were not used for long."""
         self._timer = None
-        over_s = asyncio.get_running_loop().time() - self._limits.side_channel_idle_s
+        over_s = asyncio.get_running_loop().time() - KEPT_IDLE_S
         for connection, since_s in list(self._idle.items()):
             if since_s > over_s:
                 break

@@ -39,6 +39,7 @@ logger = logger_of(__name__)
 
 # Of one connection. ZeroMQ hears of those that have left when half as many have, and drops an answer before it does: so
 # no more than half of them may wait.
+REQUEST_BYTES_MAX = 64 << 10
 _ANSWERS_WAITING_MAX = 2 * QUESTIONS_MAX
 _HEADER_BYTES_MAX = 256
 _RATED_PEERS_MAX = 1 << 10
@@ -109,7 +110,7 @@ class ZmqListener:
         config, socket = self._config, self._socket
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, config.limits.side_channel_request_bytes_max),
+            (zmq.MAXMSGSIZE, REQUEST_BYTES_MAX),
             (zmq.RCVHWM, 0),
             (zmq.SNDHWM, _ANSWERS_WAITING_MAX),
             (zmq.ROUTER_MANDATORY, 1),  # say so when an answer is dropped

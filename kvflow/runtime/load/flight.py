@@ -47,6 +47,11 @@ Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Told how a read has ended; RuntimeBroken if that will never be known."""
 
 
+# What each load goes through, looked up once.
+_READING = fire(TRANSFER_TABLE, TransferState.PENDING, TransferEvent.POST)
+_LANDED = fire(TRANSFER_TABLE, TransferState.READING, TransferEvent.LAND)
+
+
 class Read(NamedTuple):
     """One read from one rank."""
 
@@ -229,7 +234,7 @@ class Flight:
     """The bytes of one load into blocks of ours, and all that it has claimed for them.
 
     It claims the blocks in the ledger when it is made (BlocksBusy if it cannot), holds its sources' connections and has
-    a word for the seal of each. It gives everything back when the blocks are safe, and calls `on_safe` then.
+    a word for the seal of each. It gives everything back when the blocks are safe.
     """
 
     __slots__ = (
@@ -239,13 +244,13 @@ class Flight:
         "_gear",
         "_ids",
         "_lost",
-        "_on_safe",
         "_priority",
         "_progress",
         "_sources",
         "_under_way",
         "descriptor_count",
         "failed",
+        "on_safe",
         "post_s",
         "queued_s",
         "request_id",
@@ -261,7 +266,6 @@ class Flight:
         sources: Sequence[Source],
         priority: int,
         gear: Gear,
-        on_safe: Callable[[Flight], None],
     ) -> None:
         """Of who is admitted: each source has a word (`Words.take`), which is the flight's from now on."""
         try:
@@ -281,7 +285,8 @@ class Flight:
         self._sources = sources
         self._priority = priority
         self._gear = gear
-        self._on_safe = on_safe
+        self.on_safe: Callable[[Flight], None] | None = None
+        """Told once the blocks are safe, if somebody wants to know."""
         self._under_way = 0
         """Reads and copies that cannot be taken back."""
         self._lost: list[_Running] = []
@@ -327,7 +332,8 @@ class Flight:
         A seal is fetched with the first read from its rank: if it is broken nothing further is posted. Raises the first
         TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.
         """
-        self._begin()
+        if self.state is TransferState.PENDING:
+            self.state = _READING
         for read in reads:
             if self._under_way >= self._gear.reads_max or self._error is not None:
                 await self.below(self._gear.reads_max)
@@ -339,7 +345,8 @@ class Flight:
 
     async def fly_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
         """The same of copy groups, each posted when it is there."""
-        self._begin()
+        if self.state is TransferState.PENDING:
+            self.state = _READING
         try:
             async for group in groups:
                 if not await self._post_group(group):
@@ -352,7 +359,8 @@ class Flight:
 
     def land(self) -> None:
         """Every posted byte has landed, and no more are posted."""
-        self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.LAND)
+        assert self.state is TransferState.READING, "it has flown"
+        self.state = _LANDED
         self._give_back()
 
     async def stop(self, grace_s: float) -> bool:
@@ -423,10 +431,6 @@ class Flight:
         """Fetch a source's seal by a read of its own. Returns when that is posted; raises as `fly`."""
         await self._send(source, fetch_seal(self.head(source)), None, fetches_seal=True)
 
-    def _begin(self) -> None:
-        if self.state is TransferState.PENDING:
-            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
-
     def _judge(self) -> tuple[bool, list[Source]]:
         """After the last read: whether no source's proof calls it stale, and which of them want one more look."""
         now_s = self._gear.clock.now_s()
@@ -489,7 +493,7 @@ class Flight:
     ) -> None:
         """Post it when it has a permit; raises what has gone wrong while it waited."""
         gear, agent = self._gear, source.connection.agent
-        size_bytes, count = descriptors.size_bytes, len(descriptors)
+        size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
         permit = gear.queue.ask((size_bytes, count, 1), agent, self._priority)
         if permit.state is PermitState.WAITING:
             await self._permitted(permit)
@@ -621,4 +625,5 @@ class Flight:
                 connection.left.set()
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
-        self._on_safe(self)
+        if self.on_safe is not None:
+            self.on_safe(self)

@@ -59,7 +59,7 @@ class RemoteLeases:
         self._local = local
         self._peers = peers
         self._reach = reach
-        self._batch_max = messages.leases_max(local.reader, context.config.limits.notification_bytes_max)
+        self._batch_max = messages.leases_max(local.reader, messages.NOTIFICATION_BYTES_MAX)
         self._join = partial(messages.joined, leases_most=self._batch_max)
         self._kept: dict[object, list[_Kept]] = {}
         self._timer: Timer | None = None

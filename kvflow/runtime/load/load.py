@@ -9,15 +9,16 @@ import enum
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_ids
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, LoadError, RequestError, UsageError
+from kvflow.errors import KVFlowError, LoadError, UsageError
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.news import News
 from kvflow.runtime.own_loop import require_loop
@@ -66,32 +67,30 @@ class LoadRequest:
     tells it, and `Runtime.keep_leases` keeps the blocks until then."""
 
 
-def checked_load_request(request: object, id_chars_max: int, block_ids_max: int) -> LoadRequest:
+def checked_load_request(request: object, block_ids_max: int) -> LoadRequest:
     """The request with its numbers and texts as Python's own.
 
     RequestError names what cannot be right whatever the ticket and the cache are.
     """
     if type(request) is LoadRequest and type(request.request_id) is str and type(request.block_ids) in (list, tuple):
-        plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= id_chars_max
+        plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= checks.GIVEN_ID_CHARS_MAX
         plain_ids = len(request.block_ids) <= block_ids_max
         usual = request.deadline_s is None and request.after is None and request.priority is _USUAL_PRIORITY
         usual = usual and request.keep_offer is False
         if plain_id and plain_ids and usual and request.verify is None and request.num_tokens is None:
             return request  # in few steps
-    given = checks.instance(request, LoadRequest, "load_blocks")
-    request_id = checks.request_id(given.request_id, id_chars_max)
-    try:
-        count_block_ids(given.block_ids, block_ids_max)
-        deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
-        priority = checks.whole(given.priority, "priority")
-        after = checked_event(given.after, "after")
-        verify = None if given.verify is None else checks.flag(given.verify, "verify")
-        num_tokens = None if given.num_tokens is None else checks.whole(given.num_tokens, "num_tokens", least=0)
-        keep_offer = checks.flag(given.keep_offer, "keep_offer")
-    except RequestError as error:
-        raise RequestError(f"request {request_id!r}: {error}") from error
-    plain = (request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt, after, verify, num_tokens)
-    return LoadRequest(*plain, keep_offer)
+    by_name: dict[str, checks.Check] = {"block_ids": partial(counted_block_ids, most=block_ids_max), **_RULES}
+    return checks.settled_request(request, LoadRequest, "load_blocks", by_name)
+
+
+_RULES: Mapping[str, checks.Check] = {
+    "deadline_s": checks.optional(checks.seconds),
+    "priority": checks.whole,
+    "after": checked_event,
+    "verify": checks.optional(checks.flag),
+    "num_tokens": checks.optional(partial(checks.whole, least=0)),
+    "keep_offer": checks.flag,
+}
 
 
 class Verification(enum.StrEnum):

@@ -12,41 +12,27 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-from kvflow.checks import count
 from kvflow.config import Config
-from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.plan.room import check_end, check_room
-from kvflow.core.policy.history import History
 from kvflow.core.policy.queue import FairQueue
-from kvflow.core.protocol.prompts import check_prompt
-from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
     DeadlineExceeded,
     KVFlowError,
-    LeaseExpired,
     LoadError,
-    Overloaded,
     PeerError,
-    PrefillFailed,
-    PromptMismatch,
     RequestError,
     RuntimeBroken,
     RuntimeClosed,
     RuntimeUnavailable,
-    TransferFailed,
     UsageError,
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.around import Verifying, held, until
-from kvflow.runtime.load.flight import CopyFailed, Flight, Gear
-from kvflow.runtime.load.gate import TURN_S, Gate
-from kvflow.runtime.load.growing import GrowingLoads
+from kvflow.runtime.load.flight import Flight, Gear
 from kvflow.runtime.load.load import (
     PHASES,
     InFlight,
@@ -61,21 +47,16 @@ from kvflow.runtime.load.load import (
     request_name,
     said_priority,
 )
-from kvflow.runtime.load.news import LeaseOver
-from kvflow.runtime.load.plan import Plan, planned
+from kvflow.runtime.load.meeting import Meeting, check_expected
 from kvflow.runtime.load.route import Route
-from kvflow.runtime.load.verifying import Verifier
-from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source, blocks_by_group
+from kvflow.runtime.load.whole import Whole
+from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
-from kvflow.transport.base import TransportError
-
-Steps: TypeAlias = Callable[[Load, Work], Coroutine[Any, Any, LoadReport]]
 
 logger = logger_of(__name__)
 
-_OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
-_PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
-_BROKEN = "its producer could not compute the prompt, and says so: have another one compute it"
+_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
+_OF_PEER_MAX = (1 << 15, 128)  # of one rank
 _AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
 
 
@@ -91,23 +72,24 @@ class Loader:
         route: Route,
         gear: Gear,
     ) -> None:
-        self._config = context.config
-        self._context = context
+        config, limits = context.config, context.config.limits
+        self._config = config
+        self._bounds = (limits.block_ids_max, config.load_deadline_s)
+        self._rank = context.identity.rank
+        self._observers = context.observers
         self._now_s = context.clock.now_s
-        self._local = local
-        self._reach = reach
+        self._groups = local.groups
         self._read_ticket = reach.read_ticket
         self._remote_leases = remote_leases
-        self._route = route
         self._gear = gear
-        self._gate = Gate(gear.poller)
-        self._growing = GrowingLoads(context, local, reach, route)
-        verifier = Verifier(context.config, local, reach, gear.digests, context.token_hex)
-        self._verifying = Verifying(verifier)
+        self._whole = Whole(context, local, reach, remote_leases, route, gear)
+        self._gate = self._whole.gate
+        self._meeting = Meeting(local, reach, remote_leases, self._whole.carry)
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
         self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Flight, Load] = {}
+        """What is quarantined: the loads have ended, their bytes may land still."""
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._closed = self._unregistered = False
@@ -140,19 +122,19 @@ class Loader:
     @property
     def quarantines(self) -> tuple[Load, ...]:
         """Loads that have ended and whose blocks are not safe yet."""
-        return tuple(load for load in self._unsafe.values() if load.done)
+        return tuple(self._unsafe.values())
 
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
         """See `Runtime.load_blocks`."""
         begun_s = self._now_s()
         if self._gate.at_once(begun_s):
-            load, work = self._accept(request, begun_s)
+            load, work = self._accept(request, begun_s, waited_s=0.0)
             return self._carry_out(load, work)
         return self._load_in_turn(request, begun_s)
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`; raises what is wrong with the request."""
-        load, work = self._accept(request, self._now_s())
+        load, work = self._accept(request, self._now_s(), waited_s=0.0)
         load.begin(partial(self._start_in_turn, load, work)).add_done_callback(partial(self._over, load, work))
         return load
 
@@ -160,11 +142,11 @@ class Loader:
         """Note that a load was not accepted, and why."""
         self._counts["refused"] += 1
         logger.info("refused a load: %s", error)
-        if self._context.observers.all:
-            self._context.observers.load_ended(
+        if self._observers.all:
+            self._observers.load_ended(
                 LoadRecord(
                     engine_id=self._config.engine_id,
-                    rank=self._context.identity.rank,
+                    rank=self._rank,
                     request_id=request_name(request),
                     outcome=type(error).__name__,
                     error=str(error),
@@ -183,8 +165,9 @@ class Loader:
 
     def all_stopped(self) -> None:
         """The transport was closed in good order, so no byte can land any more: nothing stays quarantined."""
-        for flight in list(self._unsafe):
-            flight.all_stopped()
+        for flight in [*(work.flight for work in self._loads.values()), *self._unsafe]:
+            if flight is not None:
+                flight.all_stopped()
 
     async def drained(self) -> None:
         """Wait until no load is under way and no block is quarantined."""
@@ -192,7 +175,7 @@ class Loader:
 
     async def _load_in_turn(self, request: LoadRequest, begun_s: float) -> LoadReport:
         await self._gate.come(said_priority(request))
-        load, work = self._accept(request, begun_s)
+        load, work = self._accept(request, begun_s, waited_s=self._now_s() - begun_s)
         return await self._carry_out(load, work)
 
     async def _start_in_turn(self, load: Load, work: Work) -> LoadReport:
@@ -201,55 +184,32 @@ class Loader:
             await self._gate.come(load.request.priority)
         return await self._carry_out(load, work)
 
-    def _accept(self, request: LoadRequest, begun_s: float) -> tuple[Load, Work]:
+    def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Work]:
         """Check all that can be judged without the peer: from here on it is open. Its time runs already."""
-        config = self._config
+        ids_max, usual_s = self._bounds
         try:
-            if config.role == "producer":
-                raise UsageError(f"load_blocks: the role of engine {config.engine_id!r} is 'producer'")
-            chars_max, ids_max = config.limits.request_id_chars_max, config.limits.block_ids_max
-            plain = checked_load_request(request, chars_max, ids_max)
+            if self._config.role == "producer":
+                raise UsageError(f"load_blocks: the role of engine {self._config.engine_id!r} is 'producer'")
+            plain = checked_load_request(request, ids_max)
             what = f"request {plain.request_id!r}"
             ticket = self._read_ticket(plain.ticket, ids_max)
-            says_tokens = plain.prompt is not None or plain.num_tokens is not None
-            if says_tokens and not ticket.awaited:
-                _check_offer(ticket, plain)
             if plain.verify:
-                self._verifying.check(self._gear.digests.own, what)
+                self._whole.verifying.check(self._gear.digests.own, what)
             tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
-            if says_tokens:
-                self._check_room(plain, ticket, tables)
+            if plain.prompt is not None or plain.num_tokens is not None:
+                check_expected(self._groups, plain, ticket, tables)
         except KVFlowError as error:
             self.refuse(request, error)
             raise
-        deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
+        deadline_s = usual_s if plain.deadline_s is None else plain.deadline_s
         work = Work(ticket, tables, entries, self._now_s, begun_s)
-        work.ends_s = asyncio.get_running_loop().time() + deadline_s - (self._now_s() - begun_s)
+        work.ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
         load = Load(plain, tables, work)
         self._loads[load] = work
         self._quiet.clear()
         if work.ends_s < self._look_s and not self._closed:
             self._look_at(work.ends_s)
         return load, work
-
-    def _check_room(self, request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
-        """RequestError if there are more blocks than the tokens fill, as far as these are known by now."""
-        what, groups, tokens = f"request {request.request_id!r}", self._local.groups, ticket.offered_tokens
-        if not ticket.awaited and tokens:
-            check_room(groups, tables, tokens, what, f"the {tokens} tokens that {_whose(ticket)} offers")
-        elif ticket.awaited and request.prompt is not None:
-            tokens = count(request.prompt, f"{what}: prompt")
-            check_room(groups, tables, tokens, what, f"the {tokens} tokens of its prompt")
-
-    def _check_met(self, request: LoadRequest, work: Work) -> None:
-        """As a load whose offer was known; and PromptMismatch if its blocks end with a prompt that goes on."""
-        ticket = work.ticket
-        _check_offer(ticket, request)
-        if request.prompt is not None or request.num_tokens is not None:
-            self._check_room(request, ticket, work.tables)
-        if request.prompt is not None and request.num_tokens is None and not ticket.offers_nothing:
-            sizes, what = (len(request.prompt), ticket.offered_tokens), f"request {request.request_id!r}"
-            check_end(self._local.groups, work.tables, *sizes, what, _whose(ticket))
 
     def _look_at(self, when_s: float) -> None:
         """Look for loads past their deadline then, and no earlier. There is one timer for all: most loads are quick."""
@@ -276,7 +236,7 @@ class Loader:
         try:
             if self._closed or work.ends_s <= asyncio.get_running_loop().time():
                 raise self._late(load, work)
-            report = await self._steps_of(work)(load, work)
+            report = await (self._meeting if work.ticket.awaited else self._whole).carry(load, work)
         except asyncio.CancelledError as cancelled:
             if not work.was_late():
                 self._end(load, work, cancelled, "cancelled", CANCELLED)
@@ -312,144 +272,6 @@ class Loader:
         if not task.cancelled():
             task.exception()  # seen: it is logged, and whoever awaits the load gets it
 
-    def _steps_of(self, work: Work) -> Steps:
-        """What kind of load it is."""
-        ticket = work.ticket
-        if ticket.awaited:
-            return self._meet
-        if len(work.entries) and (ticket.block_ids or not ticket.offers_nothing):
-            return self._fill
-        return self._nothing if ticket.offers_nothing else self._empty
-
-    async def _meet(self, load: Load, work: Work) -> LoadReport:
-        """A rendezvous: wait until its offer is known, then do what follows from that."""
-        work.enter("handshake")
-
-        def found(source: Source, ttl_s: float) -> None:
-            self._remote_leases.keep(load, ttl_s, source)
-
-        work.ticket = await self._reach.meet(work.ticket, found)
-        self._check_met(load.request, work)
-        return await self._steps_of(work)(load, work)
-
-    async def _nothing(self, load: Load, work: Work) -> LoadReport:
-        """Nothing is offered: its leases ended when they were made, and nobody waits for us."""
-        return work.report(load.request_id)
-
-    async def _empty(self, load: Load, work: Work) -> LoadReport:
-        """A full hit: nothing is read, the producer is told. If it cannot be, its lease runs out: no loss to us.
-
-        If a payload is to come it is waited for.
-        """
-        ticket = work.ticket
-        if not any(rank.payload for rank in ticket.ranks):
-            work.enter("notify")
-            told = not load.request.keep_offer and await self._remote_leases.release(ticket)
-            return work.report(load.request_id, notified=told)
-        work.enter("handshake")
-        sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
-        work.enter("wire")
-        self._growing.follow(load, sources, {})
-        return await self._tell(load, work, sources)
-
-    async def _fill(self, load: Load, work: Work) -> LoadReport:
-        """Reach the ranks, plan, claim, read, and tell them."""
-        ticket, keep = work.ticket, partial(self._remote_leases.keep, load, work.ticket.ttl_s)
-        sources = self._reach.reach_at_once(ticket, keep)
-        if sources is None:
-            work.enter("handshake")
-            sources = await self._reach.reach(ticket, keep)
-        work.enter("plan")
-        if work.seconds["handshake"] > TURN_S:  # many may have waited for the same one
-            await self._gate.come(load.request.priority, again=True)
-        plan = planned(f"request {load.request_id!r}", ticket, work.tables, self._local.groups, sources)
-        work.sources, work.tokens = plan.sources, plan.tokens
-        work.freshness = plan.sources[0].proof.kind if plan.sources else ""
-        if load.request.after is not None or not self._gear.words.take(plan.sources):
-            await self._admitted(load, work)
-        flight = Flight(load.request_id, work.entries, plan.sources, load.request.priority, self._gear, self._landed)
-        self._unsafe[flight], work.flight = load, flight
-        try:
-            fresh = await self._reading(load, work, plan, sources)
-            flight.land()
-        except (TransportError, CopyFailed) as error:
-            if flight.failed is not None:
-                self._reach.failed(flight.failed, str(error))
-            await flight.stop(self._config.cancel_grace_s)
-            raise work.failure(load, TransferFailed, f"the transfer failed: {error}") from error
-        except BaseException:
-            await flight.stop(self._config.cancel_grace_s)
-            raise
-        self._reach.succeeded(plan.sources)
-        if not fresh:
-            raise self._over_error(load, work)
-        return await self._tell(load, work, sources)
-
-    def _reading(self, load: Load, work: Work, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-        """How its bytes are read: at once or as they come, and compared where that is asked for. Chosen only here."""
-        flight, ticket = work.flight, work.ticket
-        assert flight is not None, "it was claimed"
-        grows = payload = False
-        for source in sources:
-            grows, payload = grows or source.proof.grows, payload or source.lease.payload
-        if payload or ticket.extends:
-            asked = [one for one in sources if one.lease.payload or (one.lease.pending and one in plan.sources)]
-            self._growing.follow(load, asked, plan.matched)
-        work.enter("wire")
-        if grows or ticket.extends:
-            if any(source.lease.pending for source in plan.sources):
-                work.landed = History(self._now_s, work.begun_s)
-            read: Callable[[], Awaitable[bool]] = partial(self._growing.read, load, flight, plan.matched)
-        else:
-            read = partial(self._route.read, flight, plan.sources, work.tables)
-        verify = load.request.verify
-        if verify or (verify is None and self._config.verify_share and self._verifying.drawn()):
-            return self._verifying.read(load, work, read)
-        return read()
-
-    async def _admitted(self, load: Load, work: Work) -> None:
-        """Wait for the caller's event, and until as many more ranks may be read from. Overloaded if too many loads wait
-        already. A connection that breaks meanwhile stays until we have found out.
-        """
-        request, words, waiting_max = load.request, self._gear.words, self._config.loads_waiting_max
-        ranks, ranks_max = len(work.sources), self._config.limits.loads_max
-        with held(work.sources):
-            if request.after is not None:
-                await until(request.after, self._gear.copy_thread, load, work)
-            if ranks > ranks_max:
-                raise RequestError(f"request {load.request_id!r}: reads from {ranks} ranks, loads_max is {ranks_max}")
-            if not words.take(work.sources):
-                if words.waiting >= waiting_max:
-                    waiting = f"{waiting_max} loads (loads_waiting_max) wait already"
-                    raise work.failure(load, Overloaded, waiting)
-                work.enter("queued")
-                await words.wait(work.sources, request.priority)
-                work.enter("plan")
-
-    async def _tell(self, load: Load, work: Work, sources: Sequence[Source]) -> LoadReport:
-        """All is there, but perhaps the payload: when it has come, every rank that holds a lease for us is told, unless
-        others are to read the same.
-        """
-        if work.news is not None:
-            try:
-                work.payload = await work.news.payload()
-            except LeaseOver:
-                raise self._over_error(load, work) from None
-        work.enter("notify")
-        told = not load.request.keep_offer
-        if told:
-            self._remote_leases.tell(sources)
-        return work.report(load.request_id, notified=told)
-
-    def _over_error(self, load: Load, work: Work) -> LoadError:
-        """Its leases have ended too early: because a prompt could not be computed, or for another reason."""
-        if work.freshness == "deadline":
-            return work.failure(load, LeaseExpired, _PAST_DEADLINE)
-        told = [one.failed for one in work.news.followed if one.failed] if work.news is not None else []
-        if told or any(source.proof.failed for source in work.sources):
-            return work.failure(load, PrefillFailed, told[0] if told else _BROKEN)
-        return work.failure(load, LeaseExpired, _OVER)
-
     def _late(self, load: Load, work: Work) -> KVFlowError:
         """Why it has no more time. If the transport died under it, that is why."""
         phase, lost = work.where, work.flight.lost if work.flight is not None else None
@@ -467,10 +289,8 @@ class Loader:
         return RuntimeClosed(f"request {load.request_id!r}: {why}")
 
     def _landed(self, flight: Flight) -> None:
-        """No byte of a flight can land any more."""
+        """No byte can land any more of a load that has ended before."""
         del self._unsafe[flight]
-        if self._gate.paused:
-            self._gate.resume()
         if not self._loads and not self._unsafe:
             self._quiet.set()
 
@@ -487,15 +307,19 @@ class Loader:
         load.end(result)
         if work.news is not None:
             work.news.close()
+        if counted != "succeeded" and work.flight is not None and not work.flight.safe:
+            self._unsafe[work.flight], work.flight.on_safe = load, self._landed
         self._loads.pop(load, None)
         self._remote_leases.forget(load)
         self._counts[counted] += 1
         if work.verification is not Verification.OFF:
             self._verified[work.verification] += 1
+        if self._gate.paused:
+            self._gate.resume()
         if not self._loads and not self._unsafe:
             self._quiet.set()
-        if self._context.observers.all:
-            self._context.observers.load_ended(self._record(load, work, outcome, error))
+        if self._observers.all:
+            self._observers.load_ended(self._record(load, work, outcome, error))
 
     def _record(self, load: Load, work: Work, outcome: str, error: str) -> LoadRecord:
         flight, ticket = work.flight, work.ticket
@@ -503,7 +327,7 @@ class Loader:
             work.end_phases()
         return LoadRecord(
             engine_id=self._config.engine_id,
-            rank=self._context.identity.rank,
+            rank=self._rank,
             request_id=load.request_id,
             peer_engine_id=ticket.engine_id,
             remote_request_id=ticket.request_id,
@@ -513,7 +337,7 @@ class Loader:
             phase=work.phase,
             bytes=flight.size_bytes if flight else 0,
             blocks=sum(map(len, work.tables)),
-            blocks_by_group=blocks_by_group(self._local.groups, work.tables),
+            blocks_by_group=blocks_by_group(self._groups, work.tables),
             descriptors=flight.descriptor_count if flight else 0,
             seconds=work.seconds,
             verification=work.verification,
@@ -523,24 +347,8 @@ class Loader:
         )
 
 
-def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
-    """PromptMismatch if a ticket is not of the prompt that its reader has made room for, as far as both say."""
-    what, offers = f"request {request.request_id!r}", f"{_whose(ticket)} offers {ticket.offered_tokens}"
-    if request.prompt is not None:
-        check_prompt(ticket, request.prompt, what)
-        if len(request.prompt) < ticket.offered_tokens:
-            raise PromptMismatch(f"{what}: its prompt has {len(request.prompt)} tokens, {offers}")
-    if request.num_tokens is not None and request.num_tokens != ticket.offered_tokens:
-        raise PromptMismatch(f"{what}: {request.num_tokens} tokens are expected, {offers}")
-
-
-def _whose(ticket: Ticket) -> str:
-    return f"{ticket.engine_id!r} at {ticket.address}"
-
-
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
     """What may be in flight at once, in all and from one rank, which may grow with its speed."""
-    most = config.limits
-    of_peer = most.peer_in_flight_bytes_max, most.peer_in_flight_descriptors_max, most.peer_in_flight_reads_max
-    in_all = config.in_flight_bytes_max, most.in_flight_descriptors_max, most.in_flight_reads_max
+    of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
+    in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -22,6 +22,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import LeaseNews
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
+from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX, QUESTION_WAIT_S
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, words
@@ -84,13 +85,13 @@ class Followed:
         groups, counts = self.source.connection.groups, tuple(map(len, self.tables))
         return tokens_held(groups, self.known, counts, self.num_tokens)
 
-    def take(self, news: messages.News, payload_bytes_max: int) -> None:
+    def take(self, news: messages.News) -> None:
         """Note what was told. Raises ProtocolError, and changes nothing then."""
         added = [ids for ids in news.more_block_ids if ids]
         if added:
             self._add(news.more_block_ids)
-        if len(news.payload) > payload_bytes_max:
-            size = f"{len(news.payload)} bytes, at most {payload_bytes_max} (payload_bytes_max)"
+        if len(news.payload) > GIVEN_PAYLOAD_BYTES_MAX:
+            size = f"{len(news.payload)} bytes, at most {GIVEN_PAYLOAD_BYTES_MAX}"
             raise self.source.peer.at.failure(ProtocolError, f"its payload has {size}")
         if news.state is LeaseNews.COMPLETE and self.known_tokens < self.num_tokens:
             told = f"its blocks hold {self.known_tokens} of {self.num_tokens} tokens"
@@ -168,7 +169,6 @@ class Follower:
     """Asks for news, for all loads of one rank."""
 
     def __init__(self, context: RankContext, local: LocalRank, reach: Reaching) -> None:
-        self._limits = context.config.limits
         self._spawn = context.spawn
         self._reader = local.reader
         self._reach = reach
@@ -198,7 +198,7 @@ class Follower:
         loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
         peer, lease = one.source.peer, one.source.lease
         while True:
-            begun_s, wait_s, known = loop.time(), self._limits.question_wait_s, tuple(one.known)
+            begun_s, wait_s, known = loop.time(), QUESTION_WAIT_S, tuple(one.known)
             one.lowered.clear()
             question = messages.NewsRequest(
                 reader=self._reader,
@@ -213,7 +213,7 @@ class Follower:
                 reply = await self._reach.ask_patiently(peer, question)
                 if not isinstance(reply, messages.News):
                     raise peer.at.failure(ProtocolError, f"expected News, got {type(reply).__name__}")
-                one.take(reply, self._limits.payload_bytes_max)
+                one.take(reply)
                 unreachable = 0
             except PeerError as error:
                 unreachable += 1

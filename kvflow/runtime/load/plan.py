@@ -2,7 +2,7 @@
 
 Every rank of an engine holds the same prompt in the same blocks, so what goes where is found once for each pair of
 groups of layers; then each rank's own block ids are put in. Nothing is believed that was not checked against the
-registered caches (invariant I8).
+registered caches (invariant I8). `whole` finds a few whole blocks of one rank in one go; this finds all others.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Plan(NamedTuple):
     matched: Matched
     tokens: int
     """How many tokens of the prompt are read."""
+    few: Sequence[tuple[int, int]] = ()
+    """(Their block, ours), if these are all of it: nothing is in `matched` and `chunks` then."""
 
 
 def planned(

@@ -22,7 +22,8 @@ from kvflow.config import Config
 from kvflow.core.cache.groups import LayerSet
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
+from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, alike
+from kvflow.core.plan.slices import plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
 from kvflow.runtime.load.flight import CopyFailed, CopyGroup, Flight, Read
 from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, Part, PromptSpan, by_group, by_source
@@ -91,6 +92,8 @@ class Route:
         if connection.straight is None:
             through_scratch = (self._permutation(one) is not None for one in connection.block_maps)
             connection.straight = not self._staging and not any(through_scratch)
+            if connection.straight and len(connection.block_maps) == 1 and connection.told_groups == ():
+                connection.alike = alike(connection.block_maps[0])
         return connection.straight
 
     def parts(self, sources: Sequence[Source]) -> list[Part]:

@@ -102,10 +102,6 @@ class Handshakes:
     def _note_clock(
         self, peer: Peer, reply: messages.Metadata | messages.LeaseFound | messages.ClockShown, sent_s: float
     ) -> None:
-        try:
-            messages.check_clock(reply.clock_s)
-        except messages.WireError as error:
-            raise peer.at.failure(ProtocolError, str(error)) from error
         now_s = self._clock.now_s()
         peer.clock_due_s = now_s + self._config.limits.clock_age_s
         theirs, theirs_s = reply.incarnation, reply.clock_s
@@ -198,7 +194,7 @@ def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerE
             except messages.WireError as error:
                 return peer.failure(ProtocolError, str(error))
             differences += topology.differences(ours.cache_shares, refusal.cache_shares)
-        return _incompatible(peer, differences)
+        return _incompatible(peer, list(dict.fromkeys(differences)))
     if refusal.version != messages.PROTOCOL_VERSION:
         versions = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {refusal.version}"
         return peer.failure(PeerIncompatible, versions)

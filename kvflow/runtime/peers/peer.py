@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from kvflow.checks import printable, shown
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
-from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.block_map import BlockMap, RegionMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.core.plan.topology import CacheShare, Parallelism, ReportShare, layers_of, parallelism_of
 from kvflow.core.policy.circuit import NEVER_FAILED
@@ -88,13 +88,17 @@ class Connection:
             and not self.staged
             and block_maps[0].local.device == block_maps[0].remote.device == HOST
         )
-        self.seals = metadata.seals
+        self.seals_address, self.seal_count = metadata.seals.address, metadata.seals.count
         self.users = 0
         """Loads that keep the transport's side of it alive."""
         self.left: asyncio.Event | None = None
         """Set when the last of them has left, once somebody waits for that."""
+        self.complete_with: Sequence[Connection] = ()
+        """Itself and others that were found to have all layers of ours together."""
         self.straight: bool | None = None
         """Whether what is read from it goes straight into the cache, whatever it is; None: not known yet."""
+        self.alike: RegionMap | None = None
+        """Set with `straight` where `match_few` may plan what is read from it."""
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {self.users} loads>"

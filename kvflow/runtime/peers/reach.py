@@ -116,6 +116,7 @@ class Reach:
         if plan is None or not plan.ranks:
             return None
         reached: list[tuple[Peer, Connection]] = []
+        connections: list[Connection] = []
         sources: list[Source] = []
         for rank in plan.ranks:
             lease = ticket.leases.get((rank.pp, rank.tp))
@@ -125,12 +126,15 @@ class Reach:
                 return None
             if connection.parallelism != parallelism or connection.told_groups != ticket.groups:
                 return None
-            if not 0 <= lease.seal_index < connection.seals.count:
+            if not 0 <= lease.seal_index < connection.seal_count:
                 return None
             reached.append((peer, connection))
+            connections.append(connection)
             if connection.report_share.numerator > 0:
                 sources.append(_source(peer, connection, lease))
-        self._check_layers(ticket, reached)
+        if connections[0].complete_with != connections:
+            self._check_layers(ticket, reached)
+            connections[0].complete_with = connections
         now_s = self._clock.now_s()
         for peer, _ in reached:
             peer.used_s = now_s
@@ -220,7 +224,7 @@ class Reach:
     def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
         """A connected rank, and its lease. LeaseExpired if that is of another incarnation; RequestError."""
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
-        if not 0 <= lease.seal_index < connection.seals.count:
+        if not 0 <= lease.seal_index < connection.seal_count:
             raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
         return _source(peer, connection, lease)
 
@@ -351,7 +355,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
         not_expired_before_s=surely_s,
         quick_read_max_s=connection.quick_read_max_s,
     )
-    address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
+    address = connection.seals_address + lease.seal_index * SEAL_SIZE_BYTES
     return Source(peer, connection, lease, surely_s, address, proof)
 
 

@@ -20,6 +20,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import LeaseExpired, PeerUnreachable, PrefillFailed, ProtocolError, RequestError
+from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism, words
@@ -110,7 +111,7 @@ class Rendezvous:
                 reader=self._local.reader,
                 target=peer.at.target,
                 request_id=ticket.request_id,
-                wait_s=min(max(give_up_s - begun_s, 0.0), self._limits.question_wait_s),
+                wait_s=min(max(give_up_s - begun_s, 0.0), QUESTION_WAIT_S),
             )
             try:
                 reply = await self._ways.ask_patiently(peer, question)

@@ -30,6 +30,9 @@ from kvflow.runtime.producer.blocks import HeldBlocks
 
 logger = logger_of(__name__)
 
+OF_READER_MAX = 8
+"""Digest requests of one reader that are answered at once."""
+
 
 class DigestAnswers:
     """Answers questions for digests of one rank's leased blocks."""
@@ -64,7 +67,7 @@ class DigestAnswers:
             asked = self._understood(question, *found)
         except messages.WireError as error:
             return self._refused(_refusal(str(error)))
-        if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= limits.reader_digests_max:
+        if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= OF_READER_MAX:
             return self._refused(_refusal("too many digests are asked for at once", transient=True))
         reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
         try:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_ids
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.proof import FAILED
 from kvflow.core.protocol.ticket import Ticket, checked_traceparent
-from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
 
 
@@ -62,25 +62,20 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
 
     RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
     """
-    given = checks.instance(request, ServeRequest, "serve_blocks")
-    request_id = checks.request_id(given.request_id, config.limits.request_id_chars_max)
-    try:
-        count_block_ids(given.block_ids, config.limits.block_ids_max)
-        return ServeRequest(
-            request_id,
-            given.block_ids,
-            checks.whole(given.num_tokens, "num_tokens", least=0, most=FAILED - 1),
-            None if given.ttl_s is None else checks.seconds(given.ttl_s, "ttl_s"),
-            checks.whole(given.reader_count, "reader_count", least=1),
-            checked_traceparent(given.traceparent),
-            given.prompt,
-            checked_event(given.ready, "ready"),
-            None if given.computed_tokens is None else checks.whole(given.computed_tokens, "computed_tokens", least=0),
-            checks.flag(given.extends, "extends"),
-            checks.flag(given.payload, "payload"),
-        )
-    except RequestError as error:
-        raise RequestError(f"request {request_id!r}: {error}") from error
+    counted = partial(counted_block_ids, most=config.limits.block_ids_max)
+    return checks.settled_request(request, ServeRequest, "serve_blocks", {"block_ids": counted, **_RULES})
+
+
+_RULES: Mapping[str, checks.Check] = {
+    "num_tokens": partial(checks.whole, least=0, most=FAILED - 1),
+    "ttl_s": checks.optional(checks.seconds),
+    "reader_count": partial(checks.whole, least=1),
+    "traceparent": lambda value, _: checked_traceparent(value),
+    "ready": checked_event,
+    "computed_tokens": checks.optional(partial(checks.whole, least=0)),
+    "extends": checks.flag,
+    "payload": checks.flag,
+}
 
 
 class LeaseOutcome(enum.StrEnum):
@@ -263,7 +258,7 @@ class Lease:
         it. An engine of several ranks gives each of them the same. No effect on a lease that has ended.
 
         Args:
-            payload: such as the first token with its logprobs, at most Limits.payload_bytes_max bytes.
+            payload: such as the first token with its logprobs, at most 4 KiB.
             ready: see `advance`.
 
         Raises:

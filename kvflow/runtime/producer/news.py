@@ -72,7 +72,7 @@ class Newsroom:
     def __init__(self, context: RankContext, leases: Leases) -> None:
         self._clock = context.clock
         self._leases = leases
-        self._waiting = WaitingQuestions(context.config.limits, context.clock, _nothing_yet)
+        self._waiting = WaitingQuestions(context.clock, _nothing_yet)
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
         """What late readers are told of requests without a lease: a few thousand of the last ones."""
         self._turned_away = ""
@@ -83,8 +83,7 @@ class Newsroom:
         return len(self._waiting)
 
     def answer(self, question: messages.WaitingRequest) -> Answered:
-        """What there is to tell, or the promise of it. WireError if the question cannot be right."""
-        messages.check_patient(question)
+        """What there is to tell, or the promise of it."""
         reply = self._now(question)
         return self._waiting.wait(question) if reply is None else reply
 

@@ -36,6 +36,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError, UsageError
+from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
@@ -197,7 +198,7 @@ class Serving:
     def on_notification(self, payload: bytes) -> None:
         """Take a reader's message: the one way in for what peers say about leases."""
         try:
-            if len(payload) > self._config.limits.notification_bytes_max:
+            if len(payload) > messages.NOTIFICATION_BYTES_MAX:
                 raise messages.WireError(f"{len(payload)} bytes")
             message = messages.decode_notification(payload)
         except messages.WireError as error:
@@ -346,10 +347,10 @@ class Serving:
 
     def complete(self, entry: LeaseEntry, payload: bytes, ready: DeviceEvent | None) -> None:
         """See `Lease.complete`."""
-        what, most = f"request {entry.terms.request_id!r}: complete()", self._config.limits.payload_bytes_max
+        what, most = f"request {entry.terms.request_id!r}: complete()", GIVEN_PAYLOAD_BYTES_MAX
         given = checks.instance(payload, bytes, f"{what}: payload")
         if len(given) > most:
-            raise RequestError(f"{what}: a payload of {len(given)} bytes, at most {most} (payload_bytes_max)")
+            raise RequestError(f"{what}: a payload of {len(given)} bytes, at most {most}")
         if not entry.is_open:
             return
         found = self._offers[entry]

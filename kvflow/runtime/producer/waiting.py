@@ -16,9 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvflow.core.protocol import messages
-from kvflow.limits import Limits
+from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.clock import Clock, Timer
+
+WAITING_MAX = 1 << 14
+"""Questions that wait at once; those beyond are answered at once, and asked again a little later."""
+OF_READER_MAX = 1 << 12
+OF_REQUEST_MAX = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +38,7 @@ class _Waiting:
 class WaitingQuestions:
     """All that wait at one rank."""
 
-    def __init__(
-        self, limits: Limits, clock: Clock, nothing_yet: Callable[[messages.WaitingRequest], messages.Reply]
-    ) -> None:
-        self._limits = limits
+    def __init__(self, clock: Clock, nothing_yet: Callable[[messages.WaitingRequest], messages.Reply]) -> None:
         self._clock = clock
         self._nothing_yet = nothing_yet
         self._of_request: dict[str, dict[_Waiting, None]] = {}
@@ -53,12 +55,12 @@ class WaitingQuestions:
 
     def wait(self, question: messages.WaitingRequest) -> Answered:
         """The answer, promised for when there is one; at once if there is no room to wait."""
-        reader, limits = messages.asked_by(question), self._limits
+        reader = messages.asked_by(question)
         others = self._of_request.get(question.request_id, ())
-        room = self._count < limits.questions_waiting_max and len(others) < limits.request_questions_waiting_max
-        if not room or self._of_reader[reader] >= limits.reader_questions_waiting_max or not question.wait_s:
+        room = self._count < WAITING_MAX and len(others) < OF_REQUEST_MAX
+        if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:
             return self._nothing_yet(question)
-        due_s = self._clock.now_s() + min(question.wait_s, limits.question_wait_s)
+        due_s = self._clock.now_s() + min(question.wait_s, QUESTION_WAIT_S)
         waiting = _Waiting(question, asyncio.get_running_loop().create_future(), due_s)
         self._of_request.setdefault(question.request_id, {})[waiting] = None
         self._of_reader[reader] += 1

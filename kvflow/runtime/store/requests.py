@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import cast
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import GivenBlockIds, count_block_ids
+from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
 from kvflow.core.storage.entry import checked_key
-from kvflow.errors import RequestError
 from kvflow.limits import Limits
 
 PHASES = ("check", "queued", "move", "sync")
@@ -96,13 +97,14 @@ class StoreStatistics:
 
 def checked(given: SaveRequest | RestoreRequest, limits: Limits) -> tuple[SaveRequest, bytes]:
     """The request with its numbers and texts as Python's own, and its key as bytes. RequestError."""
-    request_id = checks.request_id(given.request_id, limits.request_id_chars_max)
-    try:
-        key = checked_key(given.key, "key")
-        count_block_ids(given.block_ids, limits.block_ids_max)
-        num_tokens = checks.whole(given.num_tokens, "num_tokens", least=1)
-        deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
-        priority = checks.whole(given.priority, "priority")
-    except RequestError as error:
-        raise RequestError(f"request {request_id!r}: {error}") from error
-    return SaveRequest(request_id, key, given.block_ids, num_tokens, deadline_s, priority), key
+    by_name: dict[str, checks.Check] = {"block_ids": partial(counted_block_ids, most=limits.block_ids_max), **_RULES}
+    settled = checks.settled_request(given, type(given), "request", by_name)
+    return SaveRequest(*(getattr(settled, entry.name) for entry in fields(settled))), cast(bytes, settled.key)
+
+
+_RULES: Mapping[str, checks.Check] = {
+    "key": checked_key,
+    "num_tokens": partial(checks.whole, least=1),
+    "deadline_s": checks.optional(checks.seconds),
+    "priority": checks.whole,
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec
 
 from kvflow.testing.books import assert_conserved, assert_quiet
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-def check_changed(engines: Iterable[Engine]) -> None:
-    """After every callback. A ledger is looked at when it has changed."""
-    for engine in engines:
-        for rank in engine.ranks:
-            now = rank.uses.tobytes()
-            if now != rank.uses_seen:
-                rank.uses_seen = now
+def check_changed(changed: dict[Rank, Engine]) -> None:
+    """After every callback: of those ranks whose ledgers have changed in it."""
+    if changed:
+        for rank, engine in changed.items():
+            if rank in engine.ranks:
                 _compare_owners(engine, rank)
+        changed.clear()
 
 
 def check_conserved(engine: Engine) -> None:

@@ -116,10 +116,13 @@ class Engine:
             runtime = Runtime(self._simulation.settings.config(self.shape, self._address, index), world=world)
             await runtime.__aenter__()
             await runtime.register_kv_caches(cache.groups)
-            ranks.append(Rank(index, cache, runtime))
+            ranks.append(Rank(index, cache, runtime, self._change))
         self.ranks = ranks
         self.running = True
         self._note("started")
+
+    def _change(self, rank: Rank) -> None:
+        self._simulation.changed[rank] = self
 
     async def close(self) -> bool:
         """Close all ranks as an engine that shuts down; in a task of its life. Whether the memory may be reused."""

@@ -26,7 +26,7 @@ from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import Engine
 from kvflow.testing.simulator.network import Flight, Network
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
-from kvflow.testing.simulator.work import LoadPlan, Offer, RankLoad
+from kvflow.testing.simulator.work import LoadPlan, Offer, Rank, RankLoad
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row, flip
 
@@ -75,6 +75,8 @@ class Simulation:
         self.rng = rng
         self.network = Network(loop, rng, self.note, self._landing, self._landed)
         self.engines = [Engine(self, shape, index) for index, shape in enumerate(settings.shapes)]
+        self.changed: dict[Rank, Engine] = {}
+        """Ranks whose ledgers have changed since they were looked at."""
         self.violation: Violation | None = None
         self.counts: Counter[str] = Counter()
         copies = settings.model.verifies or any(shape.staged for shape in settings.shapes)
@@ -134,7 +136,7 @@ class Simulation:
         """From the first start to the last close."""
         self.loop.set_exception_handler(self._unhandled)
         await asyncio.gather(*(engine.life.task(engine.start()) for engine in self.engines))
-        self.loop.after_step = partial(check_changed, self.engines)
+        self.loop.after_step = partial(check_changed, self.changed)
         self.network.weather = self.settings.weather
         for number in range(1, self.settings.requests + 1):
             self._some_time(self._request, number)

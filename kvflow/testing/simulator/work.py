@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.runtime import Runtime
@@ -141,10 +143,11 @@ class RankLoad:
 class Rank:
     """One rank in one life: its memory, its runtime, and what came of both."""
 
-    def __init__(self, index: int, cache: RankCache, runtime: Runtime) -> None:
+    def __init__(self, index: int, cache: RankCache, runtime: Runtime, on_change: Callable[[Rank], None]) -> None:
         self.index = index
         self.cache = cache
         self.runtime = runtime
+        self._on_change = on_change
         self.served = 0
         self.loaded = 0
         self.look_up()
@@ -154,7 +157,14 @@ class Rank:
         books = self.runtime._supervisor.cache
         assert books is not None, "registered before"
         self.uses = books.ledger._use
-        self.uses_seen = b""
+        for name in ("lease", "release", "begin_load", "quarantine", "end_load"):
+            setattr(books.ledger, name, partial(self._change, getattr(books.ledger, name)))
+        self._on_change(self)
+
+    def _change(self, verb: Callable[[BlockIds], None], ids: BlockIds) -> None:
+        """What changes the ledger, seen."""
+        self._on_change(self)
+        verb(ids)
 
     def holds_lease(self, offer: Offer) -> bool:
         """Whether an offer's lease on this rank is open."""

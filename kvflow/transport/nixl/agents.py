@@ -56,7 +56,8 @@ _SLEEP_SHARE = 8
 # A notification wakes the peer up and holds the next read back for 30 to 100 us. Blocks are held far longer than this.
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
-_POST_COST_BYTES = 256 << 10  # posting a read takes as long as copying so much
+POST_COST_BYTES = 256 << 10
+"""Posting a read takes its thread as long as copying so much; over shared memory it copies the read, too."""
 # Of what is posted as one request, where several reads wait: a small read that comes now waits for no more, as behind
 # a slice (`limits.BY_DEVICE`).
 _TOGETHER_BYTES_MAX = 8 << 20
@@ -122,11 +123,6 @@ class _Agent:
         self._registered.clear()
 
 
-def post_cost(read: PostedRead) -> int:
-    """What posting a read costs its thread, as a size: over shared memory that copies it."""
-    return read.size_bytes + _POST_COST_BYTES
-
-
 class NixlAgents:
     """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
@@ -148,8 +144,10 @@ class NixlAgents:
         self._ended: list[_Request] = []
         """Those of whose end the loop is to be told."""
         self.taken = 0
-        """What the reads have cost that were taken on so far, by `post_cost`; any thread may read it."""
-        self._to_post: ShortestFirst[_Waiting] = ShortestFirst(_POST_COST_BYTES)
+        """What the reads cost that were taken on so far, as a size: theirs, and `POST_COST_BYTES` for each. Any thread
+        may read it.
+        """
+        self._to_post: ShortestFirst[_Waiting] = ShortestFirst(POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0
         self._spin_until_s = 0.0
@@ -177,7 +175,7 @@ class NixlAgents:
             raise TransportError(f"NIXL cannot reach device {device.kind!r}; it reaches {sorted(_MEMORY_KINDS)}")
         if device.kind == "cuda":
             self._use_cuda(device.number)
-        if self._config.prefault and device.kind == "cpu":
+        if device.kind == "cpu":
             for span in spans:
                 _prefault(span)
         rows = [(span.address, span.size_bytes, device.number, "") for span in spans]
@@ -242,11 +240,12 @@ class NixlAgents:
         together, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
         while self._to_post:
             following = self._to_post.next
-            size_bytes, count = size_bytes + following.descriptors.size_bytes, count + len(following.descriptors)
-            if size_bytes > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.goes_with(following):
+            more, count = following.descriptors.size_bytes, count + len(following.descriptors)
+            if size_bytes + more > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.goes_with(following):
                 break
             together.append(self._to_post.pop())
-        self.taken += sum(post_cost(one.read) for one in together)
+            size_bytes += more
+        self.taken += size_bytes + len(together) * POST_COST_BYTES
         self._make_request(together)
 
     def _make_request(self, together: Sequence[_Waiting]) -> None:
@@ -322,17 +321,21 @@ class NixlAgents:
         """Move transfers on, collect events; returns how many seconds nothing needs to be done."""
         if self._more:
             self._post_next()
-        else:
+        elif self._ended:
             self._release(self._tell())
         now_s = time.monotonic()
         if self._in_flight:
             if not self._more and now_s < self._spin_until_s:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
-        if not self._more and not self._called():
+        if self._ended and not self._more and not self._called():
             self._release(self._tell())  # else once the thread has taken what it is called for, but no later
-        if now_s >= self._send_s:
-            self.send_notifications()
+        send_s = math.inf
+        if self._outbox:
+            send_s = min(self._active_s + _SEND_QUIET_S, self._outbox_since_s + _SEND_DELAY_MAX_S)
+            if now_s >= send_s:
+                self.send_notifications()
+                send_s = math.inf
         if now_s >= self._next_notifications_s:
             if self._collect_notifications():
                 self._heard_s = now_s
@@ -342,7 +345,7 @@ class NixlAgents:
         if self._more or self._ended:
             return 0.0
         if not self._in_flight:
-            return max(min(self._next_notifications_s, self._send_s) - now_s, 0.0)
+            return max(min(self._next_notifications_s, send_s) - now_s, 0.0)
         if now_s < self._spin_until_s:
             return 0.0
         return min(max((now_s - self._active_s) / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
@@ -354,13 +357,6 @@ class NixlAgents:
             agent.deregister()
         del self._reading, self._serving
         self._keepalive.clear()
-
-    @property
-    def _send_s(self) -> float:
-        """When the waiting notifications are to be sent."""
-        if not self._outbox:
-            return math.inf
-        return min(self._active_s + _SEND_QUIET_S, self._outbox_since_s + _SEND_DELAY_MAX_S)
 
     def _spin(self, until_s: float) -> None:
         """Poll the oldest read without a pause: polling is what moves a tcp read on, and small reads end soon."""

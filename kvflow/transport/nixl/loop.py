@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
@@ -15,17 +16,16 @@ from kvflow.transport.base import (
     Event,
     Join,
     MemoryUse,
-    Notified,
     PostedRead,
     ReadEnded,
     TransportError,
     TransportStatistics,
 )
-from kvflow.transport.nixl.agents import NixlAgents, post_cost
+from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
 from kvflow.transport.nixl.mailbox import Mailbox
 from kvflow.transport.thread import OwnerThread
 
-_BEHIND = 8 << 20  # in the units of `post_cost`: most of a request, while one is posted
+_BEHIND = 8 << 20  # as `NixlAgents.taken` counts: most of a request, while one is posted
 _OPENING_S = 1.0  # how long the crank sleeps while the agents are being made: no job comes in between
 
 
@@ -57,7 +57,7 @@ class NixlTransport:
             if device is not None:  # UCX looks at the thread's device when an agent is made
                 await thread.call(lambda: cuda.make_current(device))
             self._agents = await thread.call(
-                lambda: NixlAgents(self._config, self._name, self._mailbox.put, lambda: thread.called)
+                lambda: NixlAgents(self._config, self._name, self._mailbox.put, thread.called)
             )
         except BaseException:
             self._closing = True
@@ -88,25 +88,24 @@ class NixlTransport:
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         thread, agents = self._alive()
         read = PostedRead(descriptors.size_bytes)
-        self._given += post_cost(read)
-        thread.submit(lambda: agents.post(read, peer, descriptors))
+        self._given += read.size_bytes + POST_COST_BYTES
+        thread.submit(partial(agents.post, read, peer, descriptors))
         self._reads.add(read)
         self._reads_total += 1
         return read
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         thread, agents = self._alive()
-        thread.submit(lambda: agents.notify(peer, payload, join))
+        thread.submit(partial(agents.notify, peer, payload, join))
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
         def count_and_deliver(event: Event) -> None:
-            match event:
-                case ReadEnded(read=read, error=error):
-                    self._reads.discard(read)
-                    self._reads_failed += error is not None
-                    self._bytes_read += read.size_bytes if error is None else 0
-                case Notified():
-                    self._notifications_received += 1
+            if isinstance(event, ReadEnded):
+                self._reads.discard(event.read)
+                self._reads_failed += event.error is not None
+                self._bytes_read += event.read.size_bytes if event.error is None else 0
+            else:
+                self._notifications_received += 1
             deliver(event)
 
         await self._mailbox.deliver_to(count_and_deliver)

@@ -24,11 +24,10 @@ from kvflow.core.plan.descriptors import (
     Descriptors,
     Piece,
     check_block_ids,
-    cut_slices,
     match_chunks,
     plan_read,
-    plan_slices,
 )
+from kvflow.core.plan.slices import cut_slices, plan_slices
 from kvflow.core.protocol import messages
 from kvflow.errors import RequestError
 from tests.core.caches import Cache, Recipe, Sides, whole_sides

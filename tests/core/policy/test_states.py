@@ -29,7 +29,6 @@ from kvflow.core.policy.states import (
     fire,
     knows,
     lease_open,
-    mermaid,
     request_blocks_held,
     transfer_blocks_safe,
 )
@@ -107,15 +106,6 @@ def test_every_state_is_reached_and_every_life_can_end(machine: Machine) -> None
     assert ends == machine.final
     for state in machine.states:
         assert machine.after(state) & machine.final
-
-
-@machines
-def test_the_diagram_has_each_row_once(machine: Machine) -> None:
-    lines = [line.strip() for line in mermaid(machine.table).splitlines()]
-    expected = [f"{state} --> {after}: {event}" for (state, event), after in machine.table.items()]
-    expected += [f"[*] --> {machine.first}", *(f"{state} --> [*]" for state in machine.final)]
-    assert lines[0] == "stateDiagram-v2"
-    assert sorted(lines[1:]) == sorted(expected)
 
 
 # --- peers

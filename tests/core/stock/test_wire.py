@@ -26,7 +26,7 @@ from kvflow.core.stock.wire import (
     encode_metadata,
     encode_question,
 )
-from kvflow.limits import Limits
+from kvflow.runtime.channel import connections
 from tests.fuzz.mutants import bent, torn
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
@@ -124,7 +124,7 @@ def test_whether_regions_hold_several_layers_is_all_that_is_asked_of_their_names
 
 def test_an_answer_takes_no_more_than_others_may() -> None:
     """As long as it is, and as what is made of it: names that are not read stay where they are."""
-    assert Limits().side_channel_message_bytes_max == METADATA_BYTES_MAX
+    assert connections.ANSWER_BYTES_MAX == METADATA_BYTES_MAX
     with pytest.raises(WireError, match=f"at most {METADATA_BYTES_MAX}"):
         decode_answer(answer_with(region_members=[["x" * 100] * 60_000] * 3))
     with pytest.raises(WireError, match="at most 100"):

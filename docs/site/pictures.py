@@ -1,0 +1,343 @@
+"""Draw every picture of the docs, light and dark, from data in the repository and from the code's own tables.
+
+    python docs/site/pictures.py
+
+Data is in docs/data: `handover.jsonl` and `stale.json` are recorded by docs/site/record.py, `transfer.json` is what
+`kvflow bench transfer --json` writes, `fleet.json` what the fleet bench writes. The states are the tables of
+`kvflow.core.policy.states`. Pictures go to docs/pictures; a test draws them anew and compares. Plain SVG, no library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from kvflow.core.policy.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE
+
+DOCS = Path(__file__).resolve().parents[1]
+DATA, PICTURES = DOCS / "data", DOCS / "pictures"
+STATES: dict[str, Mapping[tuple[Any, Any], Any]] = {
+    "peer": PEER_TABLE,
+    "lease": LEASE_TABLE,
+    "transfer": TRANSFER_TABLE,
+    "consumer": CONSUMER_TABLE,
+    "producer": PRODUCER_TABLE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Theme:
+    """Colours by what they stand for."""
+
+    name: str
+    ground: str
+    text: str
+    faint: str
+    line: str
+    a: str
+    b: str
+    c: str
+    bad: str
+
+
+THEMES = (
+    Theme(
+        name="light",
+        ground="#ffffff",
+        text="#1f2328",
+        faint="#59636e",
+        line="#d1d9e0",
+        a="#3f51b5",
+        b="#1a7f6b",
+        c="#b35900",
+        bad="#c62828",
+    ),
+    Theme(
+        name="dark",
+        ground="#0d1117",
+        text="#e6edf3",
+        faint="#9198a1",
+        line="#3d444d",
+        a="#8c9eff",
+        b="#4dd0b1",
+        c="#ffb74d",
+        bad="#ff7b72",
+    ),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Canvas:
+    """An SVG that is being drawn; coordinates are its own pixels."""
+
+    width: int
+    height: int
+    theme: Theme
+    title: str
+    parts: list[str] = field(default_factory=list)
+
+    def text(
+        self, x: float, y: float, text: str, *, size: int = 14, color: str = "", anchor: str = "start", bold: bool = False
+    ) -> None:
+        weight = ' font-weight="600"' if bold else ""
+        color = color or self.theme.text
+        self.parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{weight}>'
+            f"{escape(text)}</text>"
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, color: str, *, hollow: bool = False) -> None:
+        paint = f'fill="none" stroke="{color}" stroke-width="1.5"' if hollow else f'fill="{color}"'
+        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3" {paint}/>')
+
+    def line(self, points: Sequence[tuple[float, float]], color: str, *, width: float = 1.5, dashed: bool = False) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="4 4"' if dashed else ""
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"{dash}/>')
+
+    def dot(self, x: float, y: float, color: str) -> None:
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float, color: str) -> None:
+        """With a head that points the way the line goes; lines are horizontal or vertical here, or nearly so."""
+        self.line([(x, y), (to_x, to_y)], color)
+        length = max(((to_x - x) ** 2 + (to_y - y) ** 2) ** 0.5, 1.0)
+        along = ((to_x - x) / length, (to_y - y) / length)
+        base = (to_x - 8 * along[0], to_y - 8 * along[1])
+        corners = [(to_x, to_y), *((base[0] - s * along[1], base[1] + s * along[0]) for s in (4, -4))]
+        path = " ".join(f"{corner[0]:.1f},{corner[1]:.1f}" for corner in corners)
+        self.parts.append(f'<polygon points="{path}" fill="{color}"/>')
+
+    def svg(self) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
+            f'height="{self.height}" role="img" font-family="system-ui, -apple-system, Segoe UI, sans-serif">'
+        )
+        ground = f'<rect width="{self.width}" height="{self.height}" fill="{self.theme.ground}"/>'
+        return "\n".join([head, f"<title>{escape(self.title)}</title>", ground, *self.parts, "</svg>", ""])
+
+
+# --- a hand-over in three lanes
+
+
+def lanes(theme: Theme) -> str:
+    lines = [json.loads(line) for line in (DATA / "handover.jsonl").read_text().splitlines()]
+    of = {line["kind"]: line for line in lines if line["request_id"] == "req-1"}
+    begin_s, end_s = of["compute"]["begin_s"], of["lease"]["ended_s"]
+    left, right, tops = 150, 820, {"prefill engine": 66, "router": 158, "decode engine": 226}
+
+    def ms(seconds: float) -> str:
+        return f"{seconds * 1e3:.0f} ms"
+
+    def x(at_s: float) -> float:
+        return left + (right - left) * (at_s - begin_s) / (end_s - begin_s)
+
+    record = next(line for line in lines if line["kind"] == "load" and line["request_id"] == "req-1" and "rank" in line)
+    size_mb = record["details"]["bytes"] / 2**20
+    canvas = Canvas(width=860, height=322, theme=theme, title="A hand-over between two engines, as it was recorded")
+    canvas.text(20, 30, f"One hand-over of {size_mb:.0f} MB, recorded", size=17, bold=True)
+    for name, top in tops.items():
+        canvas.text(20, top + 17, name, bold=True)
+        canvas.line([(20, top - 12), (840, top - 12)], theme.line, width=1)
+    canvas.line([(20, 288), (840, 288)], theme.line, width=1)
+
+    def bar(lane: float, begin: float, end: float, color: str, label: str, *, hollow: bool = False) -> None:
+        wide = max(x(end) - x(begin), 3)
+        canvas.box(x(begin), lane, wide, 24, color, hollow=hollow)
+        fits = wide > 8 * len(label)
+        place = (x(begin) + 7) if fits else min(x(begin) + wide + 6, right - 7 * len(label))
+        canvas.text(place, lane + 17, label, size=13, color=theme.ground if fits and not hollow else theme.text)
+
+    top, lease = tops["prefill engine"], of["lease"]
+    offered_s = lease["ended_s"] - sum(lease["seconds"].values())
+    read_s = offered_s + lease["seconds"]["offered"]
+    bar(top, begin_s, of["compute"]["ended_s"], theme.faint, "compute")
+    bar(top + 34, offered_s, read_s, theme.a, f"lease is open, {ms(read_s - offered_s)}: blocks keep their content")
+    bar(top + 34, read_s, lease["ended_s"], theme.a, "hold", hollow=True)
+    ticket = of["ticket"]
+    bar(tops["router"], ticket["begin_s"], ticket["ended_s"], theme.c, "ticket, a dict of JSON types")
+    top = tops["decode engine"]
+    at_s = record["ended_s"] - sum(record["seconds"].values())
+    bar(top, at_s, record["ended_s"], theme.b, f"load: blocks and seal are read, {ms(sum(record['seconds'].values()))}")
+    canvas.arrow(x(record["ended_s"]), top, x(record["ended_s"]), tops["prefill engine"] + 60, theme.faint)
+    canvas.text(x(record["ended_s"]) + 7, tops["router"] + 17, "“read”", size=13, color=theme.faint)
+    canvas.text(x(at_s), 270, "the seal read with the blocks is intact: they are fresh", size=13, color=theme.b)
+    canvas.text(right, 310, f"blocks free after {ms(end_s - begin_s)}", size=13, color=theme.faint, anchor="end")
+    canvas.text(left, 310, "0 ms", size=13, color=theme.faint)
+    return canvas.svg()
+
+
+# --- a stale read in four frames
+
+
+def stale(theme: Theme) -> str:
+    frames = json.loads((DATA / "stale.json").read_text())
+    canvas = Canvas(width=860, height=300, theme=theme, title="A read that comes after its lease, in four frames")
+    canvas.text(20, 30, "A ticket that is used too late", size=17, bold=True)
+    for index, frame in enumerate(frames):
+        left, last = 20 + index * 210, index == len(frames) - 1
+        is_open = frame["lease"] == "offered"
+        canvas.box(left, 46, 196, 236, theme.line, hollow=True)
+        canvas.text(left + 12, 72, f"{index + 1}", size=15, bold=True, color=theme.faint)
+        for row, words in enumerate(_wrapped(frame["happens"], 18)):
+            canvas.text(left + 34, 72 + 18 * row, words, size=14, bold=True)
+        canvas.text(left + 12, 132, "blocks 3, 7, 9 hold", size=12, color=theme.faint)
+        color = theme.a if frame["blocks_hold"] == "A" else theme.c
+        for block in range(3):
+            canvas.box(left + 12 + 46 * block, 140, 40, 34, color)
+            canvas.text(left + 32 + 46 * block, 163, frame["blocks_hold"], color=theme.ground, anchor="middle", bold=True)
+        canvas.text(left + 12, 196, f"lease: {frame['lease']}", size=13, color=theme.b if is_open else theme.bad)
+        if not last:
+            for row, words in enumerate(_wrapped(f"reader {frame['reader']}", 25)):
+                canvas.text(left + 12, 222 + 17 * row, words, size=13, color=theme.faint)
+            continue
+        canvas.text(left + 12, 222, f"a plain read: “{frame['blocks_hold']}”", size=13, color=theme.bad, bold=True)
+        canvas.text(left + 12, 239, "wrong text, no error", size=13, color=theme.bad)
+        canvas.text(left + 12, 264, frame["reader"], size=13, color=theme.b, bold=True)
+    return canvas.svg()
+
+
+def _wrapped(text: str, width: int) -> Iterator[str]:
+    line = ""
+    for word in text.split():
+        if line and len(line) + 1 + len(word) > width:
+            yield line
+            line = ""
+        line = f"{line} {word}".strip()
+    yield line
+
+
+# --- charts
+
+
+def transfer(theme: Theme) -> str:
+    """Speed in ratios to raw NIXL as its examples use it."""
+    rows = json.loads((DATA / "transfer.json").read_text())["speed"]
+    sizes = list(dict.fromkeys((row["transport"], row["size"]) for row in rows))
+    names = {"raw_tuned": "raw NIXL at its best", "bare_hop": "the same, from an event loop", "kvflow": "kvflow"}
+    colors = {"raw_tuned": theme.faint, "bare_hop": theme.c, "kvflow": theme.a}
+    top, height = 84, 54 + 62 * len(sizes)
+    canvas = Canvas(width=860, height=top + height, theme=theme, title="Speed of loads, in ratios to raw NIXL")
+    canvas.text(20, 30, "How fast, against raw NIXL as its examples use it (= 1)", size=17, bold=True)
+    at = 20.0
+    for name, label in names.items():
+        canvas.box(at, 46, 14, 14, colors[name])
+        canvas.text(at + 20, 58, label, size=13)
+        at += 44 + 7.2 * len(label)
+    most = max(row["ratio_to_a"] for row in rows)
+    left, right = 170, 800
+
+    def x(ratio: float) -> float:
+        return left + (right - left) * ratio / most
+
+    for index, (transport, size) in enumerate(sizes):
+        y = top + 62 * index
+        canvas.text(20, y + 29, f"{size}, {transport}", size=14)
+        for place, name in enumerate(names):
+            found = next(r for r in rows if (r["transport"], r["size"], r["contender"]) == (transport, size, name))
+            canvas.box(left, y + 16 * place, x(found["ratio_to_a"]) - left, 13, colors[name])
+            canvas.text(x(found["ratio_to_a"]) + 6, y + 11 + 16 * place, f"{found['ratio_to_a']:.2f}", size=12)
+    canvas.line([(x(1), top - 8), (x(1), top + height - 50)], theme.text, dashed=True)
+    canvas.text(x(1), top + height - 34, "1: raw NIXL, as its examples", size=12, color=theme.faint, anchor="middle")
+    canvas.text(20, top + height - 12, "Ratios of medians; longer is faster. Two cores, no GPU.", size=12, color=theme.faint)
+    return canvas.svg()
+
+
+def fleet(theme: Theme) -> str:
+    numbers = json.loads((DATA / "fleet.json").read_text())
+    phases = list(dict.fromkeys(row["phase"] for row in numbers["fleet"]))
+    colors = (theme.a, theme.c, theme.b)
+
+    def curve(phase: str, name: str) -> list[tuple[float, float]]:
+        return [(row["ranks"], row[name]) for row in numbers["fleet"] if row["phase"] == phase]
+
+    memory = {
+        label: [(row["peers"], row[name] / 1024) for row in numbers["memory"]]
+        for label, name in (("connected", "connected_bytes"), ("every length loaded", "loaded_bytes"))
+    }
+    axes = {
+        "connections to the busiest rank": {phase: curve(phase, "connections") for phase in phases},
+        "longest wait for an answer, s": {phase: curve(phase, "wait_s") for phase in phases},
+        "KiB of memory for each peer": memory,
+    }
+    canvas = Canvas(width=860, height=300, theme=theme, title="Connections, waits and memory over the size of the fleet")
+    for place, (title, curves) in enumerate(axes.items()):
+        _axes(canvas, 20 + place * 282, title, curves, colors)
+    return canvas.svg()
+
+
+def _axes(
+    canvas: Canvas, left: float, title: str, curves: Mapping[str, list[tuple[float, float]]], colors: Sequence[str]
+) -> None:
+    theme, bottom, top, wide = canvas.theme, 200.0, 44.0, 210.0
+    most_x = max(x for points in curves.values() for x, _ in points)
+    most_y = max(y for points in curves.values() for _, y in points)
+    canvas.text(left, 24, title, size=14, bold=True)
+    for part in (0.0, 0.5, 1.0):
+        y = bottom - (bottom - top) * part
+        canvas.line([(left + 40, y), (left + 40 + wide, y)], theme.line, width=1)
+        canvas.text(left + 34, y + 4, f"{round(most_y * part, 1 if most_y > 5 else 2):g}", size=11, color=theme.faint, anchor="end")
+        canvas.text(left + 40 + wide * part, bottom + 17, f"{most_x * part:g}", size=11, color=theme.faint, anchor="middle")
+    for number, ((label, points), color) in enumerate(zip(curves.items(), colors, strict=False)):
+        scaled = [(left + 40 + wide * x / most_x, bottom - (bottom - top) * y / most_y) for x, y in points]
+        canvas.line(scaled, color, width=2)
+        for x, y in scaled:
+            canvas.dot(x, y, color)
+        canvas.box(left + 40, 232 + 20 * number, 12, 12, color)
+        canvas.text(left + 58, 243 + 20 * number, label, size=12)
+
+
+# --- states: a column for each state, a row for each way between two of them
+
+
+def states(table: Mapping[tuple[Any, Any], Any], name: str, theme: Theme) -> str:
+    order = list(dict.fromkeys([*(str(state) for state, _ in table), *(str(state) for state in table.values())]))
+    ways: dict[tuple[str, str], list[str]] = {}
+    for (state, event), after in table.items():
+        ways.setdefault((str(state), str(after)), []).append(str(event))
+    column, left, top, row = 118, 70, 62, 34
+    height = top + 20 + row * len(ways) + 16
+    canvas = Canvas(width=left + column * len(order), height=height, theme=theme, title=f"The states of a {name}")
+    final = set(order) - {state for state, _ in ways}
+
+    def x(state: str) -> float:
+        return left + column * order.index(state)
+
+    for state in order:
+        canvas.line([(x(state), 46), (x(state), height - 14)], theme.line, width=1)
+        color = theme.b if state in final else theme.a
+        canvas.box(x(state) - 54, 16, 108, 30, color, hollow=state != order[0])
+        ink = theme.ground if state == order[0] else color
+        canvas.text(x(state), 36, state.replace("_", " "), size=14, color=ink, anchor="middle", bold=True)
+    for number, ((state, after), events) in enumerate(ways.items()):
+        y = top + 20 + row * number
+        canvas.arrow(x(state), y, x(after) - (2 if x(after) > x(state) else -2), y, theme.text)
+        canvas.dot(x(state), y, theme.text)
+        label = ", ".join(events).replace("_", " ")
+        beside = min(x(state), x(after)) + column / 2
+        canvas.text(beside, y - 6, label, size=13, color=theme.text, anchor="middle")
+    return canvas.svg()
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """Name and text of every file in docs/pictures."""
+    drawn: dict[str, Callable[[Theme], str]] = {"handover": lanes, "stale": stale, "transfer": transfer, "fleet": fleet}
+    for theme in THEMES:
+        for name, draw in drawn.items():
+            yield f"{name}-{theme.name}.svg", draw(theme)
+        for name, table in STATES.items():
+            yield f"states-{name}-{theme.name}.svg", states(table, name, theme)
+
+
+def main() -> None:
+    PICTURES.mkdir(exist_ok=True)
+    for name, text in pictures():
+        (PICTURES / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

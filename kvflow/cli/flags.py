@@ -1,0 +1,35 @@
+"""Commands whose help shows flags as what they are: typer 0.29 shows the type of a flag, `--version <bool>`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class PlainTyper(typer.Typer):
+    """Makes such commands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=_Group, **options)
+
+    def command(self, *arguments: Any, **options: Any) -> Any:
+        return super().command(*arguments, cls=_Command, **options)
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> Any:
+        return _plain(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> Any:
+        return _plain(super().get_params(ctx))
+
+
+def _plain(parameters: Any) -> Any:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters

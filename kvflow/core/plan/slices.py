@@ -1,0 +1,105 @@
+"""Reads in slices: loads take turns by them, so a slice is as large as what a small load may wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.descriptors import FEW, Chunks, Descriptors, Piece, plan_read
+
+_PLANNED_AT_ONCE = 1 << 13  # descriptors; a slice alone costs some 15 us, and many more are out of the cache
+_MANY = 1 << 10  # chunks, from which on it pays to sort by small keys
+
+
+def plan_slices(
+    reads: Iterable[tuple[BlockMap, Chunks]],
+    *,
+    bytes_max: int,
+    descriptors_max: int,
+    head: Piece | None = None,
+) -> Iterator[Descriptors]:
+    """Plan reads in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, each when asked for.
+
+    `head` is one more piece to read, between the same devices; it comes first in the first slice and does not count.
+    Chunks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
+    writing our own in order (shared memory).
+    """
+    for block_map, some in reads:
+        groups = block_map.groups[some.tokens]
+        if len(some) > 1 and not _ascends(some):
+            parts = some.remote_parts
+            keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
+            short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts these by radix, ten times as fast
+            order = keys.astype(np.uint16 if short else np.int64, copy=False).argsort(kind="stable")
+            some = some.select(order)  # by its place in the peer's memory
+        chunk_bytes, pieces, joins = 0, 0, False
+        for pairs in groups:
+            chunk_bytes, pieces = chunk_bytes + pairs.chunk_size_bytes, pieces + pairs.pieces
+            joins = joins or len(pairs.local_offsets) == 1  # then it may take far fewer descriptors
+        step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
+        start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
+        while start < len(some):
+            plan = plan_read(
+                groups, some if start == 0 and stop >= len(some) else some.select(slice(start, stop)), head
+            )
+            start, stop = stop, stop + max(_PLANNED_AT_ONCE // (step * pieces), 1) * step
+            if head is None:
+                yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
+            elif len(plan) <= descriptors_max + 1 and plan.size_bytes <= bytes_max + head.size_bytes:
+                yield plan
+            else:
+                rest = plan.part(1, len(plan), plan.size_bytes - head.size_bytes)
+                slices = cut_slices(rest, bytes_max=bytes_max, descriptors_max=descriptors_max)
+                yield plan.part(0, 1, head.size_bytes).join(next(slices))
+                yield from slices
+            head = None
+
+
+def _ascends(chunks: Chunks) -> bool:
+    """Whether a few chunks are in the order of the peer's memory already."""
+    if len(chunks.remote_ids) > FEW or chunks.remote_parts is not None:
+        return False
+    ids: list[int] = chunks.remote_ids.tolist()
+    return ids == sorted(ids)
+
+
+def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
+    """Cut a plan into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
+    if len(descriptors) <= descriptors_max and descriptors.size_bytes <= bytes_max:
+        if len(descriptors):
+            yield descriptors
+        return
+    pieces = _split_large(descriptors, bytes_max)
+    count, sizes = len(pieces), pieces.sizes
+    size = int(sizes[0])
+    if size == int(sizes.min()) == int(sizes.max()):  # the usual case, without a search for each slice
+        step = max(min(bytes_max // size, descriptors_max), 1)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            yield pieces.part(start, stop, (stop - start) * size)
+        return
+    ends = sizes.cumsum()
+    start, done_bytes = 0, 0
+    while start < count:
+        stop = int(ends.searchsorted(np.uint64(done_bytes + bytes_max), side="right"))
+        stop = min(max(stop, start + 1), start + descriptors_max)
+        end_bytes = int(ends[stop - 1])
+        yield pieces.part(start, stop, end_bytes - done_bytes)
+        start, done_bytes = stop, end_bytes
+
+
+def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
+    """Replace each descriptor above `bytes_max` by pieces of at most that size."""
+    limit = np.uint64(bytes_max)
+    if not (descriptors.sizes > limit).any():
+        return descriptors
+    counts = -(-descriptors.sizes.astype(np.int64) // bytes_max)
+    index = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = index.astype(np.uint64) * limit
+    table = np.repeat(descriptors.table, counts, axis=1)
+    table[:, :, 0] += offsets
+    table[:, :, 1] = np.minimum(table[:, :, 1] - offsets, limit)
+    return replace(descriptors, table=table)

@@ -1,0 +1,82 @@
+"""Offers and the room that was made for them: compared once the offer is known, which is later for a rendezvous.
+
+A load whose ticket is a rendezvous asks for its offer and waits for it. From there on it is as any other load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvflow.checks import count
+from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.plan.room import check_end, check_room
+from kvflow.core.protocol.prompts import check_prompt
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import PromptMismatch
+from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Work
+from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source
+
+Carry = Callable[[Load, Work], Awaitable[LoadReport]]
+"""Carries a load out, from what is known of its offer to its report."""
+
+
+class Meeting:
+    """Carries loads that have to meet their offers first, and hands over to who carries all others."""
+
+    def __init__(self, local: LocalRank, reach: Reaching, remote_leases: Keeping, carry: Carry) -> None:
+        self._groups = local.groups
+        self._reach = reach
+        self._remote_leases = remote_leases
+        self._carry = carry
+
+    async def carry(self, load: Load, work: Work) -> LoadReport:
+        """Wait until its offer is known, then do what follows from that."""
+        work.enter("handshake")
+
+        def found(source: Source, ttl_s: float) -> None:
+            self._remote_leases.keep(load, ttl_s, source)
+
+        work.ticket = await self._reach.meet(work.ticket, found)
+        check_met(self._groups, load.request, work.ticket, work.tables)
+        return await self._carry(load, work)
+
+
+def check_expected(
+    groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
+) -> None:
+    """What a request says of its offer, as far as it is known by now. PromptMismatch, or RequestError if there are more
+    blocks than the tokens fill.
+    """
+    what, tokens = f"request {request.request_id!r}", ticket.offered_tokens
+    if not ticket.awaited:
+        _check_offer(ticket, request)
+        if tokens:
+            check_room(groups, tables, tokens, what, f"the {tokens} tokens that {_whose(ticket)} offers")
+    elif request.prompt is not None:
+        tokens = count(request.prompt, f"{what}: prompt")
+        check_room(groups, tables, tokens, what, f"the {tokens} tokens of its prompt")
+
+
+def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
+    """The same of an offer that was met; and PromptMismatch if its blocks end with a prompt that goes on."""
+    if request.prompt is not None or request.num_tokens is not None:
+        check_expected(groups, request, ticket, tables)
+    if request.prompt is not None and request.num_tokens is None and not ticket.offers_nothing:
+        sizes, what = (len(request.prompt), ticket.offered_tokens), f"request {request.request_id!r}"
+        check_end(groups, tables, *sizes, what, _whose(ticket))
+
+
+def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
+    """PromptMismatch if a ticket is not of the prompt that its reader has made room for, as far as both say."""
+    what, offers = f"request {request.request_id!r}", f"{_whose(ticket)} offers {ticket.offered_tokens}"
+    if request.prompt is not None:
+        check_prompt(ticket, request.prompt, what)
+        if len(request.prompt) < ticket.offered_tokens:
+            raise PromptMismatch(f"{what}: its prompt has {len(request.prompt)} tokens, {offers}")
+    if request.num_tokens is not None and request.num_tokens != ticket.offered_tokens:
+        raise PromptMismatch(f"{what}: {request.num_tokens} tokens are expected, {offers}")
+
+
+def _whose(ticket: Ticket) -> str:
+    return f"{ticket.engine_id!r} at {ticket.address}"

@@ -1,0 +1,204 @@
+"""Carries a load whose offer is known, step by step: reach its ranks, plan, claim, read, vouch, tell.
+
+What it may need beside that is chosen once, when the plan is there: growth, a payload that is yet to come, a comparison
+with what the producer holds. What an offer of nothing needs, or a load with nothing to fill, is `_empty`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from kvflow.core.plan.descriptors import FEW, check_block_ids, match_few, read_few
+from kvflow.core.policy.history import History
+from kvflow.errors import (
+    LeaseExpired,
+    LoadError,
+    Overloaded,
+    PrefillFailed,
+    RequestError,
+    TransferFailed,
+)
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.around import Verifying, held, until
+from kvflow.runtime.load.flight import CopyFailed, Flight, Gear, Read
+from kvflow.runtime.load.gate import TURN_S, Gate
+from kvflow.runtime.load.growing import GrowingLoads
+from kvflow.runtime.load.load import Load, LoadReport, Work
+from kvflow.runtime.load.news import LeaseOver
+from kvflow.runtime.load.plan import Plan, planned
+from kvflow.runtime.load.route import Route
+from kvflow.runtime.load.verifying import Verifier
+from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source
+from kvflow.transport.base import TransportError
+
+_OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
+_PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
+_BROKEN = "its producer could not compute the prompt, and says so: have another one compute it"
+
+
+class Whole:
+    """Carries loads from a ticket to a report."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        local: LocalRank,
+        reach: Reaching,
+        remote_leases: Keeping,
+        route: Route,
+        gear: Gear,
+    ) -> None:
+        config, limits = context.config, context.config.limits
+        self._config = config
+        self._now_s = context.clock.now_s
+        self._groups = local.groups
+        self._reach = reach
+        self._remote_leases = remote_leases
+        self._route = route
+        self._gear = gear
+        self.gate = Gate(gear.poller)
+        self._growing = GrowingLoads(context, local, reach, route)
+        self.verifying = Verifying(Verifier(config, local, reach, gear.digests, context.token_hex))
+        self._few_max = 0 if config.verify_share else FEW
+        """Blocks of a load that `_few` may plan: not of one that may be compared."""
+        self._slice_max = (limits.slice_bytes_max, limits.slice_descriptors_max)
+
+    async def carry(self, load: Load, work: Work) -> LoadReport:
+        """From its ticket to its report. Whatever it raises, its flight has stopped, or is quarantined."""
+        ticket, request = work.ticket, load.request
+        if not len(work.entries) or not (ticket.block_ids or not ticket.offers_nothing):
+            return await self._empty(load, work)
+        keep = partial(self._remote_leases.keep, load, ticket.ttl_s)
+        sources = self._reach.reach_at_once(ticket, keep)
+        if sources is None:
+            work.enter("handshake")
+            sources = await self._reach.reach(ticket, keep)
+        work.enter("plan")
+        if work.seconds["handshake"] > TURN_S:  # many may have waited for the same one
+            await self.gate.come(request.priority, again=True)
+        plan = self._few(work, *sources) if len(sources) == 1 and not request.verify else None
+        if plan is None:
+            plan = planned(f"request {load.request_id!r}", ticket, work.tables, self._groups, sources)
+        work.sources, work.tokens = plan.sources, plan.tokens
+        work.freshness = plan.sources[0].proof.kind if plan.sources else ""
+        if request.after is not None or not self._gear.words.take(plan.sources):
+            await self._admitted(load, work)
+        flight = work.flight = Flight(load.request_id, work.entries, plan.sources, request.priority, self._gear)
+        try:
+            fresh = await self._read(load, work, plan, sources)
+            flight.land()
+        except (TransportError, CopyFailed) as error:
+            if flight.failed is not None:
+                self._reach.failed(flight.failed, str(error))
+            await flight.stop(self._config.cancel_grace_s)
+            raise work.failure(load, TransferFailed, f"the transfer failed: {error}") from error
+        except BaseException:
+            await flight.stop(self._config.cancel_grace_s)
+            raise
+        self._reach.succeeded(plan.sources)
+        if not fresh:
+            raise self._over_error(load, work)
+        return await self._tell(load, work, sources)
+
+    def _few(self, work: Work, source: Source) -> Plan | None:
+        """The plan of a few whole blocks from one rank, if that is all of it and one slice; else `planned` has one."""
+        connection, lease, ticket, count = source.connection, source.lease, work.ticket, len(work.entries)
+        pairs = connection.alike
+        if pairs is None or count > self._few_max or source.proof.grows or ticket.extends or lease.payload:
+            return None
+        bytes_max, descriptors_max = self._slice_max
+        if count * pairs.chunk_size_bytes > bytes_max or count * pairs.pieces > descriptors_max:
+            return None
+        given = ticket.block_ids if lease.block_ids is None else lease.block_ids
+        what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
+        check_block_ids(given, num_blocks=connection.num_blocks[0], what=what)
+        blocks = match_few(work.tables[0], given, pairs.tokens, ticket.num_tokens)
+        return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
+
+    def _read(self, load: Load, work: Work, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
+        """How its bytes are read: at once or as they come, and compared where that is asked for. Chosen only here."""
+        flight, ticket = work.flight, work.ticket
+        assert flight is not None, "it was claimed"
+        if plan.few:
+            work.enter("wire")
+            (source,) = sources
+            head = flight.head(source) if source.connection.carries_seals and not source.proof.asked else None
+            return flight.fly((Read(source, read_few(source.connection.alike, plan.few, head), head is not None),))
+        grows = payload = False
+        for source in sources:
+            grows, payload = grows or source.proof.grows, payload or source.lease.payload
+        if payload or ticket.extends:
+            asked = [one for one in sources if one.lease.payload or (one.lease.pending and one in plan.sources)]
+            self._growing.follow(load, asked, plan.matched)
+        work.enter("wire")
+        if grows or ticket.extends:
+            if any(source.lease.pending for source in plan.sources):
+                work.landed = History(self._now_s, work.begun_s)
+            read: Callable[[], Awaitable[bool]] = partial(self._growing.read, load, flight, plan.matched)
+        else:
+            read = partial(self._route.read, flight, plan.sources, work.tables)
+        verify = load.request.verify
+        if verify or (verify is None and self._config.verify_share and self.verifying.drawn()):
+            return self.verifying.read(load, work, read)
+        return read()
+
+    async def _admitted(self, load: Load, work: Work) -> None:
+        """Wait for the caller's event, and until as many more ranks may be read from. Overloaded if too many loads wait
+        already. A connection that breaks meanwhile stays until we have found out.
+        """
+        request, words, waiting_max = load.request, self._gear.words, self._config.loads_waiting_max
+        ranks, ranks_max = len(work.sources), self._config.limits.loads_max
+        with held(work.sources):
+            if request.after is not None:
+                await until(request.after, self._gear.copy_thread, load, work)
+            if ranks > ranks_max:
+                raise RequestError(f"request {load.request_id!r}: reads from {ranks} ranks, loads_max is {ranks_max}")
+            if not words.take(work.sources):
+                if words.waiting >= waiting_max:
+                    waiting = f"{waiting_max} loads (loads_waiting_max) wait already"
+                    raise work.failure(load, Overloaded, waiting)
+                work.enter("queued")
+                await words.wait(work.sources, request.priority)
+                work.enter("plan")
+
+    async def _empty(self, load: Load, work: Work) -> LoadReport:
+        """Nothing is read, and the producer is told, if it waits for us. If it cannot be told, its lease runs out: no
+        loss to us. If a payload is to come it is waited for.
+        """
+        ticket = work.ticket
+        if ticket.offers_nothing:
+            return work.report(load.request_id)  # its leases ended when they were made
+        if not any(rank.payload for rank in ticket.ranks):
+            work.enter("notify")
+            told = not load.request.keep_offer and await self._remote_leases.release(ticket)
+            return work.report(load.request_id, notified=told)
+        work.enter("handshake")
+        sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
+        work.enter("wire")
+        self._growing.follow(load, sources, {})
+        return await self._tell(load, work, sources)
+
+    async def _tell(self, load: Load, work: Work, sources: Sequence[Source]) -> LoadReport:
+        """All is there, but perhaps the payload: when it has come, every rank that holds a lease for us is told, unless
+        others are to read the same.
+        """
+        if work.news is not None:
+            try:
+                work.payload = await work.news.payload()
+            except LeaseOver:
+                raise self._over_error(load, work) from None
+        work.enter("notify")
+        told = not load.request.keep_offer
+        if told:
+            self._remote_leases.tell(sources)
+        return work.report(load.request_id, notified=told)
+
+    def _over_error(self, load: Load, work: Work) -> LoadError:
+        """Its leases have ended too early: because a prompt could not be computed, or for another reason."""
+        if work.freshness == "deadline":
+            return work.failure(load, LeaseExpired, _PAST_DEADLINE)
+        told = [one.failed for one in work.news.followed if one.failed] if work.news is not None else []
+        if told or any(source.proof.failed for source in work.sources):
+            return work.failure(load, PrefillFailed, told[0] if told else _BROKEN)
+        return work.failure(load, LeaseExpired, _OVER)

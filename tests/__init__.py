@@ -1,0 +1,1 @@
+"""The tests, and below `bench` what only those measure who work on kvflow."""

@@ -1,0 +1,39 @@
+"""`python3 dev.py bench NAME`: a command for each scenario that an installed kvflow does not bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvflow.bench.scenario import Outcome, Scenario
+from kvflow.cli.bench import add_scenario
+from kvflow.cli.flags import PlainTyper
+from tests.bench.fleet.figure import draw
+from tests.bench.fleet.scenario import FleetBench
+from tests.bench.flow.scenario import Flow
+from tests.bench.peers.scenario import Peers
+from tests.bench.planning import Planning
+from tests.bench.profiling import Profile
+from tests.bench.verifying import Verifying
+
+SCENARIOS: dict[str, type[Scenario]] = {
+    "peers": Peers,
+    "planning": Planning,
+    "profile": Profile,
+    "verifying": Verifying,
+    "flow": Flow,
+    "fleet": FleetBench,
+}
+
+
+def draw_figure(scenario: Scenario, outcome: Outcome) -> None:
+    """The curves of a fleet, if a file for them was named."""
+    if isinstance(scenario, FleetBench) and scenario.figure:
+        draw(outcome.results, Path(scenario.figure))
+
+
+bench = PlainTyper(name="dev.py bench", help="Measure what only those need who work on kvflow.", no_args_is_help=True)
+for name, kind in SCENARIOS.items():
+    add_scenario(bench, name, kind, afterwards=draw_figure)
+
+if __name__ == "__main__":
+    bench()

@@ -1,0 +1,195 @@
+"""A model of the side channel's connections: how many a listener has, and how long it takes to answer.
+
+Questions and answers are the real ones, and so are the bounds: what is kept and for how long, how many connections a
+listener takes before it drops all, how often a question is asked again. What a connection and an answer take is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvflow.config import Config
+from kvflow.core.policy.circuit import delay_s
+from kvflow.limits import Limits
+from kvflow.runtime.channel.asking import ASK_AGAIN, ATTEMPTS_MAX
+from kvflow.runtime.channel.connections import KEPT_IDLE_S, KEPT_MAX
+from kvflow.testing.side_channel import Exchange, Frames, InprocSideChannel, settle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What the network and the engines' loops take, in virtual seconds."""
+
+    latency_s: float = 1e-4
+    """One way."""
+    answer_s: float = 1e-3
+    """Of the asked rank's loop, for a question; they are answered one after the other."""
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """From one asker to one listener."""
+
+    port: Port
+    asked: set[_Question] = field(default_factory=set)
+    proven: bool = False
+    """Whether it has brought an answer, so that others may use it."""
+    open: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    address: str
+    frames: Frames
+    answered: asyncio.Future[Frames]
+    attempts: int = 0
+
+
+class Port:
+    """The listening end of one address, over all processes that have listened there."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.busy_until_s = 0.0
+        self.connections: OrderedDict[_Connection, float] = OrderedDict()
+        """And when each was used last; the one that was not used for longest comes first."""
+        self.most = 0
+        """Connections at once, so far."""
+        self.recycled = 0
+        """How often all were dropped."""
+        self.slowest_s = 0.0
+        """The longest that a question has waited for its answer to be made."""
+
+    def accept(self, connection: _Connection, now_s: float) -> None:
+        """One more; all are dropped if that is too many, as `listening` does it."""
+        self._end_idle(now_s)
+        self.connections[connection] = now_s
+        self.most = max(self.most, len(self.connections))
+        if len(self.connections) > self._limits.side_channel_connections_max:
+            self.recycled += 1
+            self.drop()
+
+    def drop(self) -> None:
+        """Close all connections."""
+        for connection in self.connections:
+            connection.open = False
+        self.connections.clear()
+
+    def _end_idle(self, now_s: float) -> None:
+        for connection, used_s in list(self.connections.items()):
+            if used_s > now_s - KEPT_IDLE_S:
+                break
+            if connection.asked:
+                self.connections.move_to_end(connection)
+            else:
+                connection.open = False
+                del self.connections[connection]
+
+
+class Wires:
+    """All connections of a fleet."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, limits: Limits, costs: Costs) -> None:
+        self.exchange = Exchange()
+        self.ports: dict[str, Port] = {}
+        self.questions = 0
+        self.loop = loop
+        self.rng = rng
+        self.limits = limits
+        self.costs = costs
+
+    def side_channel(self, config: Config) -> InprocSideChannel:
+        """For one rank's process."""
+        return InprocSideChannel(self.exchange, config, send=_Asker(self).send)
+
+    def port(self, address: str) -> Port:
+        """Made when an address is first asked."""
+        if address not in self.ports:
+            self.ports[address] = Port(self.limits)
+        return self.ports[address]
+
+
+class _Asker:
+    """The connections that one rank has to others."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
+        self._loop = wires.loop
+        self._kept: OrderedDict[str, _Connection] = OrderedDict()
+
+    def send(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
+        """See `InprocSideChannel`."""
+        self._wires.questions += 1
+        self._ask(_Question(address, frames, answered))
+
+    def _ask(self, question: _Question) -> None:
+        """Over the connection that is kept, or a new one, which takes a round trip more."""
+        if question.answered.done():
+            return
+        latency_s, now_s = self._wires.costs.latency_s, self._loop.time()
+        connection = self._kept.get(question.address)
+        way_s = latency_s
+        if connection is None or not connection.open:
+            if question.address not in self._wires.exchange.listeners:
+                self._loop.call_later(2 * latency_s, settle, question.answered, None)
+                return
+            connection, way_s = _Connection(self._wires.port(question.address)), 3 * latency_s
+            connection.port.accept(connection, now_s)
+        connection.asked.add(question)
+        question.attempts += 1
+        self._loop.call_later(way_s, self._arrive, connection, question)
+
+    def _arrive(self, connection: _Connection, question: _Question) -> None:
+        """At the listener, which answers when it has answered those before."""
+        listener, port = self._wires.exchange.listeners.get(question.address), connection.port
+        if listener is None or not connection.open:
+            self._closed(connection, question)
+            return
+        now_s = self._loop.time()
+        port.busy_until_s = max(port.busy_until_s, now_s) + self._wires.costs.answer_s
+        port.slowest_s = max(port.slowest_s, port.busy_until_s - now_s)
+        reply = partial(self._replied, connection, question)
+        self._loop.call_at(port.busy_until_s, listener.arrive, question.frames, reply, context=listener.context)
+
+    def _replied(self, connection: _Connection, question: _Question, frames: Frames) -> None:
+        self._loop.call_later(self._wires.costs.latency_s, self._come_back, connection, question, frames)
+
+    def _come_back(self, connection: _Connection, question: _Question, frames: Frames) -> None:
+        if not connection.open:
+            self._closed(connection, question)
+            return
+        connection.asked.discard(question)
+        settle(question.answered, frames)
+        self._keep(question.address, connection)
+
+    def _closed(self, connection: _Connection, question: _Question) -> None:
+        """It ended before the answer: ask again after a while, as `asking` does."""
+        connection.asked.discard(question)
+        if question.answered.done():
+            return
+        if question.attempts < ATTEMPTS_MAX:
+            pause_s = delay_s(question.attempts, ASK_AGAIN, self._wires.rng.random())
+            self._loop.call_later(pause_s, self._ask, question)
+        else:
+            question.answered.set_exception(ConnectionResetError("the peer closed the connection without an answer"))
+
+    def _keep(self, address: str, connection: _Connection) -> None:
+        """For the next question; one for each address, and so many in all."""
+        port, now_s = connection.port, self._loop.time()
+        if self._kept.setdefault(address, connection) is not connection and self._kept[address].open:
+            connection.open = False
+            port.connections.pop(connection, None)
+            return
+        self._kept[address] = connection
+        self._kept.move_to_end(address)
+        port.connections[connection] = now_s
+        port.connections.move_to_end(connection)
+        if len(self._kept) > KEPT_MAX:
+            _, oldest = self._kept.popitem(last=False)
+            if not oldest.asked:
+                oldest.open = False
+                oldest.port.connections.pop(oldest, None)

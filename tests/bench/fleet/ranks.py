@@ -1,0 +1,184 @@
+"""The ranks of a fleet: real runtimes in virtual time, each in a process of its own that can be killed or drained."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import random
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kvflow.config import Config
+from kvflow.errors import KVFlowError
+from kvflow.limits import Limits
+from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.producer.lease import Lease, ServeRequest
+from kvflow.runtime.runtime import Runtime
+from kvflow.runtime.world import World
+from kvflow.testing.clock import LoopClock
+from kvflow.testing.copier import InlineCopier
+from kvflow.testing.pair import CacheSize
+from kvflow.testing.virtual_loop import Life, VirtualLoop
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.bench.fleet.channel import Wires
+
+SIZE = CacheSize(layers=1, num_blocks=64, block_size=4, kv_heads=1, head_size=4)
+TTL_S = 5.0
+
+
+class Role(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Surroundings:
+    """What all ranks of a fleet share."""
+
+    def __init__(self, loop: VirtualLoop, wires: Wires) -> None:
+        self.loop = loop
+        self.wires = wires
+        self.agents = InprocNetwork()
+        self._secrets = random.Random(wires.rng.random())
+        self.world = World(
+            transport=lambda _, name: InprocTransport(name, self.agents),
+            side_channel=wires.side_channel,
+            clock=LoopClock,
+            token_hex=lambda count: self._secrets.randbytes(count).hex(),
+            copier=InlineCopier,
+            real=False,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One life of a rank: it ends by a kill, or drained."""
+
+    life: Life
+    opened: asyncio.Future[Runtime]
+    gone: asyncio.Future[None]
+    """Done when the process is no more."""
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+    free: deque[int] = field(default_factory=lambda: deque(range(SIZE.num_blocks)))
+    """Blocks that no request has."""
+
+    @property
+    def alive(self) -> bool:
+        return not self.gone.done()
+
+
+class FleetRank:
+    """An engine of one rank at one address; it comes back there after it went."""
+
+    def __init__(self, role: Role, number: int, around: Surroundings, limits: Limits) -> None:
+        self.name = f"{role}-{number}"
+        self.host = f"{'p' if role is Role.PREFILL else 'd'}{number}"
+        self.config = Config(
+            engine_id=self.name,
+            listen=f"tcp://{self.host}:5600",
+            transport="inproc",
+            lease_ttl_s=TTL_S,
+            limits=limits,
+        )
+        self.process: Process | None = None
+        self.lives = 0
+        self._around = around
+        self._tensors, self._cache = SIZE.make(self.name)
+
+    @property
+    def address(self) -> str:
+        return self.config.listen
+
+    @property
+    def block_of(self) -> torch.Tensor:
+        """(block, ...) of the one layer."""
+        return next(iter(self._tensors.values())).transpose(0, 1)
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """If it is open and stays so."""
+        process = self.process
+        if process is None or not process.alive or process.leave.is_set() or not process.opened.done():
+            return None
+        return process.opened.result()
+
+    async def start(self) -> Runtime:
+        """Open it in a new process."""
+        assert self.process is None or not self.process.alive, "a rank has one process"
+        loop = self._around.loop
+        self.lives += 1
+        life = Life(loop, f"{self.name}.{self.lives}")
+        process = self.process = Process(life, loop.create_future(), loop.create_future())
+        life.task(self._run(process), name=life.name)
+        return await process.opened
+
+    def kill(self) -> None:
+        """End the process at once: nothing of it runs any more, and its connections are closed."""
+        process = self.process
+        assert process is not None
+        process.life.kill()
+        around = self._around
+        around.wires.exchange.listeners.pop(self.address, None)
+        around.wires.port(self.address).drop()
+        for name in [name for name in around.agents.agents if name.startswith(f"{self.name}/")]:
+            del around.agents.agents[name]
+        if not process.gone.done():
+            process.gone.set_result(None)
+
+    async def drain(self) -> None:
+        """Take it out of service, as an operator does; returns when its process has ended."""
+        assert self.process is not None
+        self.process.leave.set()
+        await self.process.gone
+
+    async def serve(self, request_id: str) -> tuple[Process, int, Lease] | None:
+        """Offer one block; None if it takes no requests now."""
+        process, runtime = self.process, self.runtime
+        if process is None or runtime is None or not process.free:
+            return None
+        block = process.free.popleft()
+
+        async def offer() -> Lease:
+            request = ServeRequest(request_id, block_ids=[block], num_tokens=SIZE.block_size)
+            lease = runtime.serve_blocks(request)
+            self._around.loop.create_task(returned(lease), name=f"lease {request_id}")
+            return lease
+
+        async def returned(lease: Lease) -> None:
+            await lease
+            process.free.append(block)
+
+        try:
+            return process, block, await process.life.task(offer())
+        except KVFlowError:  # it is on its way out
+            return None
+
+    async def prewarm(self, others: list[FleetRank]) -> tuple[Prewarmed, ...]:
+        """Connect to others; nothing of it is left if the process ends meanwhile."""
+        process, runtime = self.process, self.runtime
+        assert process is not None
+        assert runtime is not None
+        addresses = [PeerAddress(engine_id=other.name, address=other.address) for other in others]
+        task = process.life.task(runtime.prewarm(addresses))
+        await first_of(task, process.gone)
+        return task.result() if task.done() else ()
+
+    async def _run(self, process: Process) -> None:
+        async with Runtime(self.config, world=self._around.world) as runtime:
+            await runtime.register_kv_caches(self._tensors, self._cache.layout)
+            process.opened.set_result(runtime)
+            await process.leave.wait()
+            await runtime.drain()
+        process.gone.set_result(None)
+
+
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def limits_of(**changes: int | float) -> Limits:
+    """Those of a fleet: defaults, but for what only takes memory here."""
+    return replace(Limits(leases_max=256), **changes)  # type: ignore[arg-type]

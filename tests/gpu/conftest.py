@@ -1,0 +1,200 @@
+"""What experiments are told and what they find: options, limits, a line of JSON each, and a table at the end.
+
+A value is expected because of what was read in the sources of UCX, NIXL and CUDA, so one that is not as expected means
+that something is slower, or wrong, or was read wrongly: the experiment fails, and a person decides. On a CPU only what
+must hold anywhere is judged, such as a count of loads with wrong bytes. What may crash does so in children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+Fact: TypeAlias = str | int | float | bool | None
+RESULTS, TABLE = "results.jsonl", "table.txt"
+_NOT_GIVEN = object()
+CPU_TIMES = 10
+"""How much longer a trial on a CPU may take, which is no matter of limits."""
+_LEAST_S, _RESERVE_S = 10.0, 3.0
+
+
+@dataclass
+class Found:
+    """One experiment: where it runs, how long it may, and what it has found so far."""
+
+    name: str
+    title: str
+    device: str
+    limit_s: float
+    facts: dict[str, Fact] = field(default_factory=dict)
+    expected: dict[str, str] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def size(self, on_cuda: Any, on_cpu: Any) -> Any:
+        """The one that is for this device: on a CPU small, as a trial of the code."""
+        return on_cuda if self.on_cuda else on_cpu
+
+    def left_s(self) -> float:
+        """What is left of the limit, less what it takes to end in order."""
+        return self.limit_s - _RESERVE_S - (time.monotonic() - self.started_s)
+
+    def add(
+        self,
+        fact: str,
+        value: Fact,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+        has: str | None = None,
+        equals: Any = _NOT_GIVEN,
+        always: bool = False,
+    ) -> None:
+        """Write a fact down beside what was expected: bounds, a word, or a value; `always`: also of a CPU."""
+        wanted = [
+            (f">= {least}", lambda: isinstance(value, int | float) and value >= least, least is not None),
+            (f"<= {most}", lambda: isinstance(value, int | float) and value <= most, most is not None),
+            (f"has {has!r}", lambda: isinstance(value, str) and str(has) in value, has is not None),
+            (f"= {equals}", lambda: value == equals, equals is not _NOT_GIVEN),
+        ]
+        self.facts[fact] = value
+        self.expected[fact] = " and ".join(text for text, _, given in wanted if given)
+        if (self.on_cuda or always) and not all(holds() for _, holds, given in wanted if given):
+            self.unexpected.append(f"{fact}: {value}, expected {self.expected[fact]}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("experiments")
+    group.addoption("--only", default="", metavar="E2,...", help="these experiments; all if left out")
+    group.addoption("--out", type=Path, default=default_out(), help="a folder for results; $OUT or build/gpu")
+    group.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, a trial of the code only")
+    group.addoption("--total-s", type=float, default=570.0, help="how long all may take together")
+
+
+def default_out() -> Path:
+    return Path(os.environ.get("OUT") or Path(__file__).parents[2] / "build" / "gpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[UNTIL_S] = time.monotonic() + config.getoption("--total-s", 570.0)
+    config.stash[RECORDS] = []
+
+
+UNTIL_S = pytest.StashKey[float]()
+RECORDS = pytest.StashKey[list[dict[str, Any]]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = {item: mark.args[0] for item in items for mark in item.iter_markers("experiment")}
+    chosen = {name.strip().upper() for name in config.getoption("--only", "").split(",") if name.strip()}
+    if unknown := chosen - set(names.values()):
+        raise pytest.UsageError(f"--only: no experiment {', '.join(sorted(unknown))}; there are {[*names.values()]}")
+    left_out = [item for item, name in names.items() if chosen and name not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest) -> Found:
+    """Skips, and says why, where the experiment cannot run."""
+    device = request.config.getoption("--device", "cuda")
+    mark = request.node.get_closest_marker("experiment")
+    name, limit_s = mark.args
+    if reason := without(device, only_cuda=mark.kwargs.get("only_cuda", False)):
+        pytest.skip(reason)
+    if (left_s := request.config.stash[UNTIL_S] - time.monotonic()) < _LEAST_S:
+        pytest.skip(f"{max(left_s, 0):.0f} s left of the whole time")
+    limit_s *= 1 if device == "cuda" else CPU_TIMES
+    title = (request.node.function.__doc__ or "").partition("\n")[0]
+    return Found(name, title, device, min(limit_s, left_s))
+
+
+def without(device: str, *, only_cuda: bool) -> str:
+    """What keeps an experiment from running; "" if nothing does."""
+    import torch
+
+    if device == "cpu":
+        return "needs a CUDA device" if only_cuda else ""
+    if torch.version.cuda is None:
+        return f"needs a CUDA device: torch {torch.__version__} is built without CUDA"
+    return "" if torch.cuda.is_available() else f"needs a CUDA device: torch {torch.__version__} sees none"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    found = pyfuncitem.funcargs.get("found")
+    if not isinstance(found, Found):
+        return (yield)
+    with limited(found.limit_s):
+        result = yield
+    if found.unexpected:
+        pytest.fail("\n".join(found.unexpected), pytrace=False)
+    return result
+
+
+@contextlib.contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """What waits inside the block is interrupted when its time is over; children end with what started them."""
+
+    def over(*_: object) -> None:
+        pytest.fail(f"over its limit of {limit_s:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A line is written as soon as an experiment has ended, however it has."""
+    report = yield
+    mark = item.get_closest_marker("experiment")
+    if mark is None or not (report.when == "call" or (report.when == "setup" and report.outcome != "passed")):
+        return report
+    found = getattr(item, "funcargs", {}).get("found")
+    why = str(call.excinfo.value) if call.excinfo else ""
+    record = {"experiment": mark.args[0], "ending": report.outcome, "why": why, "seconds": report.duration}
+    if isinstance(found, Found):
+        record |= {"title": found.title, "device": found.device, "found": found.facts, "expected": found.expected}
+    item.config.stash[RECORDS].append(record)
+    if (out := item.config.getoption("--out", None)) is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / RESULTS).open("w" if len(item.config.stash[RECORDS]) == 1 else "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Every fact beside its expectation, and how each experiment has ended."""
+    records, out = config.stash[RECORDS], config.getoption("--out", None)
+    if out is None or not records:
+        return
+    rows = [("", "fact", "found", "expected")]
+    for one in records:
+        rows.append((one["experiment"], one["ending"], f"{one['seconds']:.0f} s", one["why"].partition("\n")[0][:80]))
+        for fact, value in one.get("found", {}).items():
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+            rows.append(("", fact, shown, one["expected"][fact]))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    (out / TABLE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    terminalreporter.write("\n".join(["", *lines, f"every number: {out / RESULTS}", ""]))

@@ -1,0 +1,464 @@
+"""E0 to E12, the most valuable first; what is expected of speed is for one H100 or H200 that both processes share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvflow.bench.child import BenchError, Environment, RankProcess, call_in_child, open_children
+from kvflow.bench.targets import percentile
+from kvflow.bench.ucx import ucx_log
+from kvflow.device.cuda import DriverError, load_driver
+from kvflow.doctor.version import installed
+from tests.gpu.conftest import Found
+from tests.gpu.engine import Engine, EngineSpec, Pair, engines, open_engine, specs
+from tests.gpu.pool import VALUES, PoolShape, scattered_ids
+from tests.gpu.raw import Moved, RawRank, raw_pair
+
+pytestmark = pytest.mark.gpu
+experiment = pytest.mark.experiment
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+GET_ZCOPY = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": None}
+SIZES = {"4K": 4 << 10, "32K": 32 << 10, "256K": 256 << 10, "2M": 2 << 20, "8M": 8 << 20}
+REPEATS = 5
+IDS = list(range(0, 32, 2))
+OVERWRITTEN = 1999.0
+"""What blocks hold after their lease: no value of a turn."""
+
+
+def gb_per_s(size_bytes: int, seconds: Sequence[float]) -> float:
+    return size_bytes / statistics.median(seconds) / 1e9
+
+
+def sized(layers: int, size_bytes: int, **others: Any) -> PoolShape:
+    """A pool of so many bytes."""
+    pool = PoolShape(layers=layers, blocks=1, **others)
+    return replace(pool, blocks=pool.blocks_for(size_bytes))
+
+
+def output(*command: str) -> str:
+    """What a tool prints, or why it does not."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+
+
+@contextmanager
+def pair_or_reason(
+    found: Found, label: str, producer: EngineSpec, reader: EngineSpec, environment: Environment | None = None
+) -> Iterator[Pair | None]:
+    """A pair, or None and the reason as a fact if they do not start with such a configuration."""
+    with ExitStack() as stack:
+        try:
+            given = environment or (GET_ZCOPY if found.on_cuda else {})
+            pair = stack.enter_context(engines(producer, reader, given))
+        except BenchError as error:
+            found.add(f"{label}: does not start", error.reason)
+            yield None
+            return
+        yield pair
+
+
+def doctor(found: Found, *options: str) -> None:
+    """Every finding that is not OK as a fact."""
+    command = [sys.executable, "-m", "kvflow.cli.main", "doctor", "--json", *options]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    findings = json.loads(said.stdout)["findings"]
+    found.add("doctor fails", sum(one["status"] == "fail" for one in findings), equals=0)
+    for one in findings:
+        if one["status"] != "ok" or one["name"].endswith("on GPUs"):
+            found.add(f"doctor, {one['name']}", f"{one['status']}: {one['found']}")
+
+
+@experiment("E0", 30)
+def test_the_machine(found: Found) -> None:
+    """What the doctor can know of it."""
+    found.add("python", platform.python_version())
+    found.add("kernel", platform.release())
+    for package in ("torch", "nixl", "nixl-cu12", "nixl-cu13", "numpy", "uvloop"):
+        found.add(package, installed(package))
+    attributes: dict[str, int | None] = {}
+    try:
+        driver = load_driver()
+        found.add("driver's CUDA", ".".join(map(str, driver.version())))
+        attributes = dict(driver.attributes())
+    except DriverError as error:
+        found.add("driver's CUDA", str(error))
+    for name, value in attributes.items():
+        found.add(name, value)
+    ordering = "GPUDirect RDMA writes ordering"
+    found.add(ordering, attributes.get(ordering), least=100)
+    query = "name,driver_version,memory.total,memory.used,mig.mode.current,compute_mode,pcie.link.gen.max"
+    found.add("nvidia-smi", output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader").strip())
+    print(output("nvidia-smi", "-q"), output("nvidia-smi", "topo", "-m"), sep="\n")
+    doctor(found, "--no-transfer")
+
+
+@experiment("E1", 50)
+def test_the_way_of_reads(found: Found) -> None:
+    """Whether cuda_ipc needs GET_ZCOPY, and a CUDA context on the agent's thread: raw reads by two processes."""
+    size_bytes, piece_bytes = found.size(64, 4) * MIB, found.size(8, 1) * MIB
+    cases: dict[str, Environment] = {"default": dict.fromkeys(GET_ZCOPY), "on": GET_ZCOPY}
+    for (zcopy, environment), context in itertools.product(cases.items(), (True, False)):
+        case = f"GET_ZCOPY {zcopy}, context {'set' if context else 'none'}"
+        try:
+            with ucx_log() as log:
+                with raw_pair(found.device, size_bytes, {**environment, **log.environment}, context=context) as reader:
+                    pid = reader.pid
+                    moved = move(reader, piece_bytes, size_bytes)
+                    right = reader.run(RawRank.count_value, 1)
+                path = str(log.read_path(pid, piece_bytes))
+        except BenchError as error:  # one case that crashes is a result, and no reason to leave out the others
+            found.add(f"{case}: failed", error.reason, equals="")
+            continue
+        on, both = zcopy == "on", zcopy == "on" and context
+        speed = gb_per_s(size_bytes, [one.seconds for one in moved])
+        found.add(f"{case}: path", path, has="cuda_ipc" if on else "tcp")
+        found.add(f"{case}: GB/s", speed, least=200 if both else 0.3, most=None if on else 2)
+        found.add(f"{case}: wrong bytes", size_bytes - right, equals=0, always=True)
+
+
+def move(reader: Any, piece_bytes: int, size_bytes: int, operation: str = "READ") -> list[Moved]:
+    """Some transfers, without the first, which opens memory handles."""
+    seeds = range(REPEATS + 1)
+    return [reader.run(RawRank.move, piece_bytes, size_bytes, operation, seed) for seed in seeds][1:]
+
+
+@experiment("E3", 60)
+def test_computed_late_and_written_late(found: Found) -> None:
+    """Whether events keep loads from bytes of before: blocks behind a kernel that sleeps, offered or loaded into."""
+    for (label, config), own_stream in itertools.product(
+        (("straight", {}), ("staged", {"staging": "always"})), (True, False)
+    ):
+        case = f"{label}, {'own' if own_stream else 'default'} stream"
+        both = specs(found.device, PoolShape(layers=4, blocks=32), **config)
+        producer, reader = (replace(spec, own_stream=own_stream) for spec in both)
+        with engines(producer, reader) as pair:
+            late(found, pair, case, events=True)
+            if not config:  # the control; a staged lease without an event may be refused
+                late(found, pair, case, events=False)
+
+
+def late(found: Found, pair: Pair, case: str, *, events: bool) -> None:
+    """With events no load may be wrong; without them some must be, or the experiment sees nothing."""
+    count, delay_s = found.size((50 if events else 20, 0.02), (5, 0.05))
+    wrong = {"served early": 0, "loaded early": 0}
+    for turn, what in itertools.product(range(count), wrong):
+        name, value = f"{what} {case} {events} {turn}", float(turn % VALUES + 2)
+        if what == "served early":
+            ticket = pair.producer.run(Engine.compute_and_offer, name, IDS, value, delay_s=delay_s, events=events)
+            end = pair.reader.run(Engine.load, name, ticket, IDS)
+        else:
+            pair.producer.run(Engine.fill, IDS, value)
+            ticket = pair.producer.run(Engine.offer, name, IDS)
+            end = pair.reader.run(Engine.load_behind, name, ticket, IDS, delay_s=delay_s, events=events)
+        if end.error:
+            found.add(f"{what}, {case}: failed with", end.error)
+            continue
+        wrong[what] += pair.reader.run(Engine.count_other, IDS, value) > 0
+        pair.producer.run(Engine.outcome, name)
+    for what, loads in wrong.items():
+        fact = f"{what}, {case}, {'with event' if events else 'without'}: wrong loads"
+        if events:
+            found.add(fact, loads, equals=0, always=True)
+        else:
+            found.add(fact, loads, least=1)
+
+
+@experiment("E6", 40)
+def test_leases_that_end_under_their_loads(found: Found) -> None:
+    """Whether seals hold where devices overwrite: a load that succeeds must have the bytes of before."""
+    pool = PoolShape(layers=8, blocks=found.size(1024, 64))
+    half = pool.blocks // 2
+    remote, local = scattered_ids(1, pool.blocks, half), scattered_ids(2, pool.blocks, half)
+    fresh = gone = wrong = 0
+    with engines(*specs(found.device, pool)) as pair:
+        pair.hand_over("first", remote, local).succeeded()
+        usual_s = pair.hand_over("second", remote, local).succeeded().seconds
+        for turn in itertools.takewhile(lambda _: found.left_s() > 1, range(found.size(300, 12))):
+            value, name = float(turn % (VALUES - 10) + 2), f"stale {turn}"
+            pair.producer.run(Engine.fill, remote, value)
+            ticket = pair.producer.run(Engine.offer, name, remote)
+            loading = pair.reader.start(Engine.load, name, ticket, local)
+            # From well before the load's usual end to well after it.
+            pair.producer.run(Engine.revoke_after, name, remote, OVERWRITTEN, usual_s * (turn % 12) / 8)
+            if loading().error:
+                gone += 1
+            else:
+                fresh += 1
+                wrong += pair.reader.run(Engine.count_other, local, value) > 0
+    found.add("succeeded", fresh, least=1)
+    found.add("failed", gone, least=1)
+    found.add("succeeded with other bytes", wrong, equals=0, always=True)
+
+
+@experiment("E2", 70)
+def test_the_cost_of_a_piece(found: Found) -> None:
+    """How large pieces and the window should be, and whether pushing with NIXL's batched copies is faster."""
+    size_bytes = found.size(64, 8) * MIB
+    fast = {"32K": (8, 32), "2M": (400, None), "8M": (1000, None)}
+    with raw_pair(found.device, size_bytes, GET_ZCOPY) as reader:
+        for label, piece_bytes in SIZES.items():
+            moved = move(reader, piece_bytes, size_bytes)
+            post_us = statistics.median(one.post_s for one in moved) * 1e6 / (size_bytes // piece_bytes)
+            bounds = {"least": 1, "most": 6} if label == "32K" else {}
+            found.add(f"READ {label}: post us/piece", post_us, **bounds)
+            least, most = fast.get(label, (None, None))
+            speed = gb_per_s(size_bytes, [one.seconds for one in moved])
+            found.add(f"READ {label}: GB/s", speed, least=least, most=most)
+    for batched in ("0", "1"):
+        with raw_pair(found.device, size_bytes, {**GET_ZCOPY, "NIXL_UCX_SGL_ENABLE": batched}) as reader:
+            moved = move(reader, SIZES["32K"], size_bytes, "WRITE")
+        speed = gb_per_s(size_bytes, [one.seconds for one in moved])
+        found.add(f"WRITE 32K, SGL {batched}: GB/s", speed, least=100 if batched == "1" else None)
+
+
+@experiment("E4", 80)
+def test_loads_straight_between_devices(found: Found) -> None:
+    """What kvflow adds to bare NIXL, LBHNC against BLHNC, and the window."""
+    sizes = found.size((1, 16, 256), (1, 4))
+    for label, across in (("LBHNC", False), ("BLHNC", True)):
+        pool = sized(8, 2 * sizes[-1] * MIB, across_layers=across)
+        with ucx_log() as log:
+            with engines(*specs(found.device, pool), log.environment) as pair:
+                pid = pair.reader.pid
+                one = statistics.median(pair.times(f"{label} one block", 1, found.size(50, 5))) * 1e6
+                found.add(f"{label}: one block, us", one, most=250)
+                for size in sizes:
+                    count = pool.blocks_for(size * MIB)
+                    speed = gb_per_s(count * pool.block_bytes, pair.times(f"{label} {size}", count, REPEATS))
+                    bounds = {"least": 200} if across else {"least": 8, "most": 32}
+                    found.add(f"{label} {size} MB: GB/s", speed, **(bounds if size == 256 else {}))
+            found.add(f"{label}: path", str(log.read_path(pid, pool.piece_bytes)), has="cuda_ipc")
+        with raw_pair(found.device, sizes[-1] * MIB, GET_ZCOPY) as reader:
+            moved = move(reader, pool.piece_bytes, sizes[-1] * MIB)
+        found.add(f"{label} bare NIXL: GB/s", gb_per_s(sizes[-1] * MIB, [one.seconds for one in moved]))
+    pool = sized(8, 2 * sizes[-1] * MIB, across_layers=True)
+    for in_flight in itertools.takewhile(lambda _: found.left_s() > 8, found.size((16, 64, 256, 1024), (4,))):
+        with engines(*specs(found.device, pool, in_flight_bytes_max=in_flight * MIB)) as pair:
+            count = pool.blocks // 2
+            speed = gb_per_s(count * pool.block_bytes, pair.times(f"window {in_flight}", count, REPEATS))
+        found.add(f"BLHNC, {in_flight} MB in flight: GB/s", speed, least=200 if in_flight == 256 else None)
+
+
+@experiment("E5", 70)
+def test_copies_on_idle_and_on_busy_devices(found: Found) -> None:
+    """Whether copies wait for the engine's kernels; dense copies of page-locked memory are the ceiling of staging.
+
+    Two processes that compute on one GPU take turns by time, whatever their streams are, so what kvflow's copies wait
+    for shows within one process; between two a busy GPU may well make loads slower.
+    """
+    if found.on_cuda:
+        for label, speed in call_in_child("pinned", pinned_copies).items():
+            found.add(f"pinned, {label}: GB/s", speed, least=25)
+    hnd = PoolShape(layers=found.size(64, 4), blocks=64, kv_heads=2)
+    idle_s, busy_s = call_in_child("one process", copies_in_one_process, found.device, hnd)
+    found.add("one process, staged, idle: ms", idle_s * 1e3)
+    found.add("one process, staged: busy / idle", busy_s / idle_s, most=2)
+    cases = (("staged", {"staging": "always"}, "HND"), ("scratch", {"scratch": "always"}, "NHD"))
+    for label, config, order in cases:
+        producer, reader = specs(found.device, hnd, **config)
+        with pair_or_reason(found, label, replace(producer, pool=replace(hnd, order=order)), reader) as pair:
+            for busy in (False, True) if pair else ():
+                for child in (pair.producer, pair.reader):
+                    child.run(Engine.set_busy, busy)
+                word = "busy" if busy else "idle"
+                found.add(f"{label}, {word}: ms", statistics.median(pair.times(f"{label} {word}", 32, REPEATS)) * 1e3)
+
+
+def pinned_copies() -> dict[str, float]:
+    host = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True)
+    there, found = torch.empty_like(host, device="cuda"), {}
+    for label, source, target in (("device to host", there, host), ("host to device", host, there)):
+        seconds = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start_s)
+        found[label] = gb_per_s(64 * MIB, seconds)
+    return found
+
+
+async def copies_in_one_process(device: str, pool: PoolShape) -> tuple[float, float]:
+    """Staged loads, idle and busy, with the in-process transport between host buffers: copies are what takes time."""
+    medians = []
+    async with AsyncExitStack() as stack:
+        both = specs(device, pool, transport="inproc", staging="always")
+        producer, reader = [await stack.enter_async_context(open_engine(spec)) for spec in both]
+        for busy in (False, True):
+            await producer.set_busy(busy)
+            seconds = []
+            for turn in range(REPEATS + 1):
+                name, ids = f"one process {busy} {turn}", scattered_ids(turn, pool.blocks, pool.blocks // 2)
+                start_s = time.perf_counter()  # from the offer, with which staging begins
+                (await reader.load(name, await producer.offer(name, ids), ids)).succeeded()
+                seconds.append(time.perf_counter() - start_s)
+                await producer.outcome(name)
+            medians.append(statistics.median(seconds[1:]))
+        await producer.set_busy(False)
+    return medians[0], medians[1]
+
+
+@experiment("E12", 180, only_cuda=True)
+def test_the_tests_on_the_device_and_the_doctor(found: Found) -> None:
+    """Regressions."""
+    doctor(found)
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-v", "--thorough"]
+    done = subprocess.run([*command, "tests/nixl/test_gpu.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    found.add("tests", (done.stdout.strip().splitlines() or ["nothing was said"])[-1])
+    found.add("tests: exit code", done.returncode, equals=0)
+
+
+@experiment("E7", 60)
+def test_an_engines_steps_beside_loads(found: Found) -> None:
+    """What polling costs an engine: its steps of 5 ms alone, beside ten loads a second, and alone again."""
+    pool = PoolShape(layers=8, blocks=found.size(256, 32))
+    count, steps = pool.blocks // 2, found.size(1500, 200)
+    with engines(*specs(found.device, pool), GET_ZCOPY if found.on_cuda else {}) as pair:
+        pair.hand_over("first", range(count), range(count)).succeeded()
+        before, _ = pair.reader.run(Engine.steps, steps)
+        offers = []
+        for turn in range(found.size(200, 20)):
+            ids = scattered_ids(turn, pool.blocks, count)
+            offers.append((f"beside {turn}", pair.producer.run(Engine.offer, f"beside {turn}", ids), ids))
+        beside, ends = pair.reader.run(Engine.steps, steps, offers, 0.1)
+        after, _ = pair.reader.run(Engine.steps, steps)
+    for label, seconds in (("alone", before), ("beside loads", beside), ("alone again", after)):
+        for percent in (50, 99):
+            found.add(f"steps {label}: p{percent} ms", percentile(seconds, percent) * 1e3)
+    found.add("p50 beside / alone", percentile(beside, 50) / percentile(before, 50), most=1.02)
+    found.add("p99 beside - alone, ms", (percentile(beside, 99) - percentile(before, 99)) * 1e3, most=0.5)
+    found.add("loads", len(ends), least=1, always=True)
+    found.add("loads that failed", sum(bool(end.error) for end in ends), equals=0, always=True)
+
+
+@experiment("E8", 60)
+def test_the_death_of_a_producer(found: Found) -> None:
+    """How soon readers know, and how long its memory stays taken; it is killed while it is read."""
+    found.add("memory used before, MiB", memory_used_mib())
+    pool = sized(found.size(32, 4), found.size(8 << 10, 64) * MIB)
+    producer, reader = specs(found.device, pool)
+    small = replace(pool, blocks=max(2, pool.blocks // 4))  # what a reader takes of it
+    reader = replace(reader, pool=small, config={"load_deadline_s": 20.0})
+    every = range(small.blocks)
+    with engines(producer, reader, GET_ZCOPY if found.on_cuda else {}) as pair:
+        usual_s = pair.hand_over("first", every, every).succeeded().seconds
+        ticket, late = (pair.producer.run(Engine.offer, name, every) for name in ("cut off", "too late"))
+        loading = pair.reader.start(Engine.load, "cut off", ticket, every)
+        time.sleep(usual_s / 2)
+        killed_s = time.perf_counter()
+        os.kill(pair.producer.pid, signal.SIGKILL)
+        found.add("load under the kill", loading().error or "succeeded")
+        found.add("load under the kill: s after it", time.perf_counter() - killed_s, most=1)
+        end = pair.reader.run(Engine.load, "too late", late, every)
+        found.add("load after the kill", f"{end.error or 'succeeded'} in {end.seconds:.2f} s")
+        time.sleep(found.size(1.0, 0.0))  # the driver takes a moment to clear up
+        found.add("memory used after the kill, MiB", memory_used_mib())
+        found.add("forgotten", pair.reader.run(Engine.forget, "producer"))
+        found.add("memory used after forget_peer, MiB", memory_used_mib())
+        spec = replace(producer, engine_id="producer-again", pool=small)
+        with open_children([RankProcess(spec.engine_id, partial(open_engine, spec))], {}) as children:
+            again = Pair(producer=children[spec.engine_id], reader=pair.reader, pool=small)
+            error = again.hand_over("again", range(2), range(2)).error
+        found.add("load from a new producer", error or "succeeded", equals="succeeded", always=True)
+    found.add("memory used after the reader has ended, MiB", memory_used_mib())
+
+
+def memory_used_mib() -> int | None:
+    """Of the first device, by nvidia-smi: it also counts what no living process of ours holds."""
+    said = output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits").split()
+    return int(said[0]) if said and said[0].isdecimal() else None
+
+
+@experiment("E9", 40)
+def test_reads_over_tcp(found: Found) -> None:
+    """Whether the serving agent misses wake-ups (steps of 100 ms) when it copies for readers."""
+    pool = PoolShape(layers=8, blocks=found.size(256, 32))
+    with ucx_log() as log:
+        tls = {"UCX_TLS": found.size("tcp,cuda_copy,self", "tcp")}
+        with engines(*specs(found.device, pool), {**log.environment, **tls}) as pair:
+            pid = pair.reader.pid
+            ones = pair.times("one block", 1, found.size(200, 20))
+            count = pool.blocks // 2
+            bulk = gb_per_s(count * pool.block_bytes, pair.times("bulk", count, 3))
+        found.add("path", str(log.read_path(pid, pool.piece_bytes)), has="tcp", always=True)
+    found.add("one block: p50 ms", statistics.median(ones) * 1e3, most=1)
+    found.add("one block: max ms", max(ones) * 1e3)
+    found.add("steps of 100 ms", sum(one > 0.09 for one in ones), equals=0)
+    found.add("bulk: GB/s", bulk, least=0.3, most=1)
+
+
+@experiment("E10", 30, only_cuda=True)
+def test_memory_that_is_mapped_by_hand(found: Found) -> None:
+    """Whether expandable segments are noticed, and which way they are read if they are taken."""
+    found.add("cuda_ipc can open it", call_in_child("mapped", can_be_opened), equals=False)
+    pool = PoolShape(layers=4, blocks=64)
+    with ucx_log() as log:
+        environment = {**EXPANDABLE, **log.environment}
+        with pair_or_reason(found, "registering", *specs(found.device, pool), environment) as pair:
+            if pair is None:
+                why = found.facts["registering: does not start"]
+                found.add("registering", why, has="PYTORCH_CUDA_ALLOC_CONF")
+                return
+            end = pair.hand_over("mapped", scattered_ids(1, 64, 32), scattered_ids(2, 64, 32))
+            pid = pair.reader.pid
+        found.add("registering", f"taken; load: {end.error or end.seconds}", has="PYTORCH_CUDA_ALLOC_CONF")
+        found.add("path", str(log.read_path(pid, pool.piece_bytes)))
+
+
+def can_be_opened() -> bool | str:
+    """Whether the driver lets other processes open such memory."""
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at first use
+    memory = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    try:
+        return load_driver().is_shareable(memory.data_ptr())
+    except DriverError as error:
+        return str(error)
+
+
+@experiment("E11", 60)
+def test_host_buffers_large_caches_little_memory(found: Found) -> None:
+    """Defaults of staging, and whether scratch memory can fail safely where there is hardly any left."""
+    pool = PoolShape(layers=8, blocks=found.size(256, 32))
+    with pair_or_reason(found, "staged", *specs(found.device, pool, staging="always")) as pair:
+        if pair is not None:
+            count = pool.blocks // 2
+            speed = gb_per_s(count * pool.block_bytes, pair.times("staged", count, REPEATS))
+            found.add("staged 64 MB: GB/s", speed, least=5)
+    with engines(*specs(found.device, sized(found.size(32, 4), found.size(16 << 10, 32) * MIB))) as pair:
+        found.add("registering: s", pair.reader.run(Engine.registered_s), most=0.1)
+    hnd = PoolShape(layers=8, blocks=64, kv_heads=2)
+    producer, reader = specs(found.device, hnd, scratch="always")
+    producer = replace(producer, pool=replace(hnd, order="NHD"))
+    with pair_or_reason(found, "little memory", producer, reader) as pair:
+        if pair is not None:
+            ids = scattered_ids(1, 64, 32), scattered_ids(2, 64, 32)
+            if found.on_cuda:
+                found.add("little memory: MB left", pair.reader.run(Engine.take_memory, 100 * MIB) / MIB)
+                found.add("little memory: load", pair.hand_over("little memory", *ids).error or "succeeded")
+                pair.reader.run(Engine.give_memory_back)
+            error = pair.hand_over("again", *ids).error
+            found.add("little memory: load afterwards", error or "succeeded", equals="succeeded", always=True)

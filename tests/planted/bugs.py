@@ -1,0 +1,324 @@
+"""Bugs that the suite has to find: small mistakes all over the package, each with the tests that are to notice.
+
+They are beyond what the simulator and the planner are tried with (tests/testing/test_mutations.py, and
+tests/runtime/test_plan_mutations.py). A bug is a piece of text that is in the package exactly once, and what stands
+there instead. So it survives that code moves; where the text itself is gone the bug has to be planted anew:
+`python -m tests.planted` says so.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Bug(NamedTuple):
+    """One mistake. `within` is a part of the package's path, for text that other modules have, too."""
+
+    old: str
+    new: str
+    finders: tuple[str, ...]
+    """Ids of tests, or files of them, at least one of which fails."""
+    within: str = ""
+
+
+RUNTIME, CORE, STOCK = "tests/runtime/test_", "tests/core/", "tests/stock/test_"
+
+BUGS: dict[str, Bug] = {
+    # --- leases
+    "a renewal gives more than the lifetime": Bug(
+        "max(entry.expires_s, min(now_s + entry.ttl_s, entry.lifetime_ends_s))",
+        "max(entry.expires_s, now_s + entry.ttl_s)",
+        (CORE + "policy/test_lease_book.py",),
+    ),
+    "a reader that tells twice counts twice": Bug(
+        "            return Counted.DUPLICATE\n        entry.readers[reader] = Fraction(part, whole)",
+        "            reader += '!'\n        entry.readers[reader] = Fraction(part, whole)",
+        (CORE + "policy/test_lease_book.py",),
+    ),
+    "a restart ends a lease earlier than its readers were told": Bug(
+        "entry.ttl_s, entry.expires_s = ttl_s, max(entry.expires_s, now_s + ttl_s)",
+        "entry.ttl_s, entry.expires_s = ttl_s, now_s + ttl_s",
+        (RUNTIME + "leases.py::test_a_lease_that_is_restarted_lasts_as_if_it_were_offered_then",),
+    ),
+    "leases are renewed once only": Bug(
+        "                kept.due_s = now_s + pause_s",
+        "                kept.due_s = now_s + 1e9",
+        (RUNTIME + "leases.py::test_renewals_begin_at_half_of_the_time_left_and_go_on_at_thirds",),
+        within="runtime/load/leases.py",
+    ),
+    # --- seals and clocks
+    "a torn seal is taken for a whole one": Bug(
+        "word[:_SECRET_BYTES] != wanted[:_SECRET_BYTES]",
+        "word[:8] != wanted[:8]",
+        (CORE + "protocol/test_seals.py",),
+    ),
+    "a lease that was over is open again": Bug(
+        "            if tokens_missing is not None or not self.over:\n                self._seen = tokens_missing\n"
+        "            self.over = True\n        elif not self.over:",
+        "            self._seen = tokens_missing\n            self.over = True\n        else:\n"
+        "            self.over = False",
+        (CORE + "protocol/test_proof.py",),
+    ),
+    "a peer's clock counts as read when the answer came": Bug(
+        "return self.sent_s + (theirs_s - self.theirs_s) / (1 + DRIFT_MAX)",
+        "return self.received_s + (theirs_s - self.theirs_s) / (1 + DRIFT_MAX)",
+        (CORE + "protocol/test_clock.py",),
+    ),
+    # --- ledger, queue, permits, contacts, rates
+    "blocks that are being loaded may be served": Bug(
+        '        if (use < _FREE).any():\n            self._refuse(ids, use < _FREE, "served")\n',
+        "",
+        (CORE + "policy/test_ledger.py",),
+    ),
+    "parts of one pool's block are counted apart": Bug(
+        "own = np.unique(own // group.split)",
+        "own = np.unique(own)",
+        (CORE + "policy/test_ledger.py",),
+    ),
+    "a permit that is given back lets nobody go": Bug(
+        "return self._grant() if self.waiting else []",
+        "return []",
+        (CORE + "policy/test_queue.py",),
+    ),
+    "the bound for one peer is no bound": Bug(
+        "            if _fits(head.permit.amount, room):\n                able.append(head)",
+        "            able.append(head)",
+        (CORE + "policy/test_queue.py",),
+    ),
+    "small copies pass a large one for ever": Bug(
+        "self._passed = self._passed + size if index else 0",
+        "self._passed = 0",
+        (CORE + "policy/test_queue.py",),
+    ),
+    "the newest contact makes way instead of the oldest": Bug(
+        "next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))",
+        "next((one for one in self._under_way if not one.wanted), next(reversed(self._under_way)))",
+        (CORE + "policy/test_contacts.py", RUNTIME + "contacts.py"),
+    ),
+    "a peer that fails is asked at once, always": Bug(
+        "return Circuit(failures=failures, retry_at_s=now_s + delay_s(failures, back_off, chance))",
+        "return Circuit(failures=failures, retry_at_s=now_s)",
+        (
+            CORE + "policy/test_circuit.py",
+            RUNTIME + "peers.py::test_waits_double_while_it_fails_and_each_ends_with_one_question",
+        ),
+    ),
+    "a clock that goes back fills buckets": Bug(
+        "max(now_s - counted_s, 0.0) * self._requests_per_s",
+        "abs(now_s - counted_s) * self._requests_per_s",
+        (CORE + "policy/test_rate_limit.py",),
+    ),
+    # --- handshakes and incarnations
+    "metadata is not held against its checksum": Bug(
+        "    if actual != metadata.agent_metadata_crc32:",
+        "    if False:",
+        (
+            RUNTIME + "side_channel.py::test_metadata_that_cannot_be_true_or_does_not_fit",
+            RUNTIME + "peers.py::test_no_flipped_bit_of_agent_metadata_reaches_the_transport",
+        ),
+    ),
+    "the agent may have another name than the peer said": Bug(
+        "            if name != agent:\n                raise at.failure",
+        "            if False:\n                raise at.failure",
+        (RUNTIME + "side_channel.py::test_metadata_that_cannot_be_true_or_does_not_fit",),
+    ),
+    "a goodbye ends the connection to any incarnation": Bug(
+        "if peer.at.target == goodbye.sender and connection and connection.incarnation == goodbye.incarnation:",
+        "if peer.at.target == goodbye.sender and connection:",
+        (RUNTIME + "drain.py::test_a_forged_goodbye_changes_nothing",),
+    ),
+    "a question that times out fails no connection": Bug(
+        "                if connection is not None:\n                    self.failed(connection, str(error))\n",
+        "",
+        (RUNTIME + "peers.py::test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all_who_ask",),
+        within="runtime/peers/table.py",
+    ),
+    # --- tickets
+    "a merged ticket lives as long as the last of its leases": Bug(
+        "ttl_s=min(ticket.ttl_s for ticket in tickets))",
+        "ttl_s=max(ticket.ttl_s for ticket in tickets))",
+        (CORE + "protocol/test_ticket.py",),
+    ),
+    "two leases of one rank are merged": Bug(
+        '        if known != lease:\n            raise RequestError(\n                f"merge_tickets',
+        '        if False:\n            raise RequestError(\n                f"merge_tickets',
+        (CORE + "protocol/test_ticket.py",),
+    ),
+    # --- growth and rendezvous
+    "blocks that follow overwrite those that were known": Bug(
+        "all_ids = [*table[:known].tolist(), *ids]",
+        "all_ids = [*ids, *table[:known].tolist()]",
+        (RUNTIME + "extending.py::test_blocks_come_with_the_chunks",),
+    ),
+    "tokens may be taken back": Bug(
+        "        if not held.told <= tokens <= held.num_tokens:",
+        "        if not tokens <= held.num_tokens:",
+        (RUNTIME + "growing.py::test_advances_that_cannot_be",),
+    ),
+    "a partly computed unit is read whole": Bug(
+        "return self.end if there >= self._last else there // self._unit * self._unit",
+        "return self.end if there >= self._last else -(-there // self._unit) * self._unit",
+        (RUNTIME + "growing.py::test_what_is_computed_is_read_as_it_comes",),
+    ),
+    "ranks that offer different things are believed": Bug(
+        "                if ours != theirs:\n                    both =",
+        "                if False:\n                    both =",
+        (RUNTIME + "rendezvous.py::test_ranks_that_differ_or_decline",),
+        within="runtime/peers/rendezvous.py",
+    ),
+    "any number of questions may wait": Bug(
+        "        if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:",
+        "        if not question.wait_s:",
+        (RUNTIME + "rendezvous.py::test_questions_of_strangers_keep_no_honest_one_from_its_answer",),
+    ),
+    "a payload is told before the prompt is complete": Bug(
+        "            if one.source.lease.payload:\n                if await asyncio.shield(one.end)"
+        " is not LeaseNews.COMPLETE:\n                    raise LeaseOver\n",
+        "            if one.source.lease.payload:\n",
+        (
+            RUNTIME + "turns.py::test_both_turns_of_a_conversation",
+            RUNTIME + "rendezvous.py::test_either_leg_may_come_first",
+            RUNTIME + "rendezvous.py::test_a_payload_without_blocks",
+        ),
+    ),
+    # --- digests
+    "tokens beyond the prompt are digested": Bug(
+        "weights[(tokens < blocks.start) | (tokens >= blocks.stop)] = 0",
+        "weights[tokens < blocks.start] = 0",
+        (RUNTIME + "digests.py",),
+    ),
+    "heads are digested by their place in the block": Bug(
+        "digests.head_weights(heads.of_model, heads.heads)",
+        "digests.head_weights(heads.start, heads.heads)",
+        (RUNTIME + "digests.py",),
+    ),
+    # --- storage
+    "an entry that is being read goes": Bug(
+        "            if not entry.readers:\n                victims.append(entry)",
+        "            if True:\n                victims.append(entry)",
+        (CORE + "storage/test_index.py",),
+    ),
+    "what was saved is not compared with what is restored": Bug(
+        "if await self._digests(job) != header.digests:",
+        "if not await self._digests(job):",
+        (RUNTIME + "storing.py::test_what_is_damaged_is_never_good_and_goes",),
+    ),
+    "blocks of a restore are free while its bytes may land": Bug(
+        "        if stopping and not self._under_way:",
+        "        if stopping:",
+        (
+            RUNTIME + "storing.py::test_a_cancelled_restore_waits_for_its_bytes",
+            RUNTIME + "storing.py::test_bytes_that_do_not_stop_are_quarantined",
+        ),
+        within="runtime/store",
+    ),
+    "a damaged header is read": Bug(
+        "    if zlib.crc32(body) != expected:",
+        "    if False:",
+        (CORE + "storage/test_entry.py",),
+    ),
+    # --- the wire of stock engines
+    "a stock lease is believed for its whole time": Bug(
+        "self.bound_s = arrived_s + terms.lease_s - terms.router_s",
+        "self.bound_s = arrived_s + terms.lease_s",
+        (CORE + "stock/test_deadline.py",),
+    ),
+    "a stock read counts as fresh after its deadline": Bug(
+        "return Step.FRESH if self._now_s() < self.surely_until_s() else Step.STALE",
+        "return Step.FRESH",
+        (
+            CORE + "stock/test_deadline.py",
+            STOCK + "own_pairs.py::test_what_is_late_is_refused_and_what_is_in_time_is_sealed",
+        ),
+    ),
+    "regions of a stock peer may reach beyond the address space": Bug(
+        "        if stride < size or base + stride * blocks >= 1 << 63:",
+        "        if stride < size:",
+        (CORE + "stock/test_wire.py", STOCK + "hostile_producers.py"),
+    ),
+    "one stock reader ends a lease of two": Bug(
+        'reader=f"stock {tally.told}", numerator=1, denominator=heard.readers',
+        'reader=f"stock {tally.told}", numerator=1, denominator=1',
+        (STOCK + "serving.py::test_of_two_readers_both_are_waited_for",),
+    ),
+    # --- side channel
+    "a key may ask in the name of another engine": Bug(
+        "            if engine not in (None, claimed):",
+        "            if False:",
+        (RUNTIME + "curve.py::test_nobody_asks_in_the_name_of_another",),
+    ),
+    "an answer is given to whoever asked first": Bug(
+        "            question = self.waiting.get(number)\n",
+        "            question = next(iter(self.waiting.values()), None)\n",
+        (RUNTIME + "connections.py::test_questions_share_a_connection_and_answers_may_come_in_any_order",),
+    ),
+    "requests of any size are taken": Bug(
+        "            (zmq.MAXMSGSIZE, REQUEST_BYTES_MAX),\n",
+        "",
+        (RUNTIME + "listener_limits.py::test_a_request_that_is_too_large_ends_its_connection_unread",),
+    ),
+    "a secret key may be open to all": Bug(
+        "    if mode & forbidden:",
+        "    if False:",
+        (RUNTIME + "keyring.py",),
+    ),
+    # --- checks and Config
+    "True is a number": Bug(
+        "is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)",
+        "is_number = isinstance(value, numbers.Integral)",
+        ("tests/test_border.py::test_a_field_of_another_type_is_refused_and_named",),
+    ),
+    "a rank's port may be above the last": Bug(
+        "    if port and port + config.listen_port_offset > PORT_MAX:",
+        "    if port > PORT_MAX:",
+        ("tests/test_config.py",),
+    ),
+    # --- connector, blocking, observers, devices
+    "a ticket is used by two requests": Bug(
+        "        if found is not use and not (found.shared and found.readers):",
+        "        if False:",
+        (
+            "tests/connector/test_scheduler.py::test_a_ticket_is_used_once",
+            "tests/connector/test_scheduler.py::test_a_second_request_with_a_ticket_is_computed",
+        ),
+    ),
+    "a preempted prompt stays offered": Bug(
+        "            self._producer_fires(request, ProducerEvent.PREEMPT)\n            self._withdraw(request)\n"
+        "        elif request is not None and request.state is ProducerState.FLOWING:",
+        "            self._producer_fires(request, ProducerEvent.PREEMPT)\n"
+        "        elif request is not None and request.state is ProducerState.FLOWING:",
+        (
+            "tests/connector/test_scheduler.py::test_preempted_after_its_prompt_the_lease_is_withdrawn_and_the_next_has_a_secret_of_its_own",
+        ),
+    ),
+    "a blocking load is safe while its bytes land": Bug(
+        "return self.done and (self._load is None or self._load.safe)",
+        "return self.done",
+        (
+            "tests/test_blocking.py::test_a_load_that_is_done_says_when_its_blocks_are_safe",
+            "tests/test_blocking.py::test_a_cancelled_load_is_done_when_its_bytes_have_stopped",
+        ),
+    ),
+    "failed loads are timed as if they had succeeded": Bug(
+        "    if record.error or record.outcome == CANCELLED:\n        return\n",
+        "",
+        ("tests/observe/test_prometheus.py::test_what_has_happened_is_counted_and_what_is_open_is_shown",),
+    ),
+    "host blocks are copied from the first of a run": Bug(
+        "            places[target_ids] = rows[sources]",
+        "            places[target_ids] = rows[: len(target_ids)]",
+        (
+            RUNTIME + "copies.py::test_blocks_that_follow_each_other_on_either_side",
+            RUNTIME + "copies.py::test_blocks_are_copied_and_nothing_else",
+        ),
+    ),
+    "draining waits for leases only": Bug(
+        "waits = [serving.drained(), loader.drained()] + ([] if store is None else [store.drained()])",
+        "waits = [serving.drained()]",
+        (
+            RUNTIME + "drain.py::test_new_work_is_refused_and_old_work_goes_on",
+            RUNTIME + "drain.py::test_what_is_left_at_the_deadline_is_named_in_the_log",
+            RUNTIME + "drain.py::test_at_the_deadline_loads_are_ended",
+        ),
+    ),
+}
