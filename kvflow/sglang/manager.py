@@ -25,11 +25,12 @@ from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVMan
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_parallel
 
-from kvflow import Config, Limits, ServeRequest, blocking
+from kvflow import Config, ServeRequest, blocking
 from kvflow.errors import ConfigError
+from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.sglang.bootstrap import INTRODUCTION
-from kvflow.sglang.pools import AuxRows, Buffers, kv_buffers, state_buffers
+from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, kv_buffers, state_buffers
 
 logger = logger_of(__name__)
 
@@ -75,6 +76,8 @@ class KVFlowManager(CommonKVManager):
             if getattr(parallel, name) > 1:
                 raise ConfigError(f"kvflow for SGLang: {name} is {getattr(parallel, name)}, carried is 1")
         self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
+        self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
+        """Whether metadata is too much for a payload, as with hidden states: then it is the last of the pools."""
         self.secret = _agreed(secrets.token_hex(16))
         self.serials = itertools.count()
         self.senders: dict[int, Any] = {}
@@ -86,7 +89,9 @@ class KVFlowManager(CommonKVManager):
         model_heads = 0 if latent else _model_heads(args, server_args)
         heads = max(1, model_heads // parallel.attn_tp_size) if model_heads else 0
         found = [kv_buffers(args, heads=heads), *state_buffers(args, heads=heads)]
-        self.pools = [_Pool(one, model_heads, producer, self.secret, self.aux.row_bytes) for one in found]
+        if self.aux_moves:
+            found.append(aux_buffers(args))
+        self.pools = [_Pool(one, model_heads, producer, self.secret) for one in found]
         if producer:
             _hear_refusals()
 
@@ -106,6 +111,12 @@ class KVFlowManager(CommonKVManager):
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         introduction: Introduction = [pool.introduction for pool in self.pools]
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
+
+    def items_of(self, pages: Any, state_indices: Any, aux_index: int) -> list[Any]:
+        """What a request has in each pool; None of one in which it has nothing."""
+        aux = [[aux_index]] if self.aux_moves else []
+        states = state_indices or [None] * (len(self.pools) - 1 - len(aux))
+        return [pages, *states, *aux]
 
     # --- decode
 
@@ -180,8 +191,9 @@ class KVFlowManager(CommonKVManager):
         if sender is None:
             self._forget(room)
         else:
-            self.record_failure(room, "the decode server has aborted the request")
-            self.update_status(room, KVPoll.Failed)
+            if self.request_status.get(room) != KVPoll.Failed:
+                self.record_failure(room, "the decode server has aborted the request")
+                self.update_status(room, KVPoll.Failed)
             sender.give_up("the decode server has aborted the request")
 
 
@@ -193,7 +205,7 @@ def wanted_message(wanted: Wanted) -> list[bytes]:
 class _Pool:
     """One pool and the runtime that moves its items."""
 
-    def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str, payload_bytes: int) -> None:
+    def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:
         parallel = get_parallel()
         self.name = buffers.name
         self.page_size = buffers.tokens
@@ -210,10 +222,9 @@ class _Pool:
             "role": "producer" if producer else "consumer",
             **json.loads(os.environ.get(SETTINGS, "{}")),
         }
-        limits = Limits(payload_bytes_max=payload_bytes + 1)
-        self.runtime = blocking.Runtime(Config(**{"limits": limits, **settings}))
+        self.runtime = blocking.Runtime(Config(**settings))
         self.runtime.open()
-        self.runtime.register_kv_caches([buffers.group(get_device().device)])
+        self.runtime.register_kv_caches([buffers.group("cpu" if buffers.host else get_device().device)])
         self.introduction: dict[str, Any] = {}
         if producer:
             nothing = self.runtime.serve_blocks(ServeRequest("introduction", [], 0))

@@ -40,6 +40,9 @@ class Buffers:
     cut: bool
     """Whether another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
 
+    host: bool = False
+    """Whether it is in host memory, wherever the others are."""
+
     def group(self, device: str) -> CacheGroup:
         """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items."""
         layers = {}
@@ -109,6 +112,22 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
             )
         )
     return found
+
+
+def aux_buffers(args: Any) -> Buffers:
+    """The metadata buffers, where a row of them is too much for a payload."""
+    return Buffers(
+        name="aux",
+        pointers=args.aux_data_ptrs,
+        sizes=args.aux_data_lens,
+        item_sizes=args.aux_item_lens,
+        layers=range(len(args.aux_data_ptrs)),
+        tokens=1,
+        heads=0,
+        format="aux",
+        cut=False,
+        host=True,
+    )
 
 
 def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:

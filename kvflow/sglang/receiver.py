@@ -12,7 +12,6 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
@@ -53,10 +52,10 @@ class KVFlowReceiver(CommonKVReceiver):
             self.invalidate_cached_bootstrap_infos()
             return
         self.init_time = time.time()
-        items = [kv_indices, *(state_indices or ())]
-        for at, (pool, wanted) in enumerate(zip(self.kv_mgr.pools, items, strict=False)):
+        items = self.kv_mgr.items_of(kv_indices, state_indices, self._aux_index)
+        for at, (pool, wanted) in enumerate(zip(self.kv_mgr.pools, items, strict=True)):
             if at == 0 or (wanted is not None and len(wanted)):
-                self._load(at, pool, np.asarray(wanted))
+                self._load(at, pool, list(wanted))
 
     def _want(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
         """Tell one prefill rank; SGLang's own failure if it cannot be told."""
@@ -102,7 +101,9 @@ class KVFlowReceiver(CommonKVReceiver):
         errors = [error for error in map(_error_of, self._loads) if error is not None]
         if not errors:
             try:
-                self.kv_mgr.aux.write(self._aux_index, self._loads[0].result(0).payload)
+                payload = self._loads[0].result(0).payload
+                if not self.kv_mgr.aux_moves:
+                    self.kv_mgr.aux.write(self._aux_index, payload)
             except KVFlowError as error:
                 errors.append(error)
         if errors:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
@@ -25,6 +24,7 @@ class KVFlowSender(CommonKVSender):
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
         self._leases: list[Lease] = []
         self._complete = False
+        self._early_send_wait_event: Any = None
         mgr.opens(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **named)
 
@@ -55,16 +55,16 @@ class KVFlowSender(CommonKVSender):
     def _grow(self, pages: Any, ready: Any) -> None:
         lease, page_size = self._leases[0], self.kv_mgr.pools[0].page_size
         if len(pages):
-            lease.extend(np.asarray(pages))
+            lease.extend(pages.tolist())
             if self.curr_idx < self.num_kv_indices:
                 lease.advance(self.curr_idx * page_size, ready)
 
     def _end(self, state_indices: Any, ready: Any) -> None:
         """The last chunk: state, then what comes with the end."""
-        for at, items in enumerate(state_indices or (), start=1):
+        for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index)):
             if items is not None and len(items):
-                self._offer(at, np.asarray(items), len(items) * self.kv_mgr.pools[at].page_size)
-        self._leases[0].complete(self.kv_mgr.aux.read(self.aux_index), ready)
+                self._offer(at, list(items), len(items) * self.kv_mgr.pools[at].page_size)
+        self._leases[0].complete(b"." if self.kv_mgr.aux_moves else self.kv_mgr.aux.read(self.aux_index), ready)
         self._complete = True
 
     def _offer(self, at: int, blocks: Any, tokens: int, **how: Any) -> None:

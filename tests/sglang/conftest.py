@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +13,10 @@ HERE = Path(__file__).parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
 if HAS_SGLANG:
-    sys.path.append(str(HERE / "standins"))
-    import sitecustomize  # noqa: F401 - on a path of ours it is the stand-ins'
-
+    spec = importlib.util.spec_from_file_location("standins", HERE / "standins" / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("SGLANG_HOST_IP", "127.0.0.1")
 

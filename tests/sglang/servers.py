@@ -53,7 +53,7 @@ class Setup:
             *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init"),
             *("--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
-            *("--mem-fraction-static", "0.5", "--max-total-tokens", str(self.tokens), "--page-size", str(PAGE)),
+            *("--mem-fraction-static", "0.9", "--max-total-tokens", str(self.tokens), "--page-size", str(PAGE)),
             *("--chunked-prefill-size", "128"),
             *(transfer if self.mode != "null" else ()),
             *roles[self.mode],

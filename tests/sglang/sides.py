@@ -7,6 +7,7 @@ code does the rest: bootstrap server, registration, rooms, states.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import socket
 import threading
@@ -141,6 +142,8 @@ class Server:
     kind: str = "mha"
     tp_size: int = 1
     port: int = 0
+    hidden: int = 16
+    """Of the hidden states that go with the first token."""
     ranks: list[Rank] = field(default_factory=list)
     bootstrap: Any = None
 
@@ -152,7 +155,7 @@ class Server:
         secret = secrets.token_hex(16)
         for tp_rank in range(self.tp_size):
             _now[0] = configuration(tp_rank, self.tp_size, self.port, secret)
-            pool, aux = pool_of(self.kind, self.tp_size), MetadataBuffers(ROWS, 16, torch.float32, 16)
+            pool, aux = pool_of(self.kind, self.tp_size), MetadataBuffers(ROWS, self.hidden, torch.float32, 16)
             args = arguments(pool, self.kind, tp_rank, aux)
             options = SimpleNamespace(enable_pd_role_switch=False)
             manager = KVFlowManager(args, self.mode, options, self.kind == "mla")
@@ -196,9 +199,9 @@ class Request:
 
     prefill: Server
     decode: Server
-    room: int
     pages: Sequence[int]
     targets: Sequence[int]
+    room: int = field(default_factory=itertools.count(1000).__next__)
     row: int = 1
     target_row: int = 2
     state: Sequence[int] | None = None

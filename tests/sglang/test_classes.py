@@ -22,14 +22,16 @@ class Site:
     def __init__(self) -> None:
         self.servers: list[Server] = []
 
-    def pair(self, kind: str = "mha", prefill_tp: int = 1, decode_tp: int = 1) -> tuple[Server, Server]:
-        prefill = self.prefill(kind, prefill_tp)
-        decode = Server(DisaggregationMode.DECODE, kind, decode_tp)
+    def pair(
+        self, kind: str = "mha", prefill_tp: int = 1, decode_tp: int = 1, hidden: int = 16
+    ) -> tuple[Server, Server]:
+        prefill = self.prefill(kind, prefill_tp, hidden=hidden)
+        decode = Server(DisaggregationMode.DECODE, kind, decode_tp, hidden=hidden)
         self.servers.append(decode.open())
         return prefill, decode
 
-    def prefill(self, kind: str = "mha", tp_size: int = 1, port: int = 0) -> Server:
-        prefill = Server(DisaggregationMode.PREFILL, kind, tp_size, port).open()
+    def prefill(self, kind: str = "mha", tp_size: int = 1, port: int = 0, hidden: int = 16) -> Server:
+        prefill = Server(DisaggregationMode.PREFILL, kind, tp_size, port, hidden).open()
         prefill.fill(seed=7)
         self.servers.append(prefill)
         return prefill
@@ -131,6 +133,18 @@ def test_a_prompt_whose_pages_are_all_there_still_brings_its_first_token(
     site.quiet()
 
 
+def test_hidden_states_go_as_pages_do(site: Site) -> None:
+    """Metadata that is too much for a payload, as for speculative decoding."""
+    servers = site.pair(hidden=4096)
+    request = Request(*servers, pages=[4, 20], targets=[5, 6])
+    request.begin()
+    servers[0].ranks[0].aux.output_hidden_states[request.row] = 2.5
+    request.send()
+    finish(request)
+    assert (servers[1].ranks[0].aux.output_hidden_states[request.target_row] == 2.5).all()
+    site.quiet()
+
+
 def test_decode_may_come_first(site: Site, pair: tuple[Server, Server]) -> None:
     request = Request(*pair, room=16, pages=[4, 20], targets=[5, 6])
     request.make_receivers()
@@ -184,7 +198,7 @@ def reach(request: Request, moment: str) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_decode_aborts(site: Site, pair: tuple[Server, Server], moment: str) -> None:
-    request = Request(*pair, room=18, pages=[4, 20], targets=[5, 6])
+    request = Request(*pair, pages=[4, 20], targets=[5, 6])
     reach(request, moment)
     request.receivers[0].abort()
     request.until_receivers(KVPoll.Failed, KVPoll.Success)
@@ -192,14 +206,14 @@ def test_decode_aborts(site: Site, pair: tuple[Server, Server], moment: str) -> 
     request.until_senders(KVPoll.Failed, KVPoll.Success)
     for one in (*request.receivers, *request.senders):
         if one.conclude_state == KVPoll.Failed:
-            assert_fails(one, "abort")
+            assert_fails(one, "borted")
     request.clear()
     site.quiet()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_prefill_aborts(site: Site, pair: tuple[Server, Server], moment: str) -> None:
-    request = Request(*pair, room=19, pages=[4, 20], targets=[5, 6])
+    request = Request(*pair, pages=[4, 20], targets=[5, 6])
     reach(request, moment)
     request.senders[0].abort()
     request.until_senders(KVPoll.Failed, KVPoll.Success)
@@ -219,27 +233,27 @@ def test_prefill_aborts(site: Site, pair: tuple[Server, Server], moment: str) ->
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_clear_at_any_moment_leaves_nothing(site: Site, pair: tuple[Server, Server], moment: str) -> None:
-    request = Request(*pair, room=20, pages=[4, 20], targets=[5, 6])
+    request = Request(*pair, pages=[4, 20], targets=[5, 6])
     reach(request, moment)
     request.receivers[0].clear()
     request.senders[0].clear()
-    pair[0].ranks[0].manager.failure_records.pop(20, None)
+    pair[0].ranks[0].manager.failure_records.pop(request.room, None)
     site.quiet()
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_a_refused_prompt_fails_at_once(site: Site, pair: tuple[Server, Server], first: str) -> None:
     """A prefill server that refuses a prompt makes no sender: its door tells the manager (`_refused_at_the_door`)."""
-    request = Request(*pair, room=21, pages=[4, 20], targets=[5, 6])
+    request = Request(*pair, pages=[4, 20], targets=[5, 6])
     manager = pair[0].ranks[0].manager
     request.make_receivers()
     if first == "prefill":
-        manager.refuse(21, "the prompt is too long")
+        manager.refuse(request.room, "the prompt is too long")
         request.want()
     else:
         request.want()
-        wait_until(lambda: 21 in manager.transfer_infos)
-        manager.refuse(21, "the prompt is too long")
+        wait_until(lambda: request.room in manager.transfer_infos)
+        manager.refuse(request.room, "the prompt is too long")
     request.until_receivers(KVPoll.Failed)
     assert_fails(request.receivers[0], "PrefillFailed", "the prompt is too long")
     request.clear()
