@@ -18,9 +18,10 @@
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-sglang` 3 GB, `.venv-ray` and `.venv-peers` 2 GB each. Without an
-NVIDIA GPU torch is a CPU build, gigabytes smaller: a `+cpu` one where pip is configured to look, or the one that uv's
-`--torch-backend` selects. Bytecode goes into the environment as it is used: compiling all of it would take longer than the demo.
+needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-sglang` 3 GB, `.venv-ray` and `.venv-peers` 2 GB each.
+Without an NVIDIA GPU torch is a CPU build, gigabytes smaller: a `+cpu` one where pip is configured to look, or the one
+that uv's `--torch-backend` selects. Bytecode goes into the environment as it is used: compiling all of it takes longer
+than the demo.
 """
 
 from __future__ import annotations

@@ -25,10 +25,12 @@ from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVMan
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_parallel
 
-from kvflow import Config, ServeRequest, blocking
+from kvflow.blocking import Runtime
+from kvflow.config import Config
 from kvflow.errors import ConfigError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
+from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, kv_buffers, state_buffers
 
@@ -222,7 +224,7 @@ class _Pool:
             "role": "producer" if producer else "consumer",
             **json.loads(os.environ.get(SETTINGS, "{}")),
         }
-        self.runtime = blocking.Runtime(Config(**settings))
+        self.runtime = Runtime(Config(**settings))
         self.runtime.open()
         self.runtime.register_kv_caches([buffers.group("cpu" if buffers.host else get_device().device)])
         self.introduction: dict[str, Any] = {}

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from kvflow import CacheGroup, CacheLayout
+from kvflow.core.cache.groups import CacheGroup
+from kvflow.core.cache.layout import CacheLayout
 from kvflow.errors import ConfigError
 
 _DRAFTS = 1 << 13

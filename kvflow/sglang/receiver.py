@@ -15,9 +15,10 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from kvflow import LoadRequest, Ticket, merge_tickets
 from kvflow.blocking import Load
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import KVFlowError, PeerError
+from kvflow.runtime.load.load import LoadRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.manager import Wanted, wanted_message
 

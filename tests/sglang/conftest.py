@@ -61,7 +61,7 @@ if HAS_SGLANG:
     @pytest.fixture
     def router(site: Site) -> Iterator[Router]:
         """A prefill and a decode server, and what is in front of them."""
-        prefill, decode = site.have(PREFILL, DECODE)
+        prefill, decode, _ = site.have(PREFILL, DECODE, ALONE)
         router = Router(prefill, decode)
         yield router
         router.close()
