@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,6 +194,40 @@ class Router:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def own_router(router: Router) -> Iterator[str]:
+    """SGLang's own router in front of the same two servers, and its address."""
+    port = free_port()
+    places = ["--prefill", router.prefill.url, str(router.prefill.bootstrap_port), "--decode", router.decode.url]
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *places]
+    more = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--policy",
+        "round_robin",
+        "--prometheus-port",
+        str(free_port()),
+    ]
+    process = subprocess.Popen([*command, *more], start_new_session=True)
+    try:
+        deadline_s = time.monotonic() + 120
+        url = f"http://127.0.0.1:{port}"
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if router.decode.client.get(f"{url}/health", timeout=5.0).status_code == 200:
+                    break
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s, "SGLang's router did not come up"
+            _PAUSE.wait(0.2)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
 
 
 def free_port() -> int:

@@ -200,7 +200,7 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_vllm(words)
         case ["sglang", "serve", *_]:
             check_sglang(words)
-        case ["smg", "launch", *_]:  # SGLang's router, whose words have nothing of kvflow's
+        case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
             pass
         case _:
             raise AssertionError(f"nobody checks this command: {words}")
