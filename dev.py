@@ -2,6 +2,7 @@
 """One command for each thing one does with a checkout; needs only Python (3.11 or newer) and pip.
 
     python3 dev.py demo [options]   run the demo, prefill to decode over real NIXL
+    python3 dev.py stale [--vllm]   a hand-over that comes too late, in the stock way and with kvflow (--vllm: servers)
     python3 dev.py hetero [options] a prefill engine of two ranks hands over to engines of one and of four
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
@@ -14,7 +15,7 @@
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
     python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
-    python3 dev.py package          build wheel and sdist, check them, and run `kvflow demo` from the installed wheel
+    python3 dev.py package          build wheel and sdist, check them, run `kvflow selftest` from the installed wheel
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
@@ -29,6 +30,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,6 +92,8 @@ PEERS = Environment(name="peers", extras="cli", pip=(("pydantic>=2.10",), ("--no
 # A command, the environment and extras that it needs, and what is run there, with the user's options behind it.
 COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     "demo": (MAIN, "demo", ("examples/disaggregated_chat.py",)),
+    "stale": (MAIN, "demo", ("examples/stale.py",)),
+    "stale --vllm": (VLLM, "", ("tests/vllm/compare.py", "--only", "stale")),
     "hetero": (MAIN, "demo", ("examples/hetero_tp.py",)),
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
     "test": (MAIN, DEV, ("-m", "pytest", "-n", "3")),
@@ -104,7 +108,8 @@ TESTED = {environment.name: environment for environment in (VLLM, SGLANG, RAY)}
 
 
 def main(arguments: list[str]) -> int:
-    name, options = (arguments or [""])[0], arguments[1:]
+    words = 2 if arguments[:2] == ["stale", "--vllm"] else 1
+    name, options = " ".join(arguments[:words]), arguments[words:]
     special = {"gpu": gpu, "lint": lint, "docs": docs, "package": package}
     if name not in {*COMMANDS, *SERVERS, *TESTED, *special}:
         print(__doc__)
@@ -115,12 +120,12 @@ def main(arguments: list[str]) -> int:
         return special[name](options)
     if name in TESTED and ("--test" in options or name not in SERVERS):
         return run_tests(ensure(TESTED[name]), f"tests/{name}", [word for word in options if word != "--test"])
-    environment, extras, words = (COMMANDS | SERVERS)[name]
+    environment, extras, command = (COMMANDS | SERVERS)[name]
     python = ensure(environment, extras)
     if name in SERVERS:
         os.chdir(ROOT)
-        os.execv(python, [str(python), *words, *options])
-    return run(python, *words, *options)
+        os.execv(python, [str(python), *command, *options])
+    return run(python, *command, *options)
 
 
 def run_tests(python: Path, tests: str, options: list[str]) -> int:
@@ -151,18 +156,18 @@ def docs(options: list[str]) -> int:
 
 
 def package(options: list[str]) -> int:
-    """The wheel is tried where there is no checkout: isolated (-I), in an environment that has nothing else."""
-    import tomllib  # not at the top: an older Python is told that it is one
-
+    """The wheel is tried where there is no checkout. `--tag v1.2.3`: only if that is the version."""
+    version = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    if options and options != ["--tag", f"v{version}"]:
+        sys.exit(f"package: the version of pyproject.toml is {version}, asked for was {' '.join(options)}")
     python = ensure(MAIN, "package")
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     wheel, sdist = (ROOT / "dist" / f"kvflow-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
     check(python, "-m", "build", "--no-isolation", "--outdir", wheel.parent, ROOT)
     check(python, "-m", "twine", "check", "--strict", wheel, sdist)
     with tempfile.TemporaryDirectory(prefix="kvflow-package-") as folder:
         os.environ["KVFLOW_WHEEL_HOME"] = folder
         fresh = ensure(Environment(name="wheel", pip=((f"{wheel}[cli]",),)))
-        return run(fresh, "-I", fresh.parent / "kvflow", "demo")
+        return run(fresh, "-I", fresh.parent / "kvflow", "selftest")
 
 
 def ensure(environment: Environment, extras: str = "") -> Path:
@@ -172,8 +177,7 @@ def ensure(environment: Environment, extras: str = "") -> Path:
     home = Path(os.environ.get(variable, ROOT / folder))
     extras = extras or environment.extras
     python = home / "bin" / "python"
-    # Each process that a test starts imports torch: it must not compile it anew.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # no process that a test starts is to compile torch anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
     ours = (("--no-build-isolation", "--editable", f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
     steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]

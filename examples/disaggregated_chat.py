@@ -5,8 +5,9 @@
 
 This process is the router. It asks the prefill engine to compute the prompt and gets the first token and a
 ticket; it hands both to the decode engine, which loads the prompt's KV cache through kvflow and goes on from
-there. The decode engine never sees the prompt, so every right word it says proves the hand-over. Then the
-same engine answers the prompt all alone, and the two answers must be equal.
+there. The decode engine never sees the prompt, so every right word it says proves the hand-over. The prompt is
+handed over a second time, between engines that are connected by then. Then the decode engine answers it all alone, and
+the answers must be equal.
 
 Exit codes: 0 the texts are equal, 1 they differ, 2 something failed, 130 interrupted.
 """
@@ -65,12 +66,16 @@ async def chat(options: Options, checkpoint: Path, screen: Screen) -> bool:
                 max_tokens=options.tokens,
                 show=lambda token: answer.show(stream.push(token)),
             )
-        (loaded,), (outcome,) = handed_over.loaded, handed_over.outcomes
-        screen.hand_over(loaded, prompt_count=len(prompt), outcome=outcome)
+        # The first load of a pair of engines connects them; the second one shows what a hand-over takes from then on.
+        again = await hand_over(
+            prefill, decode, request_id="chat-2", prompt=prompt, max_tokens=options.tokens, show=lambda _: None
+        )
+        same_again = again.token_ids == handed_over.token_ids
+        screen.hand_over(handed_over.loaded[0], again.loaded[0], prompt_count=len(prompt), outcome=again.outcomes[0])
         with screen.busy(f"{DECODE} answers the same prompt all alone"):
             alone = await answer_alone(decode, prompt, options.tokens)
     reference = tokenizer.decode(alone)
-    same = alone == handed_over.token_ids and reference == stream.text
+    same = same_again and alone == handed_over.token_ids and reference == stream.text
     screen.verdict(same=same, token_count=len(alone), alone=DECODE, reference=reference)
     return same
 

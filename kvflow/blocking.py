@@ -164,7 +164,7 @@ class Load(Pending[LoadReport]):
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """The same, by group of layers."""
+        """The local blocks, by group of layers."""
         return self._load.block_tables if self._load else ()
 
     @property
@@ -269,7 +269,7 @@ class Lease:
         self._host = host
         self._loop = host.loop
         self.outcome: Pending[LeaseOutcome] = host.start(lambda _: lease.wait())
-        """How it ended, once the blocks may be reused."""
+        """Outcome of the lease, once the blocks may be reused."""
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
@@ -337,9 +337,7 @@ def _storing_s(config: Config, request: SaveRequest | RestoreRequest) -> float:
 
 
 def _ending_s(config: Config) -> float:
-    limits = config.limits
-    reads_s = limits.seal_hold_s + config.cancel_grace_s + 2 * limits.transport_close_timeout_s
-    return reads_s + config.drain_timeout_s + limits.goodbye_timeout_s
+    return config.ending_s + config.limits.goodbye_timeout_s + 2 * config.limits.transport_close_timeout_s
 
 
 def _closing_s(config: Config) -> float:
@@ -485,7 +483,7 @@ class Runtime:
         finally:
             _tell(self._host.loop, kept.close)
 
-    @_verb(lambda config, _: config.lease_lifetime_s + config.handshake_timeout_s)
+    @_verb(lambda config, *_, **__: config.lease_lifetime_s + config.handshake_timeout_s)
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
 
@@ -525,7 +523,7 @@ class Runtime:
         """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
 
     def statistics(self) -> RuntimeStatistics:
-        """What is open now and what has happened so far. Legal in every state."""
+        """Counts of what is open now and what has happened so far. Legal in every state."""
         if self._host.alive:
             with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
                 return self._host.call_at_once(asynchronous.Runtime.statistics, self._call_timeout_s)

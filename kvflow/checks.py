@@ -1,4 +1,4 @@
-"""What a value has to be: the one border for what callers, configurations and tickets give, before anything is done.
+"""Checks of values: the one border for what callers, configurations and tickets give, before anything is done.
 
 Each function takes a value of any kind and gives it back in Python's own type, or raises the error class that it was
 told, with the field's name and the value, cut short. A bool is no number and a float is no whole number; a number of
@@ -50,7 +50,7 @@ _SHORT.maxlevel = 3
 
 
 def answer(ask: Callable[[], ValueT]) -> ValueT | None:
-    """What a caller's object says of itself; None if it raises instead."""
+    """A caller's object, asked; None if it raises instead of answering."""
     try:
         return ask()
     except Exception:  # noqa: BLE001 - the object's own code runs there, and may raise whatever it likes
@@ -74,7 +74,7 @@ def printable(text: str, chars_max: int) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What an error of a caller's own code says, as it may stand in messages and logs."""
+    """The words of an error of a caller's own code, as they may stand in messages and logs."""
     text = answer(lambda: str(error))
     return "it does not say why" if text is None else printable(text, _SAID_CHARS)
 
@@ -123,7 +123,7 @@ def _real(value: object) -> float | None:
 
 
 def timeout(value: object, what: str, *, error: ErrorKind = RequestError) -> float | None:
-    """How long to wait at most: a time, 0 for not at all, or None for as long as it takes."""
+    """A bound on waiting: a time, 0 for not at all, or None for as long as it takes."""
     return value if value is None or (type(value) in (int, float) and value == 0) else seconds(value, what, error=error)
 
 
@@ -185,7 +185,7 @@ def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Map
 
 
 def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> int:
-    """How many entries a list has that was given."""
+    """Number of entries of a list."""
     plain = type(values) is list or type(values) is tuple
     found = len(values) if plain else answer(lambda: len(values))  # type: ignore[arg-type]
     if found is None or (not plain and isinstance(values, str | bytes | Mapping)):
@@ -218,7 +218,7 @@ def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind =
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """How an error ends that is about a word that is close to a known one, else ""."""
+    """End of an error about a word that is close to a known one, else ""."""
     close = difflib.get_close_matches(given[:_SHOWN_CHARS], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -233,7 +233,7 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
 
 
 def refusal(error: Exception, given: object) -> str:
-    """What msgspec refuses of `given`: field, bound and value. The value of a lease id is a secret, and is left out."""
+    """A refusal by msgspec: field, bound and value. The value of a lease id is a secret, and is left out."""
     steps = _STEP.findall(str(error).rpartition("`$")[2])
     if any("lease_id" in name for name, _ in steps):
         return str(error)

@@ -74,14 +74,14 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
 
 
 def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_size: int) -> int:
-    """How far a rank's port is above its engine's base port; every pipeline stage counts as a row of tp_size ranks."""
+    """Offset of a rank's port from its engine's base port; every pipeline stage counts as a row of tp_size ranks."""
     return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
 
 
 @checks.naming_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How one rank of an engine takes part.
+    """Settings of one rank of an engine.
 
     All ranks of an engine share one Config but for their rank. ConfigError names a setting that is unknown, or cannot
     be. What each setting is for: docs/reference/config, and beside it in the source, which `help()` does not show.
@@ -119,7 +119,7 @@ class Config:
     """The public keys of the engines that this one talks to, each in a file `<engine_id>.public`."""
 
     role: str = "both"
-    """What it does: "producer" only serves blocks, "consumer" only loads them. Memory is registered for that alone."""
+    """Part played: "producer" only serves blocks, "consumer" only loads them. Memory is registered for that alone."""
 
     transport: str = "nixl"
     """Moves the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
@@ -182,6 +182,11 @@ class Config:
         return {name: params_of(self, name) for name in self.nixl_backend.split(",")}
 
     @property
+    def ending_s(self) -> float:
+        """Longest time that leases and loads take to end once they have to."""
+        return self.limits.seal_hold_s + self.cancel_grace_s + self.drain_timeout_s
+
+    @property
     def listen_port_offset(self) -> int:
         """dp_rank * tp_size + tp_rank; see `rank_offset` for pipeline stages."""
         return rank_offset(self.dp_rank, self.pp_rank, self.tp_rank, tp_size=self.tp_size, pp_size=self.pp_size)
@@ -197,7 +202,7 @@ class Config:
 
     @property
     def advertise_toward(self) -> str | None:
-        """What the advertised address has to have a route to: HOST of "auto:HOST", "" of "auto"; None: it is given."""
+        """Host that the advertised address has a route to: HOST of "auto:HOST", "" of "auto"; None: it is given."""
         return auto_target(self.advertise_host)
 
     @property
@@ -213,7 +218,7 @@ def config_on(config: Config, kind: str) -> Config:
 
 
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
-    """What `nixl_backend_params` have for a backend: its own, and those for all that `nixl_backend` names."""
+    """Parameters of a backend in `nixl_backend_params`: its own, and those for all that `nixl_backend` names."""
     named = backend in config.nixl_backend.split(",")
     given = config.nixl_backend_params.items()
     common = {key: value for key, value in given if named and "." not in key}

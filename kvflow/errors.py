@@ -89,7 +89,7 @@ class Quarantine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuarantineNotice:
-    """What is left of an error's `quarantine` in another process: which blocks were not safe when it was pickled."""
+    """The rest of an error's `quarantine` in another process: which blocks were not safe when it was pickled."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -130,7 +130,7 @@ class KVFlowError(Exception):
         return _unpickled, (type(self), self.args), state
 
     def __copy__(self) -> Self:
-        """The same error in the same process: its quarantine, if it has one, is the load itself."""
+        """A copy in the same process: its quarantine, if it has one, is the load itself."""
         error = _unpickled(type(self), self.args)
         error.__dict__.update(self.__dict__)
         if hasattr(self, "__notes__"):
@@ -141,7 +141,7 @@ class KVFlowError(Exception):
         return self.__copy__()
 
     def _retold(self, message: str, **attributes: str) -> Self:
-        """The same error with another message and some other attributes; this one is its cause."""
+        """A copy with another message and some other attributes; this error is its cause."""
         error = self.__copy__()
         error.args = (message,)
         error.__dict__.update(attributes)
@@ -175,7 +175,7 @@ class RequestError(InvalidInput):
     """A request or ticket is malformed, or does not fit the registered cache."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """The same as one request met it; itself if it names that request, or a ticket's field and no request."""
+        """This error as one request met it; itself if it names that request, or a ticket's field and no request."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
         return self if names_it else self._retold(f"{what} from {engine_id!r}: {self}")
@@ -240,7 +240,7 @@ class PeerError(KVFlowError):
         """Loads from the peer fail at once for so long, then it is asked again; None if the next load asks it."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """The same failure as one request met it: waiters that share a handshake each get an error of their own."""
+        """This failure as one request met it: waiters that share a handshake each get an error of their own."""
         known = "" if self.engine_id else f" from {engine_id!r}"  # a message whose error knows the engine names it
         return self._retold(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
 
@@ -280,7 +280,7 @@ class LoadError(KVFlowError):
         self.peer = peer
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """The same as one request met it, as with a `PeerError`; itself if that is the one it names."""
+        """This error as one request met it, as with a `PeerError`; itself if that is the one it names."""
         what = f"request {request_id!r}"
         return self if self.request_id == request_id else self._retold(f"{what}: {self}", request_id=request_id)
 

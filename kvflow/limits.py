@@ -33,7 +33,7 @@ BY_DEVICE: Mapping[str, Mapping[str, int]] = {
         "in_flight_bytes_max": 1024 * _MIB,
     },
 }
-"""What limits are where nobody has chosen, by the kind of memory that is read into."""
+"""Limits where nobody has chosen, by the kind of memory that is read into."""
 
 REQUEST_ID_CHARS_MAX = 1024
 """Characters of a request id that peers take; callers here give shorter ones (`checks.GIVEN_ID_CHARS_MAX`)."""

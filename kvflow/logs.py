@@ -44,7 +44,7 @@ def _plain(value: object) -> object:
 
 
 def _traceback(error: BaseException, where: TracebackType | None) -> str:
-    """What a handler shows of an error; a Formatter that finds it makes none of its own."""
+    """An error as handlers show it; a Formatter that finds it makes none of its own."""
     lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
     if len(lines) > _TRACEBACK_LINES_MAX:
         left_out = f"... {len(lines) - _TRACEBACK_LINES_MAX} lines ..."

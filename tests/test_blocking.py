@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import subprocess
 import sys
 import threading
@@ -43,6 +44,7 @@ from kvflow.errors import (
 )
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
+from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_closed, assert_quiet
 from kvflow.transport.files import Files
@@ -156,6 +158,18 @@ def test_a_hand_over(pair: Pair) -> None:
     for layer in pair.cache.values():
         assert (layer[:, [5, 6]] == 1.0).all()
         assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
+
+
+def test_verbs_are_those_of_asyncio_and_say_so() -> None:
+    """What `help()` shows of a verb: the arguments of its sister, those that only threads need aside, and words."""
+    pairs = [(Runtime, asynchronous.Runtime), (Lease, AsyncLease)]
+    for ours, theirs in pairs:
+        verbs = [name for name in vars(theirs) if not name.startswith("_") and callable(getattr(ours, name, None))]
+        assert len(verbs) > 3
+        for name in verbs:
+            shown, meant = (inspect.signature(getattr(kind, name)).parameters for kind in (ours, theirs))
+            assert [*meant] == [key for key in shown if key not in ("timeout_s",)], name
+            assert inspect.getdoc(getattr(ours, name)), name
 
 
 def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
@@ -413,19 +427,20 @@ WAITS: dict[str, Callable[[Pair, Lease, Load], object]] = {
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_who_would_wait_for_itself_is_told(wait: str) -> None:
+def test_who_would_wait_for_itself_is_told() -> None:
     """On the loop's thread, such as in an observer: nothing is done, where it would have been stuck for good."""
     with opened_pair(InprocNetwork(), config=PLAIN) as pair:
         lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=8, computed_tokens=0))
         load = pair.consumer.start_load(load_request(lease))
 
-        async def from_within(_: asynchronous.Runtime) -> None:
-            WAITS[wait](pair, lease, load)
+        for name, wait in WAITS.items():
 
-        with pytest.raises(UsageError, match="wait for itself"):
-            on_loop(pair.consumer if wait.startswith("Load") else pair.producer, from_within)
-        assert (lease.state, load.done, len(lease.block_ids)) == (LeaseState.OFFERED, False, 2)
+            async def from_within(_: asynchronous.Runtime, wait: Callable[..., object] = wait) -> None:
+                wait(pair, lease, load)
+
+            with pytest.raises(UsageError, match="wait for itself"):
+                on_loop(pair.consumer if name.startswith("Load") else pair.producer, from_within)
+            assert (lease.state, load.done, len(lease.block_ids)) == (LeaseState.OFFERED, False, 2), name
         assert lease.revoke().wait(WAIT_S) == "revoked"
         with pytest.raises(LeaseExpired):
             load.result(WAIT_S)

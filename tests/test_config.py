@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -298,6 +301,27 @@ def test_a_backend_that_reaches_no_peer_is_refused_alone() -> None:
 def test_parameters_of_a_backend_that_is_not_named_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'GDS.x' is for 'GDS', there are UCX, POSIX"):
         config(nixl_backend_params={"GDS.x": "1"})
+
+
+# --- meanings
+
+
+@each("kind", [Config, Limits])
+def test_every_setting_says_what_it_is_in_words_of_its_users(kind: type) -> None:
+    """In the string below it, from which the docs' table is made."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    said = {}
+    for entry, text in itertools.pairwise(body):
+        match entry, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                said[name] = words
+    assert [entry.name for entry in dataclasses.fields(kind) if entry.name not in said] == []
+    internal = re.compile(r"\b(core|runtime|limits|transport)\.\w|[A-Z]_[A-Z]|\b0 GiB")
+    assert {name: words for name, words in said.items() if internal.search(words)} == {}
+
+
+def test_there_are_no_more_settings_than_can_be_known() -> None:
+    assert len(dataclasses.fields(Config)) + len(dataclasses.fields(Limits)) <= 56
 
 
 # --- slips of the pen

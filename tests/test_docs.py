@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import runpy
@@ -69,6 +70,18 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "<code>(2, B, H, N, D)</code>" in (tmp_path / "reference/tensors/index.html").read_text()
 
 
+@pytest.mark.parametrize("kind", [kvflow.Runtime, kvflow.Lease, kvflow.Load])
+def test_what_users_call_says_what_it_takes_gives_and_raises(kind: type) -> None:
+    for name, member in vars(kind).items():
+        said = inspect.getdoc(member) or ""
+        if name.startswith("_") or not inspect.isfunction(member) or said.startswith("Only for"):
+            continue
+        assert not re.search(r"(?<!`)\bRaises (?!:)\w", said), f"{name}: errors have a section of their own"
+        taken = inspect.signature(member).parameters.keys() - {"self"}
+        if taken and kind is kvflow.Runtime and name != "observed_by":
+            assert all(re.search(rf"^    {one}: ", said, re.MULTILINE) for one in taken), f"{name}: Args"
+
+
 def test_decisions_are_short_and_in_their_index() -> None:
     folder = ROOT / "docs" / "decisions"
     records = {path.name: path.read_text() for path in folder.glob("0*.md")}
@@ -106,12 +119,15 @@ def test_public_hosting_calls_commands_that_exist() -> None:
     files = [ROOT / ".pre-commit-config.yaml", *(ROOT / ".github").rglob("*.yml")]
     read = {path.name: yaml.safe_load(path.read_text()) for path in files}
     assert len(read) > 3
-    for name in ("test.yml", "thorough.yml"):
+    run = 0
+    for name in ("test.yml", "thorough.yml", "docs.yml", "publish.yml"):
         for job in read[name]["jobs"].values():
-            for step in job["steps"]:
-                for command in job["strategy"]["matrix"].get("command", [""]):
-                    if "run" in step:
-                        check_command(shlex.split(step["run"].replace("${{ matrix.command }}", command)))
+            for step in (step for step in job["steps"] if "run" in step):
+                for command in job.get("strategy", {}).get("matrix", {}).get("command", [""]):
+                    words = step["run"].replace("${{ matrix.command }}", command)
+                    check_command(shlex.split(words.replace("$TAG", f"v{kvflow.__version__}")))
+                    run += 1
+    assert run >= 10
     form = {part.get("id"): part for part in read["bug.yml"]["body"]}
     assert form["doctor"]["attributes"]["label"] == "kvflow doctor --json"
     assert form["doctor"]["validations"]["required"]
@@ -126,6 +142,7 @@ def test_settings_named_in_operations_exist() -> None:
     assert set(named) <= limits | {field.name for field in fields(Config)}
 
 
+_MEMBER = re.compile(r"`[^`\n]*?(?<!\.)\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`")
 _PATH = re.compile(r"`((?:\w+/)+\w+(?:\.py)?)`")
 GROUPS = {errors.KVFlowError, errors.InvalidInput, errors.RuntimeUnavailable, errors.PeerError, errors.LoadError}
 GROUPS |= {errors.StoreError}
@@ -167,7 +184,7 @@ def test_members_named_within_the_text_exist() -> None:
     """Of what users hold, in asyncio or in threads."""
     kinds = {"runtime": "Runtime", "load": "Load", "lease": "Lease"}
     for page, path in PAGES.items():
-        for held, member in re.findall(r"`[^`\n]*?(?<!\.)\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()):
+        for held, member in re.findall(_MEMBER, path.read_text()):
             both = [getattr(module, kinds[held]) for module in (kvflow, kvflow.blocking)]
             assert any(hasattr(kind, member) for kind in both), f"{page}: {held}.{member}"
 

@@ -43,7 +43,8 @@ class Trees(Mapping[str, ast.Module]):
 
 
 BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}
-"""Of those who work on kvflow: programs like the package's, and no tests."""
+BENCH_FILES |= set((ROOT / "tests/gpu").rglob("*.py"))
+"""Of those who work on kvflow: programs like the package's, and no tests of its behaviour."""
 SOURCES = Trees(PACKAGE.rglob("*.py"))
 BENCHES = Trees(BENCH_FILES)
 TESTS = Trees(
@@ -66,7 +67,7 @@ IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "si
 ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", "kvflow/connector/step.py"}
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
-COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}
+COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "tests/gpu/raw.py"}
 COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
@@ -354,7 +355,7 @@ def test_public_modules_name_what_they_define_or_hand_on(module: str) -> None:
     bound = {name for node in nodes(tree) for name in _names_bound(node)}
     (names,) = (ast.literal_eval(node.value) for node in tree.body if _binds_all(node))
     assert set(names) <= bound
-    assert names == sorted(set(names))
+    assert len(names) == len(set(names)), "ruff sorts them"
 
 
 def _binds_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
@@ -556,8 +557,20 @@ def test_what_is_thorough_names_a_fast_sibling() -> None:
     assert seen
 
 
-def test_tests_that_start_processes_share_a_worker_file_by_file() -> None:
+def test_tests_that_start_processes_go_to_workers_file_by_file(request: pytest.FixtureRequest) -> None:
     """Else each worker starts what a module shares, such as a service with its model, for itself."""
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    group = functools.partial(conftest._ByFile._split_scope, None)
+    assert group("tests/cli/test_keys.py::one") == group("tests/cli/test_keys.py::two")
+    assert group("tests/core/test_x.py::one") != group("tests/core/test_x.py::two")
+
+
+@pytest.mark.thorough
+def test_tests_that_start_processes_share_a_worker_file_by_file() -> None:
+    """xdist asks for the groups.
+
+    Thorough: see `test_tests_that_start_processes_go_to_workers_file_by_file` of this file.
+    """
     file = "tests/cli/test_keys.py"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "-v", file]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)

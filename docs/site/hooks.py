@@ -71,13 +71,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def _api_page(full: str) -> str:
     found = find(full)
     name = full.rpartition(".")[2]
-    shown = [f"!^{own}$" for own in _OWN.get(full, ())]
-    options: dict[str, Any] = {"heading_level": 1, "filters": ["!^_", "^__init__$", *shown]}
+    hidden = [f"!^{own}$" for own in _OWN.get(full, ())]
+    options: dict[str, Any] = {"heading_level": 1, "filters": ["!^_", "^__init__$", *hidden]}
     if isinstance(found, type) and issubclass(found, enum.Enum):
         options["show_if_no_docstring"] = True  # its members
     if name in _HANDLES:
-        options |= {"merge_init_into_class": False, "filters": ["!^_", *shown]}
-    lines = [f"      {key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
+        options |= {"merge_init_into_class": False, "filters": ["!^_", *hidden]}
+    shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in options.items()}
+    lines = [f"      {key}: {value}" for key, value in shown.items()]
     return "\n".join([f"::: {full}", "    options:", *lines, ""])
 
 

@@ -29,9 +29,8 @@ def cache() -> dict[str, torch.Tensor]:
     return {f"layers.{index}": torch.zeros(2, BLOCKS, 8, BLOCK_SIZE, 32) for index in range(LAYERS)}
 
 
-async def record_hand_over(path: Path) -> None:
+async def record_hand_over(path: Path) -> list[dict[str, Any]]:
     """Prompt, lease, ticket, load, end: what the engines' own records say, and a line for what happens between them."""
-    path.unlink(missing_ok=True)
     between: list[dict[str, Any]] = []
     with RecordFile(path) as records:
         prefill = kvflow.Runtime(kvflow.Config(engine_id="prefill-0", listen="tcp://127.0.0.1:0"), observers=[records])
@@ -43,8 +42,7 @@ async def record_hand_over(path: Path) -> None:
                 await runtime.register_kv_caches(tensors, layout)
             for request_id in ("connect", "req-1"):
                 await hand_over(prefill, decode, ours, request_id, between)
-    with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in between)
+    return between
 
 
 async def hand_over(
@@ -72,7 +70,7 @@ async def hand_over(
     await lease
 
 
-async def record_stale_read(path: Path) -> None:
+async def record_stale_read() -> list[dict[str, Any]]:
     """A reader that comes after the lease: what lies in the blocks, and what kvflow says."""
     cluster, frames = InprocCluster(), list[dict[str, Any]]()
     async with cluster.engine("prefill-0") as prefill, cluster.engine("decode-0") as decode:
@@ -96,11 +94,15 @@ async def record_stale_read(path: Path) -> None:
         except kvflow.errors.LeaseExpired as error:
             name = type(error).__name__
         frame("The reader comes", str(lease.state), lambda: f"kvflow: {name}")
-    path.write_text(json.dumps(frames, indent=2) + "\n")
+    return frames
 
 
 if __name__ == "__main__":
     DATA.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    asyncio.run(record_hand_over(DATA / "handover.jsonl"))
-    asyncio.run(record_stale_read(DATA / "stale.json"))
+    recorded = DATA / "handover.jsonl"
+    recorded.unlink(missing_ok=True)
+    between = asyncio.run(record_hand_over(recorded))
+    with recorded.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in between)
+    (DATA / "stale.json").write_text(json.dumps(asyncio.run(record_stale_read()), indent=2) + "\n")

@@ -93,8 +93,14 @@ def _cell(text: str) -> str:
 def settings_table(kind: type[Any]) -> str:
     """Fields of a dataclass with type, default and docstring."""
     said = docstrings_of(kind)
+    code = "`{}`".format
     rows = (
-        (f"`{entry.name}`", f"`{str(entry.type).replace(' | ', ' or ')}`", f"`{default_of(entry)}`", said.get(entry.name, ""))
+        (
+            code(entry.name),
+            code(str(entry.type).replace(" | ", " or ")),
+            code(default_of(entry)),
+            said.get(entry.name, ""),
+        )
         for entry in fields(kind)
     )
     return table(("setting", "type", "default", "meaning"), rows)
@@ -204,6 +210,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "shapes": shapes_table,
     "backends": backends_table,
 }
+
 
 def pages() -> dict[Path, str]:
     """Every page that has tables, as it has to be."""

@@ -63,26 +63,28 @@ class Screen:
                 # Then the panel was printed once, at the end, and without a line break.
                 self._console.line()
 
-    def hand_over(self, loaded: Loaded, *, prompt_count: int, outcome: str) -> None:
-        """kvflow's report of the load, as it is."""
-        table = Table(title="hand-over", box=ROUNDED, title_style="bold", show_header=False)
-        table.caption = "one load, the first between these engines"
-        table.add_column(style="bold")
-        table.add_column(justify="right")
-        table.add_column(style=DECODE_STYLE, width=BAR_WIDTH)
-        table.add_row("prompt tokens", f"{prompt_count:,}")
-        table.add_row("blocks", f"{loaded.blocks:,}")
-        table.add_row("bytes", f"{loaded.size:,}")
-        if loaded.blocks_left:
-            table.add_row("not moved: blocks", f"{loaded.blocks_left:,}", "before the windows")
-            table.add_row("not moved: bytes", f"{loaded.size_left:,}")
-        table.add_row("descriptors", f"{loaded.descriptors:,}")
-        table.add_row("lease", outcome, end_section=True)
-        for phase, seconds in loaded.seconds.items():
-            table.add_row(phase, _milliseconds(seconds), _bar(seconds, loaded.total_s))
-        table.add_row("total", _milliseconds(loaded.total_s), end_section=True)
-        table.add_row("post + wire", _wire_rate(loaded))
-        table.add_row("all phases", _rate(loaded.size, loaded.total_s))
+    def hand_over(self, first: Loaded, second: Loaded, *, prompt_count: int, outcome: str) -> None:
+        """kvflow's reports of both loads, as they are: the first one connects the engines."""
+        table = Table(title="hand-over", box=ROUNDED, title_style="bold")
+        for name in ("", "first load", "second load"):
+            table.add_column(name, justify="right" if name else "left", style="" if name else "bold")
+        table.add_column("", style=DECODE_STYLE, width=BAR_WIDTH)
+        loads = (first, second)
+        table.add_row("prompt tokens", *(f"{prompt_count:,}" for _ in loads))
+        table.add_row("blocks", *(f"{load.blocks:,}" for load in loads))
+        table.add_row("bytes", *(f"{load.size:,}" for load in loads))
+        if first.blocks_left:
+            table.add_row("not moved: blocks", *(f"{load.blocks_left:,}" for load in loads), "before the windows")
+            table.add_row("not moved: bytes", *(f"{load.size_left:,}" for load in loads))
+        table.add_row("descriptors", *(f"{load.descriptors:,}" for load in loads))
+        table.add_row("lease", outcome, outcome, end_section=True)
+        for phase in first.seconds:
+            times = [_milliseconds(load.seconds[phase]) for load in loads]
+            table.add_row(phase, *times, _bar(second.seconds[phase], second.total_s))
+        table.add_row("total", *(_milliseconds(load.total_s) for load in loads), end_section=True)
+        table.add_row("post + wire", *map(_wire_rate, loads))
+        table.add_row("all phases", *(_rate(load.size, load.total_s) for load in loads))
+        table.caption = "the first load connects the engines; bars are the second's"
         self._console.print(table)
 
     def heads(self, engines: Mapping[str, int], *, kv_heads: int, padded: int) -> None:
@@ -126,6 +128,30 @@ class Screen:
             return
         self._console.print(Text(f"✗ different text: without hand-over {alone} says", style="bold red"))
         self._console.print(Panel(Text(reference), box=ROUNDED, border_style="red"))
+
+    def stale(self, bob: str, alice: str, block_ids: Sequence[int], lease_s: float) -> None:
+        """What happens in `stale.py`, before it does."""
+        blocks = ", ".join(map(str, block_ids))
+        lines = [
+            ("Bob    ", PREFILL_STYLE, bob),
+            ("Alice  ", DECODE_STYLE, alice),
+            ("1  ", "bold", f"Bob's prompt is computed in blocks {blocks}; they are kept for {lease_s:g} s"),
+            ("2  ", "bold", "his request waits longer: a queue, a frozen host, a slow router"),
+            ("3  ", "bold", f"Alice's prompt is computed in blocks {blocks}"),
+            ("4  ", "bold", f"the decode engine reads blocks {blocks} over NIXL, to answer Bob"),
+        ]
+        text = Text("\n").join(Text.assemble((mark, style), said) for mark, style, said in lines)
+        self._console.print(Panel(text, title="kvflow · a hand-over that comes too late", box=ROUNDED))
+
+    def stale_answers(self, answers: Mapping[tuple[str, str], tuple[str, str, bool]]) -> None:
+        """By way and moment: how Bob's blocks have come, what he is told, and whether that is right."""
+        table = Table(title="what Bob is told", box=ROUNDED, title_style="bold", show_lines=True)
+        for name in ("hand-over", "reader", "the read", "answer"):
+            table.add_column(name)
+        for (way, moment), (read, text, right) in answers.items():
+            style = "green" if right else "bold red"
+            table.add_row(way, moment, read, Text(f"{'✓' if right else '✗'} {text}", style=style))
+        self._console.print(table)
 
     def error(self, message: str) -> None:
         self._errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)

@@ -1,20 +1,17 @@
 """One rank of an engine in a process of its own: the engine computes, kvflow moves its blocks, the router commands.
 
-This is the part to read if you want to use kvflow: `_Worker.prefill` offers blocks and keeps them until
-they were read, `_Worker.decode` loads them and goes on from there. Both keep one rule: while kvflow may touch blocks,
-they belong to a background task, which gives them back when it cannot any more. A request that is cancelled, even
-twice, does not take that along.
+This is the part to read if you want to use kvflow: `_Worker.prefill` offers blocks and keeps them until they were read,
+`_Worker.decode` loads them and goes on from there. Whose blocks are meanwhile is the affair of `keeper`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -27,6 +24,7 @@ from paged_engine.weights import load_model
 import kvflow
 from disaggregated.channel import Channel, ChannelClosedError
 from disaggregated.groups import LayerGroups
+from disaggregated.keeper import BlockKeeper, background_tasks
 from disaggregated.messages import (
     Command,
     Decode,
@@ -94,33 +92,34 @@ async def _started(
         listen="tcp://127.0.0.1:0",
         model=model.config.name,
     )
-    async with Engine(
-        model,
-        block_count=settings.block_count,
-        block_size=settings.block_size,
-        # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
-        # The ranks of one engine scatter them alike, for they use the same blocks.
-        shuffle_seed=settings.engine_id,
-    ) as engine:
-        runtime = kvflow.Runtime(config)
-        worker = _Worker(engine, runtime, channel)
-        try:
-            async with runtime:
-                await runtime.register_kv_caches(worker.groups.caches)
-                yield worker
-        finally:
-            await worker.all_given_back()  # closing has ended all loads and leases
+    async with (
+        Engine(
+            model,
+            block_count=settings.block_count,
+            block_size=settings.block_size,
+            # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
+            # The ranks of one engine scatter them alike, for they use the same blocks.
+            shuffle_seed=settings.engine_id,
+        ) as engine,
+        kvflow.Runtime(config) as runtime,
+        background_tasks() as start_task,
+    ):
+        worker = _Worker(engine, runtime, BlockKeeper(runtime, start_task), channel)
+        await runtime.register_kv_caches(worker.groups.caches)
+        yield worker
 
 
 class _Worker:
     """Answers the router's commands, each in a task of its own."""
 
-    def __init__(self, engine: Engine, runtime: kvflow.Runtime, channel: Channel[Command, Event]) -> None:
+    def __init__(
+        self, engine: Engine, runtime: kvflow.Runtime, keeper: BlockKeeper, channel: Channel[Command, Event]
+    ) -> None:
         self._engine = engine
         self._runtime = runtime
+        self._keeper = keeper
         self._channel = channel
         self.groups = LayerGroups(engine)
-        self._giving_back: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Take commands until the router hangs up, then drop what it no longer waits for."""
@@ -162,7 +161,7 @@ class _Worker:
                     num_tokens=len(command.prompt),
                 )
             )
-            freed = self._give_back(blocks.pop_all(), after=lease)
+            freed = self._keeper.keep(lease, blocks)
         try:
             await self._channel.send(Prefilled(token=token, ticket=lease.ticket.to_params()))
             outcome = await lease
@@ -178,7 +177,7 @@ class _Worker:
             block_ids = await blocks.enter_async_context(room)
             tables = self.groups.tables(block_ids, command.prompt_count)
             request = kvflow.LoadRequest(command.request_id, ticket=command.ticket, block_ids=tables)
-            report = await self._load(request, blocks)
+            report = await self._keeper.load(request, blocks)
             await self._channel.send(_loaded(report, *self.groups.left(command.prompt_count)))
             await self._stream(
                 self._engine.decode(
@@ -196,45 +195,10 @@ class _Worker:
         await self._stream(self._engine.generate(command.prompt, max_tokens=command.max_tokens))
         await self._channel.send(Done())
 
-    async def _load(self, request: kvflow.LoadRequest, blocks: AsyncExitStack) -> kvflow.LoadReport:
-        load = self._runtime.start_load(request)
-        try:
-            return await load
-        except BaseException:
-            self._in_background(self._give_offer_back(request), "give the offer back")
-            raise
-        finally:
-            # After a failure or a cancellation bytes may still land: the blocks are kept until they cannot.
-            if not load.safe:
-                await asyncio.shield(self._give_back(blocks.pop_all(), after=load.settled()))
-
-    async def _give_offer_back(self, request: kvflow.LoadRequest) -> None:
-        """Nobody will read the prompt's blocks: the prefill engine need not keep them until their time is over."""
-        with suppress(kvflow.errors.KVFlowError):
-            await self._runtime.release_blocks(request.ticket)
-
-    def _give_back(self, blocks: AsyncExitStack, after: Awaitable[object]) -> asyncio.Task[None]:
-        return self._in_background(_freed_after(after, blocks), "give blocks back")
-
-    def _in_background(self, body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(body, name=name)
-        self._giving_back.add(task)
-        task.add_done_callback(self._giving_back.discard)
-        return task
-
-    async def all_given_back(self) -> None:
-        """Wait until no block is kept for kvflow any more; raises if that can never be known of some."""
-        await asyncio.gather(*self._giving_back)
-
     async def _stream(self, generated: AsyncGenerator[int, None]) -> None:
         async with aclosing(generated) as tokens:
             async for token in tokens:
                 await self._channel.send(Token(token=token))
-
-
-async def _freed_after(over: Awaitable[object], blocks: AsyncExitStack) -> None:
-    await over  # if it raises, it is not known whether bytes may still land: then the blocks stay taken
-    await blocks.aclose()
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ were read, `decode` loads them. The rest is what any such service has in some fo
     answer_text  the text of an answer as its tokens come, and stop strings
     shapes       what clients get: OpenAI's HTTP shapes
     dialects     completions and chat: the two ways to write down an answer
-    attempts     an answer by attempts: elsewhere if one fails, all under one deadline
-    router       one attempt: prefill here, decode there
+    attempts     an answer by attempts: prefill here, decode there; elsewhere if one fails, all under one deadline
+    router       the workers as attempts see them, over HTTP
     rotation     which worker is next, which are down, when to look again; pure
     messages     what router and workers say to each other
     failures     what may go wrong, whose fault it is, whether another worker may help; pure

@@ -1,6 +1,8 @@
 """An answer by attempts: each starts over, elsewhere, until a client has seen a token; one deadline covers all of them.
 
-What an attempt is, its owner says: a generator of steps that raises AttemptError. Pure of HTTP.
+An attempt is one prefill and one decode, side by side (`hand_over`): the decode worker loads the prompt's blocks while
+they are computed, and the first token comes to it with the last of them. They meet by the attempt's id, which nobody
+else knows. Which workers, and how they are asked, its owner says: `router` by HTTP, `ray_server.decode` by Ray.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from disaggregated.keeper import StartTask
 from paged_engine import GREEDY, Sampling
 
 from kvflow import Ticket
 from openai_server.failures import STATUS
-from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillRequest, Step
+from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 
 logger = logging.getLogger(__name__)
 
@@ -152,9 +155,74 @@ class Stream:
         await self.rest.aclose()
 
 
-async def first_of(steps: AsyncGenerator[Step, None]) -> Step:
-    """The next step, as a coroutine that a task can run."""
+class PrefillWorker(Protocol):
+    """The prefill worker that was picked for an attempt."""
+
+    @property
+    def introduction(self) -> Ticket:
+        """Where its blocks are to be had."""
+
+    async def ask(self, request: PrefillRequest) -> PrefillReply:
+        """Have a prompt computed; what it answers after the first step says no more. Raises AttemptError."""
+
+    def give_up(self, request_id: str) -> None:
+        """Nobody is going to load it."""
+
+
+Decoding = Callable[[DecodeRequest], AbstractAsyncContextManager[AsyncGenerator[Step, None]]]
+"""The steps of an answer; entering it waits until there is room for them. Both raise AttemptError."""
+
+
+async def hand_over(
+    request_id: str, prompt: Prompt, prefill: PrefillWorker, decoding: Decoding, start_task: StartTask
+) -> AsyncGenerator[Step, None]:
+    """One attempt: the prompt is computed by the one worker, while the other one loads it and goes on from there.
+
+    The decode worker is asked first, and the prefill worker once that has room for the answer: so whoever holds blocks
+    of a prefill worker never waits for room anywhere, and requests cannot wait for each other in a circle.
+    """
+    if prompt.max_tokens == 1:
+        yield (await prefill.ask(prompt.to_compute(request_id))).step
+        return
+    ticket = Ticket.rendezvous(prefill.introduction, request_id, ttl_s=prompt.remaining_s)
+    async with decoding(prompt.to_answer(request_id, ticket)) as steps, aclosing(steps):
+        asked = asyncio.create_task(prefill.ask(prompt.to_compute(request_id)), name=f"prefill {request_id}")
+        try:
+            first = await _first_step(asked, steps)
+        except BaseException:
+            prefill.give_up(request_id)
+            raise
+        # The prefill worker's own answer comes when it likes, and says no more.
+        start_task(_over(asked, prompt), f"prefill {request_id}")
+        yield first
+        async for step in steps:
+            yield step
+
+
+async def _first_step(asked: asyncio.Task[PrefillReply], steps: AsyncGenerator[Step, None]) -> Step:
+    """The first step, or the first failure of either worker, which ends both."""
+    first = asyncio.create_task(_next(steps), name="first step")
+    try:
+        await asyncio.wait((asked, first), return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            asked.result()
+        return await first
+    except BaseException:
+        asked.cancel()
+        first.cancel()
+        await asyncio.gather(asked, first, return_exceptions=True)
+        raise
+
+
+async def _next(steps: AsyncGenerator[Step, None]) -> Step:
     return await anext(steps)
+
+
+async def _over(asked: asyncio.Task[PrefillReply], prompt: Prompt) -> None:
+    """Wait for an answer that nobody needs; nor does it count how it ends."""
+    with suppress(AttemptError, TimeoutError):
+        async with asyncio.timeout_at(prompt.deadline):
+            await asked
 
 
 async def _before(prompt: Prompt, result: Awaitable[Result]) -> Result:

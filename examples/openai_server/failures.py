@@ -1,8 +1,8 @@
 """What may go wrong with a request: whose fault it is, whether another try may help, what the client is told.
 
-Workers translate exceptions into failures (`failure_of`), the router decides by their kind, and clients get an error
-in OpenAI's shape (`STATUS`). An exception that is not named here is a bug: its worker answers 500 with a traceback in
-its log, and the router takes that as WORKER_FAILED.
+Workers translate exceptions into failures (`failure_of`), the router decides by their kind and logs them, and clients
+get an error in OpenAI's shape (`STATUS`), which names no worker and no class of ours. An exception that is not named
+here is a bug: its worker answers 500 with a traceback in its log, and the router takes that as WORKER_FAILED.
 
 Of kvflow's errors only `blame` and `retryable` are looked at, so classes that do not exist yet have their place too.
 `memory_safe` concerns nobody here: whoever has loaded keeps blocks that are not safe (`decode`).
@@ -31,6 +31,8 @@ EXPECTED_ERRORS = (KVFlowError, OutOfBlocksError, RequestTooLongError, NoFirstTo
 
 def failure_of(error: Exception) -> Failure:
     """What the router is told of one of EXPECTED_ERRORS."""
+    if isinstance(error, RequestTooLongError):
+        return Failure(kind=FailureKind.INVALID, message=str(error))
     return Failure(kind=_kind_of(error), message=f"{type(error).__name__}: {error}")
 
 
@@ -71,14 +73,31 @@ class Status:
     type: str
     retry: bool
     """Whether the router tries again, with other workers where there are any."""
+    says: str = ""
+    """What they are told; "" is the failure's own message."""
 
 
 STATUS = {
     FailureKind.INVALID: Status(http=400, type="invalid_request_error", retry=False),
-    FailureKind.BUSY: Status(http=503, type="server_error", retry=True),
-    FailureKind.PREFILL_AGAIN: Status(http=502, type="server_error", retry=True),
-    FailureKind.WORKER_FAILED: Status(http=502, type="server_error", retry=True),
-    FailureKind.WORKER_LOST: Status(http=502, type="server_error", retry=True),
-    FailureKind.NO_WORKER: Status(http=503, type="server_error", retry=False),
-    FailureKind.DEADLINE: Status(http=504, type="timeout_error", retry=False),
+    FailureKind.BUSY: Status(
+        http=503, type="server_error", retry=True, says="The server is busy; try again in a few seconds."
+    ),
+    FailureKind.PREFILL_AGAIN: Status(
+        http=502, type="server_error", retry=True, says="The prompt's cache could not be handed over; try again."
+    ),
+    FailureKind.WORKER_FAILED: Status(
+        http=502, type="server_error", retry=True, says="The server had an error while it processed the request."
+    ),
+    FailureKind.WORKER_LOST: Status(
+        http=502, type="server_error", retry=True, says="The server lost a worker during the request; try again."
+    ),
+    FailureKind.NO_WORKER: Status(
+        http=503, type="server_error", retry=False, says="The server has no worker to take the request; try again."
+    ),
+    FailureKind.DEADLINE: Status(
+        http=504, type="timeout_error", retry=False, says="The request did not end before its deadline."
+    ),
 }
+
+CODES = {FailureKind.INVALID: "context_length_exceeded"}
+"""What OpenAI calls a failure; the others are called by their kind."""

@@ -8,6 +8,7 @@ later is an `error` event, which the openai client raises as an APIError.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from starlette.exceptions import HTTPException
 from openai_server.answer_text import AnswerText
 from openai_server.attempts import Answers, AttemptError, Prompt, Stream
 from openai_server.dialects import Chat, Completions, Dialect
-from openai_server.failures import STATUS
+from openai_server.failures import CODES, STATUS
 from openai_server.http_server import serve_http
 from openai_server.messages import Failure, FailureKind, Step
 from openai_server.metrics import RouterMetrics, add_metrics
@@ -38,6 +39,10 @@ from openai_server.rotation import Rotation, Worker
 from openai_server.router import Router, open_client
 from openai_server.shapes import ErrorBody, ErrorReply, Model, ModelList, Usage
 from openai_server.starts import listen_at
+
+logger = logging.getLogger(__name__)
+
+ENDPOINTS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics", "/docs")
 
 
 class RefusedError(Exception):
@@ -124,6 +129,7 @@ class Front:
             outcome = "ok"
         except AttemptError as error:
             outcome = error.failure.kind
+            logger.info("stream %s failed: %s", dialect.id, error)
             yield _event(_error_of(error.failure).model_dump_json())
         finally:
             self.metrics.request_ended(outcome)
@@ -178,6 +184,10 @@ def front_app(front: Front) -> FastAPI:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await front.answer(request, body)
 
+    @app.get("/")
+    async def root() -> dict[str, str | Sequence[str]]:
+        return {"server": app.title, "model": MODEL_NAME, "endpoints": ENDPOINTS}
+
     @app.get("/v1/models")
     async def models() -> ModelList:
         return ModelList(data=[Model(id=MODEL_NAME)])
@@ -213,9 +223,12 @@ def _add_error_handlers(app: FastAPI, metrics: RouterMetrics) -> None:
     """Every error in OpenAI's shape."""
 
     @app.exception_handler(AttemptError)
-    async def failed(_: Request, error: AttemptError) -> Response:
-        metrics.request_ended(error.failure.kind)
-        return _json(_error_of(error.failure), STATUS[error.failure.kind].http)
+    async def failed(request: Request, error: AttemptError) -> Response:
+        failure = error.failure
+        metrics.request_ended(failure.kind)
+        logger.info("%s failed: %s: %s", request.url.path, failure.kind, error)
+        prompt = "messages" if request.url.path.endswith("/chat/completions") else "prompt"
+        return _json(_error_of(failure, prompt), STATUS[failure.kind].http)
 
     @app.exception_handler(RefusedError)
     async def refused(_: Request, error: RefusedError) -> Response:
@@ -244,9 +257,12 @@ def _add_error_handlers(app: FastAPI, metrics: RouterMetrics) -> None:
         return Response(status_code=499)  # nobody sees it
 
 
-def _error_of(failure: Failure) -> ErrorReply:
-    body = ErrorBody(message=failure.message, type=STATUS[failure.kind].type, code=failure.kind)
-    return ErrorReply(error=body)
+def _error_of(failure: Failure, prompt: str = "") -> ErrorReply:
+    """`prompt` is what its endpoint calls the prompt: where that is at fault, the error says so."""
+    status = STATUS[failure.kind]
+    param = prompt or None if failure.kind is FailureKind.INVALID else None
+    code = CODES.get(failure.kind, failure.kind)
+    return ErrorReply(error=ErrorBody(message=status.says or failure.message, type=status.type, param=param, code=code))
 
 
 def _json(model: BaseModel, status_code: int = 200) -> JSONResponse:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+from disaggregated.keeper import BlockKeeper, StartTask, background_tasks
 from fastapi import FastAPI, Request, Response
 from paged_engine import BlockId, Engine
 
@@ -18,9 +19,7 @@ from openai_server.metrics import PrefillMetrics
 from openai_server.responses import read_message, unless_gone
 from openai_server.starts import listen_at
 from openai_server.worker import (
-    StartTask,
     WorkerSettings,
-    background_tasks,
     introduction_of,
     open_engine,
     open_runtime,
@@ -35,7 +34,7 @@ class PrefillWorker:
     def __init__(self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, metrics: PrefillMetrics) -> None:
         self._engine = engine
         self._runtime = runtime
-        self._start_task = start_task
+        self._keeper = BlockKeeper(runtime, start_task)
         self._metrics = metrics
         self._leases: dict[str, kvflow.Lease] = {}
 
@@ -78,7 +77,7 @@ class PrefillWorker:
             raise
         finally:
             # However it ended no step uses the blocks any more, and a reader may until the lease has ended.
-            self._start_task(self._hold(lease, blocks.pop_all()), f"lease {request.request_id}")
+            self._keeper.keep(lease, blocks, ended=self._ended)
         return token
 
     def release(self, request_id: str) -> None:
@@ -93,17 +92,9 @@ class PrefillWorker:
         if lease is not None:
             await lease
 
-    async def _hold(self, lease: kvflow.Lease, blocks: AsyncExitStack) -> None:
-        """Keep the blocks reserved until the lease has ended, and no reader can take them for good any more."""
-        async with blocks:
-            try:
-                await lease
-            finally:
-                # No effect on a lease that has ended. One that is still open, because this worker ends, must not
-                # outlive the reservation.
-                lease.revoke()
-                self._metrics.lease_ended(await lease)
-                del self._leases[lease.request_id]
+    def _ended(self, lease: kvflow.Lease, outcome: kvflow.LeaseOutcome) -> None:
+        self._metrics.lease_ended(outcome)
+        del self._leases[lease.request_id]
 
 
 def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:

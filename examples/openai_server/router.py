@@ -1,13 +1,9 @@
-"""One request from prompt to last token: prefill here, decode there, elsewhere if that fails, under one deadline.
+"""The workers as a router sees them, over HTTP: picks two for each attempt, notices who is lost, and who is back.
 
-Theory: an attempt is one prefill and one decode, side by side: the decode worker loads the prompt's blocks while they
-are computed, and the first token comes to it with the last of them. They meet by the attempt's id, which nobody else
-knows. The decode worker is asked first, and the prefill worker once that has room for the answer: so whoever holds
-blocks of a prefill worker never waits for room anywhere, and requests cannot wait for each other in a circle. Whatever
-goes wrong before the client has seen a token, the next attempt starts over with a fresh prefill, avoiding the worker
-that failed; the request's deadline and `attempts_max` bound it. Once tokens have been streamed a failure is the
-client's to handle. A worker is lost when a connection to it fails; the watch brings it back when it answers again.
-Blocks that were prefilled and will not be loaded are released.
+Theory: whatever goes wrong before the client has seen a token, the next attempt starts over with a fresh prefill,
+avoiding the worker that failed; the request's deadline and `attempts_max` bound it. Once tokens have been streamed a
+failure is the client's to handle. A worker is lost when a connection to it fails; the watch brings it back when it
+answers again. Blocks that were prefilled and will not be loaded are released.
 """
 
 from __future__ import annotations
@@ -15,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -25,9 +22,9 @@ import aiohttp
 from pydantic import ValidationError
 
 import kvflow
-from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, first_of
+from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, hand_over
 from openai_server.http_server import CLIENT_KEEP_ALIVE_S
-from openai_server.messages import Failure, FailureKind, PrefillReply, Step
+from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Rotation, Worker
 
@@ -76,29 +73,14 @@ class Router:
         return Attempts(attempt=self._attempt, retried=self.metrics.retried, attempts_max=self.attempts_max)
 
     async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        prefill = self._pick(self.prefill, avoid)
-        if prompt.max_tokens == 1:
-            yield (await self._ask_prefill(prefill, request_id, prompt)).step
-            return
-        async with self._decoding(prefill, request_id, prompt, avoid) as steps:
-            yield await self._first_step(prefill, request_id, prompt, steps)
+        prefill = _Prefill(self, self._pick(self.prefill, avoid))
+        decoding = partial(self._decoding, prefill.worker, avoid)
+        async with aclosing(hand_over(request_id, prompt, prefill, decoding, self._start_task)) as steps:
             async for step in steps:
                 yield step
 
-    async def _first_step(
-        self, prefill: Worker, request_id: str, prompt: Prompt, steps: AsyncGenerator[Step, None]
-    ) -> Step:
-        """Have the prompt computed while it is loaded. The first failure of either ends it."""
-        try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._ask_prefill(prefill, request_id, prompt), name=f"prefill {request_id}")
-                first = both.create_task(first_of(steps), name=f"decode {request_id}")
-        except BaseException as error:
-            self._release(prefill, request_id)
-            if isinstance(error, BaseExceptionGroup):
-                raise error.exceptions[0] from error
-            raise
-        return first.result()
+    def _start_task(self, body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        return self.tasks.create_task(body, name=name)
 
     def _pick(self, rotation: Rotation, avoid: set[Hashable]) -> Worker:
         worker = rotation.pick(avoid)
@@ -107,8 +89,7 @@ class Router:
             raise AttemptError(Failure(kind=FailureKind.NO_WORKER, message=message))
         return worker
 
-    async def _ask_prefill(self, worker: Worker, request_id: str, prompt: Prompt) -> PrefillReply:
-        request = prompt.to_compute(request_id)
+    async def ask_prefill(self, worker: Worker, request: PrefillRequest) -> PrefillReply:
         with self._losses(self.prefill, worker):
             async with self.client.post(f"{worker.url}/prefill", data=request.model_dump_json()) as response:
                 body = await response.read()
@@ -118,13 +99,9 @@ class Router:
 
     @asynccontextmanager
     async def _decoding(
-        self, prefill: Worker, request_id: str, prompt: Prompt, avoid: set[Hashable]
+        self, prefill: Worker, avoid: set[Hashable], request: DecodeRequest
     ) -> AsyncIterator[AsyncGenerator[Step, None]]:
-        """The steps of an answer; entering it waits until a decode worker has room for them."""
         decode = self._pick(self.decode, avoid)
-        assert prefill.introduction is not None, "it is up, so it has been probed"
-        ticket = kvflow.Ticket.rendezvous(prefill.introduction, request_id, ttl_s=prompt.remaining_s)
-        request = prompt.to_answer(request_id, ticket)
         with self._losses(self.decode, decode):
             async with self.client.post(f"{decode.url}/decode", data=request.model_dump_json()) as response:
                 if response.status != HTTPStatus.OK:
@@ -143,7 +120,7 @@ class Router:
             message = f"{worker.name} was lost: {type(error).__name__} {error}".rstrip()
             raise AttemptError(Failure(kind=FailureKind.WORKER_LOST, message=message), worker) from error
 
-    def _release(self, worker: Worker, request_id: str) -> None:
+    def release(self, worker: Worker, request_id: str) -> None:
         """Tell a prefill worker that nobody is going to load; if it cannot be told the lease runs out by itself."""
 
         async def release() -> None:
@@ -182,6 +159,25 @@ class Router:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """See `attempts.PrefillWorker`."""
+
+    router: Router
+    worker: Worker
+
+    @property
+    def introduction(self) -> kvflow.Ticket:
+        assert self.worker.introduction is not None, "it is up, so it has been probed"
+        return self.worker.introduction
+
+    async def ask(self, request: PrefillRequest) -> PrefillReply:
+        return await self.router.ask_prefill(self.worker, request)
+
+    def give_up(self, request_id: str) -> None:
+        self.router.release(self.worker, request_id)
+
+
 async def _steps_in(response: aiohttp.ClientResponse, prefill: Worker, decode: Worker) -> AsyncGenerator[Step, None]:
     """The steps of a decode worker's answer, up to the last one."""
     async for line in response.content:
@@ -213,4 +209,6 @@ def _failure_in(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -
         failure = Failure.model_validate_json(body)
     except ValidationError:
         return Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} answered {response.status}")
+    if failure.kind is FailureKind.INVALID:  # no worker's affair, and its message is for the client
+        return failure
     return Failure(kind=failure.kind, message=f"{worker.name}: {failure.message}")

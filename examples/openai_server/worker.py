@@ -1,20 +1,14 @@
-"""What both kinds of workers have: an engine, a kvflow runtime that knows its cache, background tasks, HTTP.
-
-Theory of memory, in one rule: blocks are reserved by an `async with engine.reserve(...)`, and whoever may still read
-or write them holds it open. A request that ends while kvflow may still touch its blocks hands the reservation over to
-a background task (`AsyncExitStack.pop_all`), which ends it when the blocks are safe.
-"""
+"""What both kinds of workers have: an engine, a kvflow runtime that knows its cache, HTTP."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from fastapi import FastAPI, Request, Response
@@ -36,8 +30,6 @@ BLOCK_SIZE = 16
 # Some 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
 CACHE_TOKENS = 4096
 BATCH_SIZE = 8
-
-StartTask = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,30 +77,13 @@ async def open_runtime(
         yield runtime
 
 
-@asynccontextmanager
-async def background_tasks() -> AsyncIterator[StartTask]:
-    """Tasks that outlive the HTTP request that started them. One that fails ends the process: that is a bug."""
-    tasks: set[asyncio.Task[None]] = set()
-    async with asyncio.TaskGroup() as group:
-
-        def start(body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-            task = group.create_task(body, name=name)
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            return task
-
-        yield start
-        for task in tasks:
-            task.cancel()
-
-
 def require_length(engine: Engine, prompt_count: int, max_tokens: int) -> None:
     """RequestTooLongError for what no worker can hold: all engines have the same room."""
     token_count = prompt_count + max_tokens
     if token_count > engine.token_count_max:
         raise RequestTooLongError(
-            f"{prompt_count} tokens of prompt and max_tokens {max_tokens} are {token_count}, "
-            f"at most {engine.token_count_max} are possible"
+            f"This model's maximum context length is {engine.token_count_max} tokens. However, you requested "
+            f"{token_count} tokens ({prompt_count} in the prompt, {max_tokens} in the completion)."
         )
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from openai_server.attempts import AttemptError, Attempts, Prompt, first_of
-from openai_server.decode import DecodeWorker, Generation
+from openai_server.attempts import AttemptError, Attempts, Prompt, hand_over
+from openai_server.decode import DecodeWorker
 from openai_server.failures import EXPECTED_ERRORS
-from openai_server.messages import Failure, FailureKind, PrefillReply, Step
+from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import DecodeMetrics
 from openai_server.worker import reported
 from ray import serve
@@ -58,60 +60,25 @@ class Decode:
         asking = self._prefill.prefill
         with losses("prefill"):
             async with asking.choose_replica(needs_tokens=len(prompt.token_ids), prefix=prefix, avoid=avoid) as chosen:
-                if prompt.max_tokens == 1:
-                    yield (await self._ask(chosen, request_id, prompt)).step
-                    return
-                generation, steps, first = await self._begin(chosen, request_id, prompt)
-        async with aclosing(generation), aclosing(steps):
+                prefill = _Prefill(self._prefill, chosen)
+                steps = hand_over(
+                    request_id, prompt, prefill, partial(self._decoding, prefill), self._opened.start_task
+                )
+                first = await anext(steps)
+        async with aclosing(steps):
             yield first
             async for step in steps:
                 yield step
 
-    async def _begin(
-        self, chosen: Any, request_id: str, prompt: Prompt
-    ) -> tuple[Generation, AsyncGenerator[Step, None], Step]:
-        """Have the prompt computed while it is loaded; the answer, and its first step."""
-        metadata = chosen.replica_metadata
-        ticket = kvflow.Ticket.rendezvous(metadata["introduction"], request_id, ttl_s=prompt.remaining_s)
-        generation = await self._room(request_id, prompt, ticket)
-        steps = self._steps(generation.steps(), metadata["replica"])
-        asking = asyncio.create_task(self._ask(chosen, request_id, prompt), name=f"prefill {request_id}")
-        first = asyncio.create_task(first_of(steps), name=f"decode {request_id}")
+    @asynccontextmanager
+    async def _decoding(self, prefill: _Prefill, request: DecodeRequest) -> AsyncIterator[AsyncGenerator[Step, None]]:
+        """Blocks of this replica, and the load into them. What fails there is no prefill replica's fault."""
         try:
-            await asyncio.wait((asking, first), return_when=asyncio.FIRST_COMPLETED)
-            if not first.done():
-                asking.result()  # raises why there will be no step
-            step = await first
-        except BaseException:
-            asking.cancel()
-            first.cancel()
-            await asyncio.gather(asking, first, return_exceptions=True)
-            await generation.aclose()
-            raise
-        self._opened.start_task(_over(asking), f"prefill {request_id}")  # its answer comes later, and says no more
-        return generation, steps, step
-
-    async def _room(self, request_id: str, prompt: Prompt, ticket: kvflow.Ticket) -> Generation:
-        """Blocks of this replica, and the load into them. What fails here is nobody else's fault."""
-        request = prompt.to_answer(request_id, ticket)
-        try:
-            return await self._worker.decode(request)
+            generation = await self._worker.decode(request)
         except EXPECTED_ERRORS as error:
             raise self._own_failure(reported(error, self._opened.metrics)) from error
-
-    async def _ask(self, chosen: Any, request_id: str, prompt: Prompt) -> PrefillReply:
-        request = prompt.to_compute(request_id)
-        name = chosen.replica_metadata["replica"]
-        response = self._prefill.prefill.dispatch(chosen, request)
-        try:
-            with losses(f"prefill replica {name}", name):
-                reply = await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        if isinstance(reply, Failure):
-            raise AttemptError(reply, name)
-        return reply
+        async with aclosing(generation):
+            yield self._steps(generation.steps(), prefill.name)
 
     async def _steps(self, steps: AsyncIterator[Step | Failure], prefill: str) -> AsyncGenerator[Step, None]:
         async for step in steps:
@@ -144,7 +111,33 @@ class Decode:
         await self._replica.close()
 
 
-async def _over(asking: asyncio.Task[PrefillReply]) -> None:
-    """Wait for an answer that nobody needs."""
-    with suppress(AttemptError):
-        await asking
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """See `openai_server.attempts.PrefillWorker`."""
+
+    handle: DeploymentHandle
+    chosen: Any
+
+    @property
+    def name(self) -> str:
+        name: str = self.chosen.replica_metadata["replica"]
+        return name
+
+    @property
+    def introduction(self) -> kvflow.Ticket:
+        return kvflow.Ticket.from_params(self.chosen.replica_metadata["introduction"])
+
+    async def ask(self, request: PrefillRequest) -> PrefillReply:
+        response = self.handle.prefill.dispatch(self.chosen, request)
+        try:
+            with losses(f"prefill replica {self.name}", self.name):
+                reply = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        if isinstance(reply, Failure):
+            raise AttemptError(reply, self.name)
+        return reply
+
+    def give_up(self, request_id: str) -> None:
+        """Cancelling what was asked ends the offer; nobody else can tell this replica."""

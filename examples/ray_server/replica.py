@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from disaggregated.keeper import StartTask, background_tasks
 from openai_server.metrics import WorkerMetrics
-from openai_server.worker import StartTask, background_tasks, introduction_of, open_engine
+from openai_server.worker import introduction_of, open_engine
 from paged_engine import Engine
 from paged_engine.weights import MODEL_NAME
 from prometheus_client import generate_latest

@@ -144,9 +144,7 @@ class PatternCache:
 
     def fill(self) -> None:
         """Write what a producer holds."""
-        tokens = self._pool(self.shape.block_size)
-        for index, layer in enumerate(self.layers):
-            layer[:] = self._expected(index, tokens)
+        self.write(range(self.shape.blocks))
 
     def write(self, block_ids: Sequence[int]) -> None:
         """Write what a producer holds in these blocks."""

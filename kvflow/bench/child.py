@@ -182,10 +182,10 @@ async def open_caller() -> AsyncIterator[Caller]:
     yield Caller()
 
 
-def call_in_child(name: str, function: Callable[..., ResultT], *arguments: object) -> ResultT:
+def call_in_child(name: str, function: Callable[..., Any], *arguments: object) -> Any:
     """What a function returns in a process of its own; BenchError if it raises, or ends the process."""
     with open_children([RankProcess(name, open_caller)], QUIET) as children:
-        return cast(ResultT, children[name].run(Caller.call, function, *arguments))
+        return children[name].run(Caller.call, function, *arguments)
 
 
 def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environment: Environment) -> None:

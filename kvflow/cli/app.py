@@ -19,8 +19,8 @@ from rich.text import Text
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Transport
 from kvflow.cli.bench import bench, told
-from kvflow.cli.demo import BLOCKS_MAX, hand_over
 from kvflow.cli.flags import PlainTyper
+from kvflow.cli.selftest import BLOCKS_MAX, hand_over
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, Status, is_broken
 from kvflow.doctor.run import examine
@@ -69,12 +69,12 @@ def new(
 
 
 @app.command()
-def demo(
+def selftest(
     blocks: Annotated[int, typer.Option(min=1, max=BLOCKS_MAX, help="How many blocks of 16 tokens.")] = 32,
     transport: Annotated[Transport, typer.Option(help="What NIXL moves it over.")] = Transport.SHM,
 ) -> None:
     """Hand a prompt's blocks over between two processes, over NIXL and without a model, and compare every byte."""
-    with told("demo", BenchError):
+    with told("selftest", BenchError):
         hand_over(blocks, transport, Console(highlight=False))
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class PlainTyper(typer.Typer):
     """Makes such commands."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cls=_Group, **options)
+        super().__init__(cls=_PlainGroup, **options)
 
-    def command(self, *arguments: Any, **options: Any) -> Any:
+    def command(self, *arguments: Any, **options: Any) -> Callable[[FunctionT], FunctionT]:
         return super().command(*arguments, cls=_Command, **options)
 
 
@@ -23,7 +26,7 @@ class _Command(TyperCommand):
         return _plain(super().get_params(ctx))
 
 
-class _Group(TyperGroup):
+class _PlainGroup(TyperGroup):
     def get_params(self, ctx: Any) -> Any:
         return _plain(super().get_params(ctx))
 

@@ -18,7 +18,7 @@ _EXTRA_MODULES = ("typer", "rich")
 
 
 def missing_modules() -> tuple[str, ...]:
-    """Those modules of the extra that are not installed."""
+    """Modules of the extra that are not installed."""
     return tuple(name for name in _EXTRA_MODULES if find_spec(name) is None)
 
 

@@ -33,7 +33,7 @@ class RankName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What endpoints have said at one moment: for each rank values by metric and its further label."""
+    """Answers of endpoints at one moment: for each rank values by metric and its further label."""
 
     at_s: float
     ranks: Mapping[RankName, Mapping[tuple[str, str], float]]
@@ -86,7 +86,7 @@ def parse(text: str) -> dict[RankName, dict[tuple[str, str], float]]:
 
 
 def _fetch(url: str) -> dict[RankName, dict[tuple[str, str], float]] | str:
-    """What an endpoint says, or why that is nothing."""
+    """Samples of an endpoint, or why there are none."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             text = answer.read(_BYTES_MAX + 1)

@@ -19,7 +19,7 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(slots=True)
 class Summary:
-    """What came of many seeds."""
+    """Results of many seeds, added up."""
 
     seeds: int = 0
     steps: int = 0

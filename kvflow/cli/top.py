@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -50,7 +52,7 @@ class Row:
 
 
 def rows_of(before: Scrape, now: Scrape, *, engines: bool) -> list[Row]:
-    """What has happened between two scrapes, and what is open now, by name. Pure.
+    """Rows by name: rates between two scrapes, and what is open now. Pure.
 
     What is new, or has begun to count anew, has no rates yet.
     """
@@ -66,23 +68,19 @@ def rows_of(before: Scrape, now: Scrape, *, engines: bool) -> list[Row]:
 
 def watch(urls: Sequence[str], console: Console, *, interval_s: float, once: bool, engines: bool | None) -> bool:
     """Show tables, again and again or once, until interrupted; whether the last scrape has shown any rank."""
-    before = scrape(urls)
-    if not console.is_terminal:
+    now = scrape(urls)
+    live = Live(render(now, now, engines=engines), console=console, screen=not once, auto_refresh=False)
+    with live if console.is_terminal else contextlib.nullcontext():
         while True:
             time.sleep(interval_s)
-            now = scrape(urls)
-            console.print(render(before, now, engines=engines))
+            before, now = now, scrape(urls)
+            tables = render(before, now, engines=engines)
+            if console.is_terminal:
+                live.update(tables, refresh=True)
+            else:
+                console.print(tables)
             if once:
                 return bool(now.ranks)
-            before = now
-    with Live(render(before, before, engines=engines), console=console, screen=not once, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval_s)
-            now = scrape(urls)
-            live.update(render(before, now, engines=engines), refresh=True)
-            if once:
-                return bool(now.ranks)
-            before = now
 
 
 def render(before: Scrape, now: Scrape, *, engines: bool | None) -> RenderableType:
@@ -149,38 +147,42 @@ def _added(parts: Sequence[Values]) -> Values:
     return total
 
 
-def _states(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = (
-        "engine",
-        "ranks",
-        "peers ready",
-        "loads",
-        "/s",
-        "failed/s",
-        "MB/s",
-        "reads",
-        "leases",
-        "/s",
-        "expired/s",
-    )
-    for heading in (*headings, "blocks free", "leased", "in flight", "quarantined"):
+_STATES: tuple[tuple[str, Callable[[Row], object]], ...] = (
+    ("engine", lambda row: row.name),
+    ("ranks", lambda row: row.ranks),
+    ("peers ready", lambda row: f"{row.ready} of {row.peers}"),
+    ("loads", lambda row: row.loads),
+    ("/s", lambda row: f"{row.loads_per_s:.1f}"),
+    ("failed/s", lambda row: f"{row.failed_per_s:.1f}"),
+    ("MB/s", lambda row: f"{row.bytes_per_s / 1e6:.1f}"),
+    ("reads", lambda row: row.reads),
+    ("leases", lambda row: row.leases),
+    ("/s", lambda row: f"{row.leases_per_s:.1f}"),
+    ("expired/s", lambda row: f"{row.expired_per_s:.1f}"),
+    ("blocks free", lambda row: row.free),
+    ("leased", lambda row: row.leased),
+    ("in flight", lambda row: row.in_flight),
+    ("quarantined", lambda row: row.quarantined),
+)
+
+
+def _table(headings: Iterable[str], **looks: Any) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, **looks)
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "engine" else "right")
+    return table
+
+
+def _states(rows: Sequence[Row]) -> Table:
+    table = _table(heading for heading, _ in _STATES)
     for row in rows:
-        cells = (
-            *(row.name, str(row.ranks), f"{row.ready} of {row.peers}", str(row.loads), f"{row.loads_per_s:.1f}"),
-            *(f"{row.failed_per_s:.1f}", f"{row.bytes_per_s / 1e6:.1f}", str(row.reads), str(row.leases)),
-            *(f"{row.leases_per_s:.1f}", f"{row.expired_per_s:.1f}"),
-            *(str(row.free), str(row.leased), str(row.in_flight), str(row.quarantined)),
-        )
-        table.add_row(*map(Text, cells), style="red" if row.failed_per_s or row.quarantined else "")
+        cells = (Text(str(cell(row))) for _, cell in _STATES)
+        table.add_row(*cells, style="red" if row.failed_per_s or row.quarantined else "")
     return table
 
 
 def _phases(rows: Sequence[Row]) -> Table:
-    table = Table(title="mean ms of loads by phase", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("engine", *_PHASES):
-        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    table = _table(("engine", *_PHASES), title="mean ms of loads by phase", title_justify="left")
     for row in rows:
         cells = (f"{row.phases_s[name] * 1e3:.2f}" if name in row.phases_s else "" for name in _PHASES)
         table.add_row(Text(row.name), *cells)

@@ -1,4 +1,4 @@
-"""What stands in the parameters that routers carry from engine to engine (`kv_transfer_params`)."""
+"""Parameters that routers carry from engine to engine (`kv_transfer_params`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME_CHARS_MAX = 200
 
 
 def name_of(request_id: str) -> str:
-    """What a runtime calls an engine's request, whose own id may have any length: a long one's beginning and digest."""
+    """A runtime's name for an engine's request, whose own id may have any length: a long one's beginning and digest."""
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).hexdigest()
@@ -50,13 +50,13 @@ def _own_params(ticket: Ticket) -> dict[str, Any]:
 
 
 class Dialect(NamedTuple):
-    """How tickets are written in the parameters that routers carry; by default as engines of our own make do."""
+    """The form of tickets in the parameters that routers carry; by default as engines of our own make do."""
 
     read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
     """RequestError for what is none."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """What of a request's id may stand in the name that its lease is found by."""
+    """The part of a request's id that may stand in the name that its lease is found by."""
 
 
 OWN_DIALECT = Dialect()

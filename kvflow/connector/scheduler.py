@@ -78,7 +78,7 @@ _USED_MAX = 1 << 14  # tickets that are remembered
 
 
 class EngineRequest(Protocol):
-    """What a scheduler's request has to tell."""
+    """A scheduler's request, as far as it has to tell."""
 
     @property
     def request_id(self) -> str: ...
@@ -94,7 +94,7 @@ class EngineRequest(Protocol):
 
 
 class Matched(NamedTuple):
-    """How many prompt tokens can come from remote, and whether they come between the steps."""
+    """Prompt tokens that can come from remote, and whether they come between the steps."""
 
     tokens: int | None
     """None while that depends on another request's load: ask again."""
@@ -109,7 +109,7 @@ class Sharing(enum.Enum):
     FIRST = enum.auto()
     """Samples of the same prompt may come, or have come."""
     FOLLOWS = enum.auto()
-    """The same, and if none of them is here the ticket is another engine's to use."""
+    """As `FIRST`; if none of the samples is here the ticket is another engine's to use."""
 
 
 class Scheduled(NamedTuple):
@@ -128,13 +128,13 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
-    """What a scheduler decides by. `block_size` is the engine's, in tokens."""
+    """The settings a scheduler decides by. `block_size` is the engine's, in tokens."""
 
     block_size: int
     lease_ttl_s: float
-    """How long an offered prompt is kept for its reader, from the end of its request on."""
+    """Time an offered prompt is kept for its reader, from the end of its request on."""
     groups: tuple[GroupFacts, ...] = ()
-    """Of a cache with several groups of layers, in the order of the engine's block tables; `block_size` is the
+    """Groups of layers of a cache with several, in the order of the engine's block tables; `block_size` is the
     first one's then. None is one group of full attention."""
     fetch_tokens_min: int = 1
     """With fewer tokens than this to come from remote, computing them is faster."""
@@ -190,18 +190,18 @@ class SchedulingConfig:
         return math.lcm(*(group.block_size for group in self.all_groups if group.whole), 1)
 
     def offered_of(self, num_prompt_tokens: int) -> int:
-        """How many tokens of a prompt are offered."""
+        """Tokens of a prompt that are offered."""
         return num_prompt_tokens - (num_prompt_tokens % self.full_block_tokens if self.full_blocks_only else 0)
 
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """What a ticket is used for."""
+    """The use of a ticket."""
 
     shared: bool
     """Whether by more than one request."""
     readers: list[_Consumer] = field(default_factory=list)
-    """Those that may read what it offers, or are at it, in the order in which they came."""
+    """Requests that may read what it offers, or are at it, in the order in which they came."""
     tried: bool = False
     """Whether one of them has read it, or has tried to."""
 
@@ -219,7 +219,7 @@ class _Consumer:
     offered_tokens: int
     """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
     prompt: Sequence[int] | None = None
-    """Of a rendezvous, whose ticket does not tell which prompt it is of."""
+    """Token ids, for a rendezvous, whose ticket does not tell which prompt it is of."""
     state: ConsumerState = ConsumerState.EXPECTED
 
 
@@ -227,7 +227,7 @@ class _Consumer:
 class _Producer:
     request_id: str
     num_prompt_tokens: int
-    """Those that may be offered."""
+    """Prompt tokens that may be offered."""
     prompt: Sequence[int] | None
     serve_id: str | None = None
     """The name that its readers know already; None once it is of no use, or if there is none."""
@@ -293,7 +293,7 @@ class ConnectorScheduler:
 
     @property
     def open_requests(self) -> int:
-        """How many requests have been added and have not ended."""
+        """Requests that have been added and have not ended."""
         return len(self._consumers) + len(self._producers)
 
     @property
@@ -373,7 +373,7 @@ class ConnectorScheduler:
             self._release(_Consumer(request_id=request.request_id, ticket=ticket, use=use, offered_tokens=0))
 
     def _use(self, ticket: Ticket, request_id: str, sharing: Sharing) -> _Use:
-        """What a request's ticket is used for. RequestError if it cannot be, any more."""
+        """The use of a request's ticket. RequestError if it cannot be, any more."""
         use = _Use(shared=sharing is not Sharing.ALONE)
         found = self._used_before(ticket, use)
         if found is use and sharing is Sharing.FOLLOWS:
@@ -383,7 +383,7 @@ class ConnectorScheduler:
         return found
 
     def _used_before(self, ticket: Ticket, use: _Use) -> _Use:
-        """What the ticket has been used for so far; `use` if it comes for the first time."""
+        """The use of the ticket so far; `use` if it comes for the first time."""
         key = (ticket.engine_id, ticket.request_id)
         found = self._used.setdefault(key, use)
         self._used.move_to_end(key)
@@ -392,7 +392,7 @@ class ConnectorScheduler:
         return found
 
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """How many tokens beyond `num_computed_tokens`, which fill whole blocks, can come from remote."""
+        """Tokens beyond `num_computed_tokens`, which fill whole blocks, that can come from remote."""
         request = self._consumers.get(request_id)
         if request is None or request.state is not ConsumerState.EXPECTED:
             return Matched(0, False)
@@ -445,7 +445,7 @@ class ConnectorScheduler:
         preempted: Iterable[str],
         block_ids: Callable[[str], GivenTables],
     ) -> Step:
-        """What the workers do in this step; afterwards nothing of it is left here.
+        """The work of this step for the workers; afterwards nothing of it is left here.
 
         `preempted` have lost their blocks before this step; `block_ids` tells all blocks of a request that has some, as
         `update_after_alloc` takes them.
@@ -565,7 +565,7 @@ class ConnectorScheduler:
         return block_ids is None or self._prompt_blocks(self._tables(block_ids), save.num_tokens) == save.block_tables
 
     def _prompt_blocks(self, tables: Sequence[Sequence[int]], tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Of a request's tables, what is offered of a prompt of so many tokens."""
+        """The blocks of a request's tables that are offered of a prompt of so many tokens."""
         return tuple(group.blocks(ids, 0, tokens) for group, ids in zip(self._groups, tables, strict=True))
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:

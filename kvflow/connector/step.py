@@ -1,4 +1,4 @@
-"""What an engine's scheduler hands its workers each step: messages that any executor can carry.
+"""The step that an engine's scheduler hands its workers: messages that any executor can carry.
 
 A `Step` is made by `connector.scheduler` and carried out by each worker. The workers tell the engine which requests
 have been received and sent; nothing else comes back.
@@ -30,7 +30,7 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     ticket: Ticket
     block_tables: BlockTables
     num_tokens: int | None = None
-    """How many tokens the offer has to be of, where the ticket does not say: a rendezvous."""
+    """Tokens that the offer has to be of, where the ticket does not say: a rendezvous."""
     prompt: tuple[int, ...] | None = None
     """Their ids, if the engine knows them; with `num_tokens` only."""
     release_if_failed: bool = True
@@ -96,7 +96,7 @@ class Step(msgspec.Struct, kw_only=True):
     withdraw: list[str] = []
     """Requests whose leases end now: their blocks may be used for something else."""
     recall: list[str] = []
-    """The same where readers may be at it: the step's own work begins when no read can succeed any more."""
+    """Leases that end although readers may be at it: the step's own work begins when no read can succeed any more."""
     decline: list[Decline] = []
     receive: list[Receive] = []
     abandon: list[str] = []

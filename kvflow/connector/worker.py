@@ -62,7 +62,7 @@ Happening: TypeAlias = Loaded | LoadFailed | OfferEnded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What has ended since the last call of `collect`."""
+    """Loads and leases that have ended since the last call of `collect`."""
 
     received: frozenset[str]
     """Loads that have ended, those that failed included."""
@@ -97,7 +97,7 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
 
     def collect(self) -> Results:
-        """What has ended meanwhile; returns at once. Raises what has gone wrong in kvflow itself."""
+        """Loads and leases that have ended meanwhile; returns at once. Raises what has gone wrong in kvflow itself."""
         if self._courier.problem is not None:
             raise self._courier.problem
         happened = tuple(self._happened.popleft() for _ in range(len(self._happened)))
@@ -116,7 +116,7 @@ _RECALL_S = 60.0  # it takes as long as the hold, and a copy that has begun
 
 
 class _Events(NamedTuple):
-    """What a step's work waits for."""
+    """Events that a step's work waits for."""
 
     ready: DeviceEvent | None
     after: DeviceEvent | None

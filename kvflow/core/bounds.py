@@ -1,4 +1,4 @@
-"""What fields of messages can be: bounds that decoding checks, so that nothing beyond them is ever looked at.
+"""Bounds of the fields of messages, which decoding checks, so that nothing beyond them is ever looked at.
 
 They say what no peer of ours would send, whatever its cache: that a value is right here is for who uses it to judge,
 against the cache that it is about. Each field of each message has one; a test looks.

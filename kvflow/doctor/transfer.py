@@ -31,7 +31,7 @@ def check_nixl() -> tuple[Finding, Sequence[str]]:
     except PackageNotFoundError:
         return fail("NIXL", "not installed", _INSTALL), ()
     try:
-        plugins = call_in_child("NIXL", list_plugins)
+        plugins: Sequence[str] = call_in_child("NIXL", list_plugins)
     except BenchError as error:
         return judge_plugins(installed, (), problem=error.reason), ()
     return judge_plugins(installed, plugins), plugins

@@ -1,4 +1,4 @@
-"""What is measured of runtimes, whatever collects it: names, labels and buckets, and what a record adds to each.
+"""Metrics of runtimes, whatever collects them: names, labels and buckets, and what a record adds to each.
 
 Prometheus and Ray Serve have instruments of their own: `prometheus` and `kvflow.ray.metrics` make them from here.
 """
@@ -86,7 +86,7 @@ RECORD_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kvflow_loads_vouched", "Loads that read, by what vouches for their bytes.", ("freshness", "outcome")),
     ("kvflow_leases", "Leases that have ended.", ("outcome",)),
 )
-"""What records count: name, help, labels beside `LABELS`."""
+"""Counters that records add to: name, help, labels beside `LABELS`."""
 HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_load_seconds", "Duration of successful loads.", (), _SECONDS),
     ("kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", ("phase",), _SECONDS),
@@ -100,13 +100,13 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
         _SECONDS,
     ),
 )
-"""What records measure: name, help, labels beside `LABELS`, buckets."""
+"""Histograms that records add to: name, help, labels beside `LABELS`, buckets."""
 Told: TypeAlias = tuple[str, tuple[str, ...], float]
 """A name of those, the values of all its labels, and how much it is."""
 
 
 def told_by(record: LoadRecord | LeaseRecord) -> Iterator[Told]:
-    """What a record adds to counters and histograms."""
+    """Amounts that a record adds to counters and histograms."""
     where = (record.engine_id, *map(str, record.rank))
     details = _of_load(record) if isinstance(record, LoadRecord) else _of_lease(record)
     return ((name, (*where, *labels), amount) for name, labels, amount in details)

@@ -39,7 +39,7 @@ def current_traceparent() -> str:
 
 
 def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str | int]:
-    """What spans say of every record, a number for each way of splitting an engine among it, and these fields."""
+    """Attributes of every span: a number for each way of splitting an engine among it, and these fields."""
     return {
         "kvflow.engine": record.engine_id,
         **{f"kvflow.{name}_rank": number for name, number in record.rank._asdict().items()},
@@ -48,7 +48,7 @@ def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str 
 
 
 class OpenTelemetrySpans:
-    """A `records.Observer`. Without a tracer it takes the global provider's."""
+    """A `kvflow.Observer`. Without a tracer it takes the global provider's."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or trace.get_tracer("kvflow")

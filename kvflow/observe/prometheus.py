@@ -29,7 +29,7 @@ _SCRAPE_WAIT_S = 1.0
 
 
 class PrometheusMetrics(Collector):
-    """A `records.Observer` and a collector at once. Several in one process need a registry each."""
+    """A `kvflow.Observer` and a collector at once. Several in one process need a registry each."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._watched: list[_Watched] = []

@@ -52,7 +52,7 @@ class BadRecords(InvalidInput):
 
 
 class RecordFile:
-    """A `records.Observer` that appends to a file. Lines are buffered; closing writes what is left.
+    """A `kvflow.Observer` that appends to a file. Lines are buffered; closing writes what is left.
 
     Writing happens on the event loop, some microseconds per record and a write now and then: for diagnosing, not for
     every day.
@@ -157,8 +157,9 @@ def _moments(line: RecordLine) -> list[Moment]:
 
 
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
-    """Of each load of a lease that grew, by its request: the share of its tokens that had landed when the last of them
-    was computed. By the wall clocks of both machines; without loads whose lease is in no file.
+    """Shares by request, for loads of leases that grew: tokens that had landed when the last one was computed, of all.
+
+    By the wall clocks of both machines; without loads whose lease is in no file.
     """
     computed: dict[_Offer, float] = {}
     loads: list[tuple[_Offer, RecordLine]] = []

@@ -16,7 +16,7 @@ OpenedT = TypeVar("OpenedT")
 
 
 class Lifetime(Generic[OpenedT]):
-    """What a context opens, from `start` to `stop`."""
+    """The content of a context, from `start` to `stop`."""
 
     def __init__(self, context: AbstractAsyncContextManager[OpenedT], name: str = "kvflow-lifetime") -> None:
         self._context = context

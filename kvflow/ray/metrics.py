@@ -21,7 +21,7 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 
 class RayMetrics:
-    """A `records.Observer` for one runtime of a replica, and a task that shows its statistics. Made in the replica."""
+    """A `kvflow.Observer` for one runtime of a replica, and a task that shows its statistics. Made in the replica."""
 
     def __init__(self, period_s: float = 5.0) -> None:
         self._period_s = period_s

@@ -18,7 +18,7 @@ SETTLE_S = 1.0
 """The default of Config.drain_timeout_s here: after its own deadline a drain only waits for what it has ended."""
 
 DRAIN_LEAST_S = 1.0
-"""What a replica has to have for its leases, where it is not said how long."""
+"""Seconds that a replica has to have for its leases, where it is not said how long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class ReplicaPlace:
     app: str
     deployment: str
     unique_id: str
-    """Of the replica's actor: one that is started again has another."""
+    """Id of the replica's actor: one that is started again has another."""
     node_ip: str
     shutdown_timeout_s: float
     """The deployment's `graceful_shutdown_timeout_s`."""
@@ -48,19 +48,12 @@ def config_of(place: ReplicaPlace, settings: dict[str, Any]) -> Config:
         ConfigError: a setting cannot be right, or there is no such one.
     """
     host = f"[{place.node_ip}]" if ":" in place.node_ip else place.node_ip
-    values = {
-        "engine_id": place.engine_id,
-        "listen": f"tcp://{host}:0",
-        "drain_timeout_s": SETTLE_S,
-        **settings,
-    }
-    if unknown := sorted(values.keys() - Config.__dataclass_fields__.keys()):
-        raise ConfigError(f"ReplicaRuntime: no fields of Config: {', '.join(unknown)}")
-    return Config(**values)
+    own = {"engine_id": place.engine_id, "listen": f"tcp://{host}:0", "drain_timeout_s": SETTLE_S}
+    return Config(**{**own, **settings})
 
 
 def drain_deadline_s(place: ReplicaPlace, config: Config, wanted_s: float | None = None) -> float:
-    """How long a replica's leases and loads may take to end: as long as is wanted, or as there is time for.
+    """Time a replica's leases and loads may take to end: as long as is wanted, or as there is time for.
 
     Args:
         place: with the deployment's times.
@@ -83,12 +76,10 @@ def drain_deadline_s(place: ReplicaPlace, config: Config, wanted_s: float | None
 
 
 def time_to_drain_s(place: ReplicaPlace, config: Config) -> float:
-    """What the deployment's times leave for a drain; less than 0 if they are too short even without one."""
+    """Time that the deployment's settings leave for a drain; less than 0 if they are too short even without one."""
     return place.shutdown_timeout_s - place.wait_loop_s - _closing_s(config)
 
 
 def _closing_s(config: Config) -> float:
     """The bound of what follows a drain's deadline: leases and loads are ended, then the runtime is closed."""
-    limits = config.limits
-    ending_s = limits.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
-    return ending_s + limits.goodbye_timeout_s + limits.transport_close_timeout_s
+    return config.ending_s + config.limits.goodbye_timeout_s + config.limits.transport_close_timeout_s

@@ -114,7 +114,7 @@ class ReplicaRuntime:
         }
 
     def routing_stats(self) -> dict[str, Any]:
-        """What is open and what is free now, in JSON types: for `record_routing_stats`."""
+        """Counts of what is open and what is free now, in JSON types: for `record_routing_stats`."""
         now = self.runtime.statistics()
         blocks = now.blocks
         return {

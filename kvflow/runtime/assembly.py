@@ -31,8 +31,10 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign, Ways
 from kvflow.runtime.load.flight import Gear, Poller, Words
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.loader import Loader, reads_in_flight
+from kvflow.runtime.load.loader import Carriers, Loader, reads_in_flight
+from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
+from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
@@ -94,7 +96,10 @@ class RegisteredCache:
         """To engines of our own make; `reach` may know others."""
         own = Ways(self.own_reach, RemoteLeases(context, local, self.peers, self.own_reach))
         self.reach, self.remote_leases = foreign.ways(context, local, self.peers, own) if foreign else own
-        self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
+        self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
+        meeting = Meeting(local, self.reach, self.remote_leases, self.whole.carry)
+        carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry)
+        self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None
         """Who answers readers of another make."""
@@ -154,7 +159,7 @@ def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = Fa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
+class _RankMemory:
     """A cache that is being registered: the engine's layers, and what peers read and loads fill."""
 
     groups: Sequence[CacheGroup]
@@ -221,7 +226,7 @@ async def _prepared(
     groups: Sequence[CacheGroup],
     sets: tuple[LayerSet, ...],
     copy_blocks: BlockCopier | None,
-) -> _Memory:
+) -> _RankMemory:
     """The memory that peers read: checked, or host blocks for it."""
     where = device_of([layer for one in sets for layer in one.caches.items()])
     staged, shown = is_staged(where.kind, config.staging), sets
@@ -233,13 +238,13 @@ async def _prepared(
     elif not device.on_host:
         spans = map_spans([layer for one in sets for layer in one.caches.items()])
         await copy_thread.run(lambda: device.check(spans))
-    return _Memory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
+    return _RankMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
 
 
 async def _register(
     context: RankContext,
     gear: Gear,
-    memory: _Memory,
+    memory: _RankMemory,
     scratch: Scratch,
     foreign: Foreign | None,
     files: Files | None,
@@ -267,13 +272,13 @@ async def _register(
     return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, store), foreign)
 
 
-async def _store(context: RankContext, gear: Gear, memory: _Memory, local: LocalRank, files: Files) -> BlockStore:
+async def _store(context: RankContext, gear: Gear, memory: _RankMemory, local: LocalRank, files: Files) -> BlockStore:
     from kvflow.runtime.store.store import open_store  # most runtimes have none
 
     return await open_store(context, gear, memory.own, local, files)
 
 
-def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _Memory, *, grows: bool) -> Gear:
+def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _RankMemory, *, grows: bool) -> Gear:
     def run(job: Callable[[], None]) -> Awaitable[None]:
         return copy_thread.run(partial(_copying, memory.device, job))
 

@@ -93,7 +93,7 @@ async def end(work: Work, config: Config, *, broken: bool = False) -> None:
     if store is not None:
         store.close()
         waits.append(store.drained())
-    bound_s = config.limits.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
+    bound_s = config.ending_s
     if not await _all_within(waits, bound_s):
         what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"
         logger.warning("engine %r: not over after another %s s: %s", config.engine_id, bound_s, what)

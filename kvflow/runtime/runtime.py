@@ -121,9 +121,12 @@ class Runtime:
         """Close in order: no new work, let loads and leases finish, revoke what is left, deregister, stop everything.
 
         Bounded by Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine, and so is closing after
-        the runtime's own loop was closed, from any other. Cancelling it stops the waiting; the closing goes on. Raises
-        RuntimeBroken if reads, or a copy, could not be stopped: then the registered memory must stay until the process
-        ends. Raises UsageError on another loop than its own.
+        the runtime's own loop was closed, from any other. Cancelling it stops the waiting; the closing goes on.
+
+        Raises:
+            RuntimeBroken: reads, or a copy, could not be stopped: the registered memory must stay until the process
+                ends.
+            UsageError: called on another loop than its own.
         """
         loop = self._supervisor.loop
         if loop is not None and loop.is_closed():
@@ -145,17 +148,21 @@ class Runtime:
     ) -> None:
         """Make the cache readable by peers and writable by loads. A runtime has one at a time: see `unregister`.
 
-        A cache whose layers all share a block table is a dict of tensors and its `layout`. One with several block
-        tables, such as for layers with a sliding window, is a list of `CacheGroup`s.
-
-        Where the transport cannot reach the cache's device, or with Config.staging "always", blocks go through host
-        buffers. `copy_blocks` copies between those and the cache (see `staging.BlockCopier`); without it kvflow copies
-        itself, which needs tensors that torch can index.
-
         After `unregister` it waits until that is over. The tensors stay referenced until they are unregistered or the
-        runtime is closed. Raises LayoutError if they are not as their layout says or groups do not go together,
-        ConfigError if the transport cannot reach their device, UsageError if a cache is registered already. Cancelling
-        leaves the runtime unregistered.
+        runtime is closed. Where the transport cannot reach the cache's device, or with Config.staging "always", blocks
+        go through host buffers. Cancelling leaves the runtime unregistered.
+
+        Args:
+            kv_caches: a dict of tensors by layer name, where all layers share a block table; else a list of
+                `CacheGroup`s, such as for layers with a sliding window.
+            layout: what the tensors of a dict look like; groups have their own.
+            copy_blocks: copies between host buffers and the cache. Without it kvflow copies itself, which needs
+                tensors that torch can index.
+
+        Raises:
+            LayoutError: the tensors are not as their layout says, or groups do not go together.
+            ConfigError: the transport cannot reach their device.
+            UsageError: a cache is registered already.
         """
         self._require("register_kv_caches", new_work=True)
         await self._supervisor.register(kv_caches, layout, copy_blocks)
@@ -172,16 +179,25 @@ class Runtime:
         transport_close_timeout_s. Without a cache it returns at once; who calls it meanwhile waits, too. Cancelling
         stops the waiting; the unregistering goes on, and the cache may be freed when another call has returned.
 
-        Raises RuntimeBroken if reads, or a copy, could not be stopped: the runtime is broken then, and the memory must
-        stay until it is closed. Raises UsageError while a cache is being registered.
+        Raises:
+            RuntimeBroken: reads, or a copy, could not be stopped; the memory must stay until the runtime is closed.
+            UsageError: a cache is being registered.
         """
         self._require("unregister", new_work=False)
         await self._supervisor.unregister()
 
     def serve_blocks(self, request: ServeRequest) -> Lease:
-        """Offer blocks to readers; the lease's ticket goes to the consumer, and awaiting the lease gives its outcome.
+        """Offer blocks to readers; the lease is in force when this returns.
 
-        The lease is in force when this returns. Raises RequestError (BlocksBusy if a block is being loaded).
+        Args:
+            request: the blocks, in prompt order, and what of a prompt they hold.
+
+        Returns:
+            The lease. Its ticket goes to the consumer, and awaiting it gives its outcome.
+
+        Raises:
+            RequestError: it cannot be right; BlocksBusy if a block is being loaded.
+            RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
         """
         return self._require_cache("serve_blocks").serving.serve(request)
 
@@ -191,6 +207,10 @@ class Runtime:
         Readers that wait for its offer with a rendezvous (`Ticket.rendezvous`) get PrefillFailed with the reason at
         once, and so do those who come later, for a while. A later `serve_blocks` of the same id takes it back. Legal
         while the runtime drains. An engine of several ranks declines on each.
+
+        Args:
+            request_id: the one that the rendezvous names.
+            reason: what readers are told.
 
         Raises:
             RequestError: it is being served, or what was given is no request id or no text.
@@ -202,11 +222,23 @@ class Runtime:
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Read the blocks that a ticket offers into local blocks; the same as `await start_load(request)`.
 
-        Waits its turn when others load, too (`LoadRequest.priority`). Raises RequestError, a PeerError, LeaseExpired,
-        TransferFailed, Overloaded, DeadlineExceeded, RuntimeUnavailable or RuntimeBroken; never reports a success that
-        is partial or stale. If bytes may still land when it raises, the error's `quarantine` is the load. Cancelling
-        returns within Config.cancel_grace_s; if bytes may still land then, the load is in `quarantines` until they
-        have. Who may be cancelled uses `start_load`, whose handle tells.
+        Waits its turn when others load, too (`LoadRequest.priority`); never reports a success that is partial or stale.
+        Cancelling returns within Config.cancel_grace_s; if bytes may still land then, the load is in `quarantines`
+        until they have. Who may be cancelled uses `start_load`, whose handle tells.
+
+        Args:
+            request: the ticket, and the local blocks to fill.
+
+        Returns:
+            What was read, and how long each phase took.
+
+        Raises:
+            RequestError: request or ticket cannot be right; PromptMismatch, BlocksBusy.
+            PeerError: the producer, or the way to it.
+            LoadError: LeaseExpired, PrefillFailed, TransferFailed, Overloaded, DeadlineExceeded. If bytes may still
+                land its `quarantine` is the load.
+            RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
+            RuntimeBroken: the runtime has to be closed.
         """
         return await self._require_loader(request, "load_blocks").load(request)
 
@@ -214,8 +246,16 @@ class Runtime:
         """Start to read the blocks that a ticket offers; `await load` gives the report.
 
         Returns at once: whatever is wrong is raised by awaiting the load. Its blocks may be reused when
-        `await load.settled()` returns, however it has ended. Raises UsageError off the runtime's loop, where no load
-        could be awaited, and nothing else.
+        `await load.settled()` returns, however it has ended.
+
+        Args:
+            request: the ticket, and the local blocks to fill.
+
+        Returns:
+            A handle, which can be awaited, iterated for its progress, cancelled and settled.
+
+        Raises:
+            UsageError: called off the runtime's loop, where no load could be awaited.
         """
         try:
             return self._require_loader(request, "start_load").start(request)
@@ -227,12 +267,21 @@ class Runtime:
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it, such as for a request that was rejected before decode.
 
-        One message to each rank, no handshake; its lease ends as if we had read. Returns whether all ranks were told,
-        within Config.handshake_timeout_s: a producer that has restarted or cannot be reached is no error, since
-        leases run out. The offer of a rendezvous may be yet to come: then it is waited for, within the ticket's
-        `ttl_s`, and its ranks are connected. A release that comes late or twice changes nothing. Raises RequestError
-        for a ticket that cannot be right. Legal while the runtime drains. Cancelling stops it; some ranks may have been
-        told then.
+        One message to each rank, no handshake; its lease ends as if we had read. The offer of a rendezvous may be yet
+        to
+        come: then it is waited for, within the ticket's `ttl_s`, and its ranks are connected. A release that comes
+            late or
+        twice changes nothing. Legal while the runtime drains. Cancelling stops it; some ranks may have been told then.
+
+        Args:
+            ticket: as it came from the router.
+
+        Returns:
+            Whether all ranks were told, within Config.handshake_timeout_s. A producer that has restarted or cannot be
+            reached is no error, since leases run out.
+
+        Raises:
+            RequestError: the ticket cannot be right.
         """
         return await self._require_cache("release_blocks", new_work=False).remote_leases.release(ticket)
 
@@ -241,7 +290,16 @@ class Runtime:
 
         Nothing waits for it: the ticket's ranks are connected, and its leases renewed, beside the block, up to
         Config.lease_lifetime_s; how often is in `statistics().loading.renewals`. A lease that cannot be kept raises
-        nothing here; its load says why. Raises RequestError for a ticket that cannot be right.
+        nothing here; its load says why.
+
+        Args:
+            ticket: as it came from the router.
+
+        Returns:
+            A context manager; its block is how long the leases are kept.
+
+        Raises:
+            RequestError: the ticket cannot be right.
         """
         cache = self._require_cache("keep_leases")
         return self._entered_here(cache.remote_leases.keep_while(cache.reach.parse_ticket(ticket)))
@@ -253,6 +311,12 @@ class Runtime:
         disk; entries that were not used for longest have made room for it. Cancelling returns within
         Config.cancel_grace_s and leaves no entry, or a complete one; bytes of the blocks may be read for longer if the
         disk hangs, and they stay leased until then.
+
+        Args:
+            request: the blocks, and the key to find them by.
+
+        Returns:
+            How much was saved, and how long it took.
 
         Raises:
             RequestError: it cannot be right, or takes more than Config.store_bytes_max. BlocksBusy if a block is being
@@ -271,6 +335,12 @@ class Runtime:
         returns within Config.cancel_grace_s; if bytes may still land then the restore is in `quarantines`, and the
         `quarantine` of an error that it ends with.
 
+        Args:
+            request: the key, and the local blocks to fill.
+
+        Returns:
+            How much was restored, and how long it took.
+
         Raises:
             NotStored: there is nothing under the key, or no more.
             EntryDamaged: what was there is torn, or not what was saved; it is removed. The blocks may hold anything.
@@ -285,16 +355,29 @@ class Runtime:
     def is_stored(self, key: bytes | str) -> bool:
         """Whether there is an entry under a key, as far as is known without looking at its file.
 
-        Raises RequestError for what cannot be a key, UsageError if Config names no store.
+        Args:
+            key: as it was given to `save_blocks`.
+
+        Returns:
+            False also for an entry of a cache with another layout.
+
+        Raises:
+            RequestError: it cannot be a key.
+            UsageError: Config names no store.
         """
         return self._require_store("is_stored", new_work=False).has(key)
 
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
 
-        Each is named by the address of one of its ranks, or by a ticket of it. Returns one result for each, in order,
-        with the error if there was one; one bad engine does not keep others from being connected. Takes at most
-        Config.handshake_timeout_s for each rank. Cancelling stops the waiting; handshakes under way go on.
+        One bad engine does not keep others from being connected. Takes at most Config.handshake_timeout_s for each
+        rank. Cancelling stops the waiting; handshakes under way go on.
+
+        Args:
+            engines: each named by the address of one of its ranks, or by a ticket of it.
+
+        Returns:
+            One result for each, in order, with the error if there was one.
         """
         cache = self._require_cache("prewarm")
         return await prewarm(cache.own_reach, cache.peers, engines)
@@ -303,8 +386,14 @@ class Runtime:
         """Forget all ranks of an engine, or the one at an address: connections, failures, waits.
 
         The next load from it starts from scratch. Loads that read from it now go on; the transport forgets the engine
-        when they have left. Returns whether that was so within Config.handshake_timeout_s; if not it will be later.
-        Cancelling stops the waiting.
+        when they have left. Cancelling stops the waiting.
+
+        Args:
+            engine_id: whose ranks.
+            address: of one rank; None for all.
+
+        Returns:
+            Whether it was forgotten within Config.handshake_timeout_s; if not it will be later.
         """
         self._require("forget_peer", new_work=False)
         checks.text(engine_id, "engine_id")
@@ -316,9 +405,15 @@ class Runtime:
         """Take no new work, and wait until all leases and loads have ended, or until `deadline_s`.
 
         From the first moment `serve_blocks` and `load_blocks` raise RuntimeDraining, and readers that come are refused
-        with PeerNotReady unless they have a ticket of an open lease. At the deadline (Config.drain_timeout_s if None)
-        leases are revoked and loads ended, which takes at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s.
-        Draining twice is fine. Cancelling stops the waiting: the runtime stays draining, and nothing is revoked.
+        with PeerNotReady unless they have a ticket of an open lease. Draining twice is fine. Cancelling stops the
+        waiting: the runtime stays draining, and nothing is revoked.
+
+        Args:
+            deadline_s: when leases are revoked and loads ended (Config.drain_timeout_s if None), which takes at most
+                Limits.seal_hold_s, cancel_grace_s and drain_timeout_s more.
+
+        Returns:
+            What became of what was open when draining began.
         """
         self._require("drain", new_work=False)
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
@@ -329,7 +424,11 @@ class Runtime:
         return self._observers.one_more(observer)
 
     def statistics(self) -> RuntimeStatistics:
-        """What is open now and what has happened so far. Legal in every state."""
+        """What is open now and what has happened so far. Legal in every state.
+
+        Returns:
+            A frozen copy.
+        """
         return self._supervisor.statistics()
 
     def _require(self, what: str, *, new_work: bool) -> None:
@@ -351,10 +450,9 @@ class Runtime:
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
         """Whoever takes loads now; observers are told of those that come while the runtime goes."""
-        supervisor = self._supervisor
-        here = asyncio._get_running_loop() is supervisor.loop
-        if here and supervisor.state is RuntimeState.OPEN and supervisor.cache is not None:
-            return supervisor.cache.loader  # the usual case, in few steps
+        here = asyncio._get_running_loop() is self._supervisor.loop
+        if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:
+            return self._supervisor.cache.loader  # the usual case, in few steps
         try:
             return self._require_cache(what).loader
         except RuntimeUnavailable as error:

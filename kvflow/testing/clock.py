@@ -19,7 +19,7 @@ class ManualTimer:
 
 
 class ManualClock:
-    """See `runtime.clock.Clock`; give it to a runtime in its world (`World(clock=lambda: clock)`).
+    """A clock that a test moves; give it to a runtime in its world (`World(clock=lambda: clock)`).
 
     It moves timers that a runtime takes from its world: leases, holds, renewals. What bounds a wait on the event loop
     (deadlines of loads, timeouts of the side channel) goes by the loop's own time.
@@ -55,7 +55,7 @@ class ManualClock:
 
 
 class LoopClock:
-    """See `runtime.clock.Clock`: the running loop's time, virtual if the loop's is, as a machine shows it that started
+    """A clock that is the running loop's time, virtual if the loop's is, as a machine shows it that started
     some time ago and is a little fast or slow."""
 
     def __init__(self, *, offset_s: float = 0.0, rate: float = 1.0) -> None:

@@ -24,7 +24,7 @@ from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import CacheSize, TestEngine, open_engine
 from kvflow.testing.side_channel import Exchange, InprocSideChannel, own_host
-from kvflow.testing.simulator.network import Host, Network
+from kvflow.testing.simulator.network import Network, SimHost
 from kvflow.testing.simulator.settings import Weather, draw_weather
 from kvflow.testing.simulator.world import make_world
 from kvflow.testing.virtual_loop import Life, VirtualLoop
@@ -42,7 +42,7 @@ class _Faults:
     def __init__(self, seed: int, weather: Weather | None) -> None:
         self._rng = random.Random(seed)
         self._weather = weather or draw_weather(self._rng)
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, SimHost] = {}
         self._made: Network | None = None
 
     def world(self, clock: Callable[[], Clock]) -> World:
@@ -60,10 +60,10 @@ class _Faults:
             self._made.weather = self._weather
         return self._made
 
-    def host(self, engine_id: str) -> Host:
+    def host(self, engine_id: str) -> SimHost:
         """Where an engine's ranks run."""
         if engine_id not in self._hosts:
-            self._hosts[engine_id] = Host(engine_id, f"host of {engine_id}", Life(self.network.loop, engine_id))
+            self._hosts[engine_id] = SimHost(engine_id, f"host of {engine_id}", Life(self.network.loop, engine_id))
         return self._hosts[engine_id]
 
     async def run_process(

@@ -208,7 +208,7 @@ class VirtualLoop(BaseEventLoop):
         if not self._ready:
             self._advance()
         call = self._ready.popleft()
-        if call._cancelled:  # type: ignore[attr-defined]
+        if call._cancelled:
             return
         if self.stopped:
             life = life_of(call._context)  # type: ignore[attr-defined]

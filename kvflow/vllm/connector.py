@@ -75,7 +75,7 @@ class KVFlowMetadata(KVConnectorMetadata):
 
     step: Step
     cards: tuple[bytes, ...] = ()
-    """What the workers show readers of another make, for whichever of them is asked: see `stock.ranks`."""
+    """Cards of the workers for readers of another make, for whichever of them is asked: see `stock.ranks`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
 
     ticket: Ticket
     card: bytes = b""
-    """What it shows readers of another make, if it has any."""
+    """Its card for readers of another make, if it has any."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()
-    """What the workers show, until it has left with a step; the scheduler's."""
+    """Cards of the workers, until they have left with a step; the scheduler's."""
     _names_pictures = True
     """See `asked`; the scheduler's."""
     _spreads_samples = False
@@ -249,7 +249,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(group.at for group in self._groups)
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """Of a request's block tables, those of groups that are transferred."""
+        """The block tables of a request that belong to groups that are transferred."""
         return tuple(tables[group.at] for group in self._groups)
 
     def reset_cache(self) -> bool:
@@ -344,7 +344,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return taken
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
-        """What has been noted since the last call, by the scheduler's object or a worker's."""
+        """Notes since the last call, by the scheduler's object or a worker's."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, KVFlowStats()

@@ -1,4 +1,4 @@
-"""What vLLM's KV cache is in kvflow's words: its groups of layers, their windows, and how its tensors are laid out."""
+"""vLLM's KV cache in kvflow's words: its groups of layers, their windows, and how its tensors are laid out."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Group:
 
     at: int
     specs: Mapping[str, KVCacheSpec]
-    """Of each layer."""
+    """The spec of each layer."""
     facts: GroupFacts
     recycles: bool
     """Whether its layers need less than the whole prompt, so that blocks of its beginning may be given back."""
@@ -177,7 +177,7 @@ def _layer_numbers(names: Sequence[str]) -> dict[str, int]:
 
 
 def _state(group: Group) -> MambaSpec:
-    """What all layers of a group with state look like. LayoutError if they differ."""
+    """The spec that all layers of a group with state have. LayoutError if they differ."""
     first, *others = group.specs.values()
     if not isinstance(first, MambaSpec) or any(other != first for other in others):
         raise LayoutError(f"layers {', '.join(group.specs)}: their state differs: {[first, *others]}")
@@ -205,7 +205,7 @@ def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmCo
 
 
 def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
-    """How many blocks of a group's kernels are one of vLLM's: all its layers have the same, or one is refused."""
+    """Blocks of a group's kernels that are one of vLLM's: all its layers have the same, or one is refused."""
     return max((group.facts.block_size // cache.shape[-2] for cache in caches.values()), default=1)
 
 
@@ -252,7 +252,7 @@ def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> 
 
 
 def _quantized_format(backend: str, vllm_config: VllmConfig) -> str | None:
-    """What a quantized cache's bytes mean, where vLLM's name for the cache's dtype is the table's name for it."""
+    """Meaning of a quantized cache's bytes, where vLLM's name for the cache's dtype is the table's name for it."""
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     known = {name for row in rows_of(backend, vllm.__version__) for name in (*row.kv_formats, *row.byte_formats)}
     return cache_dtype if get_kv_quant_mode(cache_dtype).value and cache_dtype in known else None

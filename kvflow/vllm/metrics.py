@@ -1,4 +1,4 @@
-"""What vLLM's own metrics show of kvflow: its log line per interval, and its Prometheus endpoint.
+"""vLLM's own metrics of kvflow: its log line per interval, and its Prometheus endpoint.
 
 Workers note what has ended; vLLM carries the notes to its frontend and adds up those of all ranks.
 """
@@ -76,7 +76,7 @@ class KVFlowStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the log line says."""
+        """Numbers of the log line."""
         seconds, sizes = sorted(self.data["load_seconds"]), self.data["load_bytes"]
         outcomes = Counter(self.data["lease_outcomes"])
         return {

@@ -1,4 +1,4 @@
-"""What vLLM's configuration says, as kvflow's: which rank this is, and what `kv_connector_extra_config` asks for.
+"""vLLM's configuration as kvflow's: which rank this is, and what `kv_connector_extra_config` asks for.
 
 Keys of `kv_connector_extra_config` are fields of `kvflow.Config`, but for those that vLLM itself knows (`_FROM_VLLM`),
 and those of `Extra`. Nothing is guessed: an unknown key or a value of the wrong type is a ConfigError that names it.
@@ -33,7 +33,7 @@ _STOCK_DEFAULTS = {"lease_ttl_s": 120.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockExtra:
-    """What `stock_peers` goes by: see docs/stock.md. Times are seconds."""
+    """Settings of `stock_peers`: see docs/stock.md. Times are seconds."""
 
     hashes: tuple[str, ...] = ()
     """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
@@ -50,14 +50,14 @@ class StockExtra:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """What kvflow.Config does not know."""
+    """Settings beside those of kvflow.Config."""
 
     fetch_tokens_min: int = 1
     full_blocks_only: bool = False
     release_failed_loads: bool = True
     """Whether the offer of a load that has failed is given back; not where a router uses its parameters again."""
     kv_format: str | None = None
-    """What the cache's bytes mean, for attention backends with several formats (see `layout_for_backend`)."""
+    """Meaning of the cache's bytes, for attention backends with several formats (see `layout_for_backend`)."""
     stock_peers: bool = False
     """Whether engines with vLLM's own NixlConnector are read from, and served."""
     stock: StockExtra = field(default_factory=StockExtra)
@@ -113,7 +113,7 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
-    """What the scheduler's half decides by. Raises ConfigError."""
+    """Settings of the scheduler's half. Raises ConfigError."""
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     recycles = any(group.recycles for group in groups)
     has_state = any(group.facts.kind is GroupKind.STATE for group in groups)

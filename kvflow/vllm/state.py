@@ -1,4 +1,4 @@
-"""What a layer's state in vLLM consists of, and how tensor-parallel ranks cut it.
+"""The tensors of a layer's state in vLLM, and how tensor-parallel ranks cut it.
 
 vLLM hands over a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. Which of them
 belong to which head is known for vLLM's own kinds, so that engines of different tensor-parallel sizes hand over; of

@@ -43,7 +43,7 @@ def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str]
 
 
 def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Dialect:
-    """How the scheduler's half reads parameters of both kinds, and writes such as both kinds read. ConfigError."""
+    """The scheduler's dialect: it reads both kinds of parameters, and writes what both read. Raises ConfigError."""
     if scheduling.has_state:
         raise ConfigError("stock_peers: the model has state per request, which is not exchanged with stock engines")
     if scheduling.full_blocks_only:

@@ -4,7 +4,7 @@ flow/     leases that grow beside whole prompts, over links of different speed; 
 fleet/    a thousand ranks of each kind, in virtual time
 peers/    kvflow against other libraries, where they are installed: `python3 dev.py peers`
 profiling where the time of small loads goes       planning  the planner, without any transfer
-verifying loads with checksums beside loads without
+verifying loads with checksums beside loads without    never_idle  loads beside a loop that is never idle
 
 Beside them are the tests of these and of `kvflow bench`.
 """

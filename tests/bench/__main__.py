@@ -10,6 +10,7 @@ from kvflow.cli.flags import PlainTyper
 from tests.bench.fleet.figure import draw
 from tests.bench.fleet.scenario import FleetBench
 from tests.bench.flow.scenario import Flow
+from tests.bench.never_idle import NeverIdle
 from tests.bench.peers.scenario import Peers
 from tests.bench.planning import Planning
 from tests.bench.profiling import Profile
@@ -22,6 +23,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "verifying": Verifying,
     "flow": Flow,
     "fleet": FleetBench,
+    "never-idle": NeverIdle,
 }
 
 

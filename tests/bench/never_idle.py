@@ -1,36 +1,103 @@
-"""What an event loop that is never idle costs a load (docs/decisions/0033-one-thread.md). No test.
-
-    python tests/bench/never_idle.py [--turns-ms 0,0.1,1] [--intervals-ms 5,0.05] [--loads 5] [--blocks 1]
+"""The bench `never-idle`: what an event loop that is never idle costs a load (docs/decisions/0033-one-thread.md).
 
 A task of the reader's loop computes for as long as a turn takes, lets others run, and begins anew; loads go one after
-the other beside it. For each length of a turn (0: no such task) and each switch interval of Python's lock
-(`sys.setswitchinterval`, the host's to set). The producer is another process; bytes go through shared memory. Threads
-are starved only where cores are free: on a busy machine run it under `chrt -f 1`, and only for some seconds.
+the other beside it. For each length of a turn and each switch interval of Python's lock (`sys.setswitchinterval`, the
+host's to set). The producer is another process; bytes go through shared memory. Threads are starved only where cores
+are free: on a busy machine run it under `chrt -f 1`, and only for some seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
-from kvflow import LoadRequest, Runtime
+import kvflow
 from kvflow.bench.cache import CacheShape, PatternCache
-from kvflow.bench.child import RankProcess, open_children
+from kvflow.bench.child import RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import PlannedLoad, Ticket, Transport, scattered, share_out
+from kvflow.bench.loads import PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from kvflow.bench.targets import Spread
 
 _LAYERS = 8
+_LEGEND = "Loads one after the other beside turns of the loop that never end; 0: no such task."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseRow:
+    """Loads beside turns of one length, with one switch interval."""
+
+    turn_ms: float
+    switch_interval_ms: float
+    load_s: Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeverIdle:
+    """Measure what an event loop that is never idle costs a load, by how long its turns are."""
+
+    turns_ms: Annotated[str, "How long turns of the loop take, separated by commas; 0: no such task."] = "0,0.1,1"
+    intervals_ms: Annotated[str, "Switch intervals of Python's lock, separated by commas."] = "5,0.05"
+    loads: Annotated[int, "Loads of each case."] = 5
+    blocks: Annotated[int, "Blocks of a load."] = 1
+
+    @property
+    def cases(self) -> list[tuple[float, float]]:
+        """Every length of a turn with every switch interval."""
+        turns, intervals = numbers("--turns-ms", self.turns_ms), numbers("--intervals-ms", self.intervals_ms)
+        return [(turn, interval) for turn in turns for interval in intervals]
+
+    @property
+    def shape(self) -> CacheShape:
+        return CacheShape(layers=_LAYERS, blocks=self.loads * self.blocks + 1).checked("--loads, --blocks")
+
+    def sets(self) -> Sequence[RankSet]:
+        ranks = [
+            RankProcess("producer", partial(open_producer, config_of("bench-producer"), self.shape)),
+            RankProcess("reader", partial(open_reader, self.shape)),
+        ]
+        note = f"{len(self.cases)} cases"
+        return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=Transport.SHM.environment)]
+
+    def _turns(self, children: Children) -> Iterator[Turn]:
+        for index, case in enumerate([(0.0, 5.0), *self.cases]):  # the first one connects
+            yield Turn(key=case if index else "connect", run=partial(self._run, children, index, *case))
+
+    def _run(self, children: Children, index: int, turn_ms: float, interval_ms: float) -> list[float]:
+        name, count = f"never idle {index}", self.loads * self.blocks
+        ids = [scattered(f"{name} {side}", self.shape.blocks, count) for side in ("local", "remote")]
+        loads = share_out(name, [self.blocks] * self.loads, *ids)
+        tickets = children["producer"].run(EngineProducer.offer, loads)
+        found = children["reader"].run(Reader.load, loads, tickets, turn_ms / 1e3, interval_ms / 1e3)
+        children["producer"].run(EngineProducer.settle)
+        return found
+
+    def judge(self, samples: Samples) -> Outcome:
+        taken = samples.of(list)
+        rows = [
+            CaseRow(turn_ms=turn, switch_interval_ms=interval, load_s=Spread.of(taken[turn, interval][0]))
+            for turn, interval in self.cases
+        ]
+        return Outcome(results={"cases": rows}, legend=_LEGEND, targets=[])
+
+
+def numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise SettingsError(f"{option}: expected numbers and commas, got {text!r}") from error
 
 
 class Reader:
     """The process that loads beside a task that is never idle."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: kvflow.Runtime) -> None:
         self._runtime = runtime
 
     async def load(
@@ -42,7 +109,9 @@ class Reader:
             turns = asyncio.create_task(take_turns(turn_s)) if turn_s else None
             for load, ticket in zip(loads, tickets, strict=True):
                 begun_s = time.perf_counter()
-                await self._runtime.load_blocks(LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids))
+                await self._runtime.load_blocks(
+                    kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)
+                )
                 took_s.append(time.perf_counter() - begun_s)
             if turns is not None:
                 turns.cancel()
@@ -71,38 +140,3 @@ def switch_interval(interval_s: float) -> Iterator[None]:
 async def open_reader(shape: CacheShape) -> AsyncIterator[Reader]:
     async with open_runtime(config_of("bench-reader"), PatternCache(shape)) as runtime:
         yield Reader(runtime)
-
-
-def measure(turns_ms: Sequence[float], intervals_ms: Sequence[float], count: int, blocks: int) -> None:
-    shape = CacheShape(layers=_LAYERS, blocks=count * blocks + 1)
-    ranks = [
-        RankProcess("producer", partial(open_producer, config_of("bench-producer"), shape)),
-        RankProcess("reader", partial(open_reader, shape)),
-    ]
-    cases = [(turn, interval) for turn in turns_ms for interval in intervals_ms]
-    print(f"{count} loads of {blocks} blocks, ms: turn, switch interval | middle, most")
-    with open_children(ranks, Transport.SHM.environment) as children:
-        for index, (turn_ms, interval_ms) in enumerate([(0.0, 5.0), *cases]):
-            name = f"{index} {turn_ms} {interval_ms}"
-            ids = [scattered(f"{name} {side}", shape.blocks, count * blocks) for side in ("local", "remote")]
-            loads = share_out(name, [blocks] * count, *ids)
-            tickets = children["producer"].run(EngineProducer.offer, loads)
-            found = sorted(children["reader"].run(Reader.load, loads, tickets, turn_ms / 1e3, interval_ms / 1e3))
-            children["producer"].run(EngineProducer.settle)
-            if index:  # the first one connects
-                middle_ms, most_ms = 1e3 * found[len(found) // 2], 1e3 * found[-1]
-                print(f"{turn_ms:5} {interval_ms:6} | {middle_ms:9.2f} {most_ms:9.2f}", flush=True)
-
-
-def numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns-ms", type=numbers, default=[0.0, 0.1, 1.0])
-    parser.add_argument("--intervals-ms", type=numbers, default=[5.0, 0.05])
-    parser.add_argument("--loads", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=1)
-    given = parser.parse_args()
-    measure(given.turns_ms, given.intervals_ms, given.loads, given.blocks)

@@ -30,6 +30,7 @@ SMALLEST = {
     "profile": "--alone 20 --burst 40 --rounds 1 --functions 5 --busy-cores 1",
     "verifying": "--sizes 1,16 --rounds 2 --layers 2",
     "flow": "--link shm --prompts 256,512 --chunk 128 --rounds 1 --layers 2 --many 4 --many-s 0.2",
+    "never-idle": "--turns-ms 0,1 --intervals-ms 5 --loads 2",
     "fleet": "--sizes 4,8 --peers 4 --hot 1 --layers 4",
 }
 Report = dict[str, Any]
@@ -164,6 +165,11 @@ def check_fleet(report: Report) -> None:
     assert [row["verdict"] for row in report["targets"]] == ["pass", "pass"]
 
 
+def check_never_idle(report: Report) -> None:
+    assert [(row["turn_ms"], row["switch_interval_ms"]) for row in report["cases"]] == [(0, 5), (1, 5)]
+    assert all(row["load_s"]["samples"] == 2 for row in report["cases"])
+
+
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "transfer": (check_transfer, ("raw_example", "bare_hop", "idle CPU")),
     "peers": (check_peers, ("raw_tuned", "4 x 1 MB")),
@@ -173,6 +179,7 @@ CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "profile": (check_profile, ("hop to the agents' thread", "loop us", "own us")),
     "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
     "flow": (check_flow, ("growing, at once", "wire to", "in one step")),
+    "never-idle": (check_never_idle, ("switch interval ms", "turns of the loop")),
     "fleet": (check_fleet, ("steady", "churn", "honest loads")),
 }
 

@@ -107,7 +107,7 @@ def test_each_experiment_leaves_a_line_however_it_ends(tmp_path: Path) -> None:
     assert "needs a CUDA device" in lines[3]["why"]
     assert lines[4]["why"] == "over its limit of 0 s"
     assert "as it was told to" in (tmp_path / "out" / TABLE).read_text()
-    code, lines, _ = run_experiments(tmp_path / "short", "-p", "tests.gpu.conftest", "--total-s", "5", str(tests))
+    code, lines, _ = run_experiments(tmp_path / "short", "-p", "tests.gpu.conftest", "--total-s", "0.5", str(tests))
     assert (code, {line["ending"] for line in lines}) == (0, {"skipped"})
     assert "of the whole time" in lines[0]["why"]
 

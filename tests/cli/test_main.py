@@ -58,7 +58,7 @@ def test_help_names_the_options(name: str, options: str) -> None:
 @each(
     ("words", "message"),
     [
-        (("transfer", "--sizes", "3.5"), "--sizes: expected 'block' or a number of MB, got '3.5'"),
+        (("transfer", "--sizes", "3.5"), "--sizes: expected 'block' or a number of MB, such as 16 or 64x1, got '3.5'"),
         (("topology", "--size", "3"), "--size: 3 MB is no multiple of 64 tokens"),
         (("fairness", "--size", "8"), "--size: 8 MB is no multiple of a block"),
     ],

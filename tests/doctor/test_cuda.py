@@ -20,7 +20,7 @@ from kvflow.bench.ucx import ReadPath
 from kvflow.device.cuda import DriverError, load_driver
 from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path, left_out, reasons
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, probe
-from kvflow.doctor.cuda.nvidia import Driver, Gpu, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.cuda.nvidia import Gpu, InstalledDriver, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.findings import Status
 from kvflow.doctor.host import Host
 from kvflow.doctor.run import examine
@@ -148,7 +148,7 @@ def test_kernels_are_compared_by_numbers() -> None:
 ATTRIBUTES = {"DMA-BUF supported": 1, "GPUDirect RDMA writes ordering": 100}
 PROBE = Probe(torch="2.11.0+cu130", torch_cuda="13.0", devices=1, nixl="nixl_cu13", attributes=ATTRIBUTES)
 FINE = Cuda(
-    driver=Driver(version="580.159.04", cuda=(13, 0), gpus=(replace(H100, bar1_mib=262144),)),
+    driver=InstalledDriver(version="580.159.04", cuda=(13, 0), gpus=(replace(H100, bar1_mib=262144),)),
     nvlinks={0: 18},
     nearness={"GPU0": {"mlx5_0": "PIX"}},
     peermem=False,

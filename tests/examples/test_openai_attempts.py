@@ -47,10 +47,3 @@ async def test_what_is_final_is_not_tried_again_whatever_its_kind() -> None:
     with pytest.raises(AttemptError, match="lost") as caught:
         await Attempts(attempt=scripted.attempt).stream(prompt())
     assert (caught.value.worker, len(scripted.ids)) == ("a", 1)
-
-
-async def test_attempts_are_bounded() -> None:
-    scripted = Scripted(*(AttemptError(LOST) for _ in range(5)))
-    with pytest.raises(AttemptError):
-        await Attempts(attempt=scripted.attempt, attempts_max=4).stream(prompt())
-    assert len(scripted.ids) == 4

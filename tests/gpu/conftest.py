@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,12 @@ import pytest
 
 Fact: TypeAlias = str | int | float | bool | None
 RESULTS, TABLE = "results.jsonl", "table.txt"
-_NOT_GIVEN = object()
+EXPECTED: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "least": (">=", lambda value, bound: isinstance(value, int | float) and value >= bound),
+    "most": ("<=", lambda value, bound: isinstance(value, int | float) and value <= bound),
+    "has": ("has", lambda value, word: isinstance(value, str) and word in value),
+    "equals": ("=", lambda value, wanted: bool(value == wanted)),
+}
 CPU_TIMES = 10
 """How much longer a trial on a CPU may take, which is no matter of limits."""
 _LEAST_S, _RESERVE_S = 10.0, 3.0
@@ -52,27 +57,12 @@ class Found:
         """What is left of the limit, less what it takes to end in order."""
         return self.limit_s - _RESERVE_S - (time.monotonic() - self.started_s)
 
-    def add(
-        self,
-        fact: str,
-        value: Fact,
-        *,
-        least: float | None = None,
-        most: float | None = None,
-        has: str | None = None,
-        equals: Any = _NOT_GIVEN,
-        always: bool = False,
-    ) -> None:
-        """Write a fact down beside what was expected: bounds, a word, or a value; `always`: also of a CPU."""
-        wanted = [
-            (f">= {least}", lambda: isinstance(value, int | float) and value >= least, least is not None),
-            (f"<= {most}", lambda: isinstance(value, int | float) and value <= most, most is not None),
-            (f"has {has!r}", lambda: isinstance(value, str) and str(has) in value, has is not None),
-            (f"= {equals}", lambda: value == equals, equals is not _NOT_GIVEN),
-        ]
+    def add(self, fact: str, value: Fact, *, always: bool = False, **expected: Any) -> None:
+        """Write a fact down beside what was expected, as in `EXPECTED`; `always`: also of a CPU."""
+        bounds = {word: bound for word, bound in expected.items() if bound is not None}
         self.facts[fact] = value
-        self.expected[fact] = " and ".join(text for text, _, given in wanted if given)
-        if (self.on_cuda or always) and not all(holds() for _, holds, given in wanted if given):
+        self.expected[fact] = " and ".join(f"{EXPECTED[word][0]} {bound}" for word, bound in bounds.items())
+        if (self.on_cuda or always) and not all(EXPECTED[word][1](value, bound) for word, bound in bounds.items()):
             self.unexpected.append(f"{fact}: {value}, expected {self.expected[fact]}")
 
 
@@ -89,7 +79,8 @@ def default_out() -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[UNTIL_S] = time.monotonic() + config.getoption("--total-s", 570.0)
+    times = CPU_TIMES if config.getoption("--device", "cuda") == "cpu" else 1
+    config.stash[UNTIL_S] = time.monotonic() + times * config.getoption("--total-s", 570.0)
     config.stash[RECORDS] = []
 
 

@@ -221,7 +221,7 @@ def test_the_cost_of_a_piece(found: Found) -> None:
         for label, piece_bytes in SIZES.items():
             moved = move(reader, piece_bytes, size_bytes)
             post_us = statistics.median(one.post_s for one in moved) * 1e6 / (size_bytes // piece_bytes)
-            bounds = {"least": 1, "most": 6} if label == "32K" else {}
+            bounds: dict[str, Any] = {"least": 1, "most": 6} if label == "32K" else {}
             found.add(f"READ {label}: post us/piece", post_us, **bounds)
             least, most = fast.get(label, (None, None))
             speed = gb_per_s(size_bytes, [one.seconds for one in moved])
@@ -247,7 +247,7 @@ def test_loads_straight_between_devices(found: Found) -> None:
                 for size in sizes:
                     count = pool.blocks_for(size * MIB)
                     speed = gb_per_s(count * pool.block_bytes, pair.times(f"{label} {size}", count, REPEATS))
-                    bounds = {"least": 200} if across else {"least": 8, "most": 32}
+                    bounds: dict[str, Any] = {"least": 200} if across else {"least": 8, "most": 32}
                     found.add(f"{label} {size} MB: GB/s", speed, **(bounds if size == 256 else {}))
             found.add(f"{label}: path", str(log.read_path(pid, pool.piece_bytes)), has="cuda_ipc")
         with raw_pair(found.device, sizes[-1] * MIB, GET_ZCOPY) as reader:
@@ -279,7 +279,9 @@ def test_copies_on_idle_and_on_busy_devices(found: Found) -> None:
     for label, config, order in cases:
         producer, reader = specs(found.device, hnd, **config)
         with pair_or_reason(found, label, replace(producer, pool=replace(hnd, order=order)), reader) as pair:
-            for busy in (False, True) if pair else ():
+            for busy in (False, True):
+                if pair is None:
+                    break
                 for child in (pair.producer, pair.reader):
                     child.run(Engine.set_busy, busy)
                 word = "busy" if busy else "idle"

@@ -29,14 +29,6 @@ def test_blocks_arrive_and_leases_end(engines: Engines) -> None:
     assert statistics["blocks"]["free"] == NUM_BLOCKS
 
 
-def test_blocks_nobody_asked_for_stay_untouched(engines: Engines) -> None:
-    producer, consumer = engines.pair()
-    ticket = producer.call("offer", request_id="r", block_ids=[5, 6, 7, 20])
-    consumer.call("load", request_id="r", ticket=ticket, block_ids=[10, 11, 40, 12])
-    expected = [1.0 if block in (10, 11, 12, 40) else -1.0 for block in range(NUM_BLOCKS)]
-    assert consumer.call("values", block_ids=list(range(NUM_BLOCKS))) == expected
-
-
 @pytest.mark.parametrize("hold_gil", [False, True], ids=["loop", "interpreter"])
 def test_a_load_goes_on_while_the_producer_is_busy(engines: Engines, hold_gil: bool) -> None:
     """Progress of a transfer depends on neither the producer's loop nor its GIL (I6), once a connection exists."""

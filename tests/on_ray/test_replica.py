@@ -42,7 +42,7 @@ def test_a_config_follows_from_the_replica() -> None:
 
 
 def test_a_setting_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no fields of Config: lease_ttl, tp"):
+    with pytest.raises(ConfigError, match="Config: unknown: lease_ttl, tp"):
         config_of(PLACE, {"lease_ttl": 3, "tp": 2})
 
 

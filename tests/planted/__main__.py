@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 _LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "site", "__pycache__")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _OPTIONS = ("-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
-_TIMEOUT_S = 60
+_TIMEOUT_S = 120
 _STAMPS = count(int(time.time()) + 60, 60)
 """Of files that were changed: Python tells by their time whether it has to compile them anew."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvflow import LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, blocking
+from kvflow import LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.errors import DeadlineExceeded, LeaseExpired, PrefillFailed, RequestError, TransferFailed
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.testing import (
@@ -259,20 +259,6 @@ async def test_events_over_real_nixl() -> None:
         await load
         pair.assert_loaded([4], [1])
         await lease
-
-
-@pytest.mark.nixl
-def test_events_of_a_callers_thread() -> None:
-    """In `kvflow.blocking`: the loop has a thread of its own."""
-    kv_caches, cache = CacheSize().make("prefill")
-    with blocking.Runtime(replace(CONFIG, engine_id="prefill")) as producer:
-        producer.register_kv_caches(kv_caches, cache.layout)
-        ready = Event()
-        lease = producer.serve_blocks(ServeRequest("req", [1], num_tokens=4, ttl_s=60.0, ready=ready))
-        assert lease.ticket.first.pending
-        ready.happen()
-        lease.revoke()
-        assert lease.wait(WAIT_S) is LeaseOutcome.REVOKED
 
 
 async def test_events_do_not_wait_for_each_other_nor_copies_for_them() -> None:

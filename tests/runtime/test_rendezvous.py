@@ -434,11 +434,6 @@ async def test_how_long_a_question_waits() -> None:
         assert await long == messages.NoLease(ended=False)
         assert loop.time() - begun_s == pytest.approx(10.0)
         assert ask(0.0) == messages.NoLease(ended=False)
-        for wrong in (-1.0, float("nan"), float("inf"), 1e9):
-            with pytest.raises(messages.WireError, match="waits for"):
-                ask(wrong)
-        with pytest.raises(messages.WireError, match="a request id of 2000 characters"):
-            ask(1.0, "x" * 2000)
 
 
 @in_virtual_time

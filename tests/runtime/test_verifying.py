@@ -257,12 +257,10 @@ async def test_a_cache_that_nobody_here_can_read_is_not_verified(
 
 
 async def test_digests_that_fail_here_leave_the_load_unverified(pair: EnginePair) -> None:
-    loader = cache_of(pair.reader).loader
-
     async def fails(job: object) -> None:
         raise RuntimeError("out of memory")
 
-    verifier = loader._whole.verifying._verifier
+    verifier = cache_of(pair.reader).whole.verifying._verifier
     verifier._gear = verifier._gear._replace(run=fails)
     lease = pair.offer([3])
     error = await pair.fails(TransferFailed, lease, verify=True)

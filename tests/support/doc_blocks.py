@@ -229,7 +229,9 @@ def started_by_dev(words: list[str]) -> list[str]:
 
     dev = types.ModuleType("dev")
     vars(dev)["__file__"] = str(ROOT / "dev.py")
-    exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "dev", dev)  # where its dataclasses look their types up
+        exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
     vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
     vars(dev).update(with_wheels=lambda _: Path("python"))

@@ -110,8 +110,9 @@ def main() -> None:
                 server.wait_up()
             story = servers[1].tokens((ROOT / "docs" / "architecture.md").read_text())
             total: Counter[str] = Counter()
-            for turn in range(-(-options.tries // AT_ONCE)):
-                total += late_round(*servers, story, turn, LEASE_S, router_late=options.router_late)
+            at_once = min(AT_ONCE, options.tries)
+            for turn in range(-(-options.tries // at_once)):
+                total += late_round(*servers, story, turn, LEASE_S, at_once, router_late=options.router_late)
                 print(f"{name} reads stock, late: {dict(total)}", flush=True)
             assert servers[0].healthy()
             assert servers[1].healthy()

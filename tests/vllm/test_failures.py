@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import pytest
@@ -100,17 +101,26 @@ def test_parameters_of_another_prompt(site: Site, story: list[int]) -> None:
     assert "tokens of its prompt are not those that the ticket" in consumer.log.read_text()
 
 
-def test_a_request_that_waits_for_blocks_keeps_its_prompt(site: Site, story: list[int]) -> None:
-    """The decode side has no room for longer than the lease's ttl; the prompt is read all the same."""
+@pytest.mark.parametrize("flows", [False, True], ids=["in turn", "both at once"])
+def test_a_request_that_waits_for_blocks_keeps_its_prompt(site: Site, story: list[int], flows: bool) -> None:
+    """The decode side has no room for longer than the lease's ttl; the prompt is read all the same.
+
+    Where both sides are asked at once prefill has ended long before decode has room.
+    """
     producer, consumer = site.have(IMPATIENT, NARROW)
     prompt = story[:600]  # 5 blocks
     expected = producer.text(prompt, **ALONE)
     expired = producer.metric(ENDED, outcome="expired")
+    ask = partial(hand_over, producer, consumer, prompt)
+    if flows:
+        ask = partial(flow, producer, consumer, introduction_of(producer, story), prompt)
+        expired += 1  # the introduction is a lease, too
+        producer.wait_metric(ENDED, expired, outcome="expired")
     loads = consumer.metric(LOADS)
     with ThreadPoolExecutor(2) as clients:
         other = clients.submit(consumer.text, story[300:2000], 340, ignore_eos=True)  # 14 to 16 blocks
         consumer.wait_metric("vllm:num_requests_running", 1)
-        waiting = clients.submit(hand_over, producer, consumer, prompt)
+        waiting = clients.submit(ask)
         consumer.wait_metric("vllm:num_requests_waiting", 1)
         prefill(producer, story[1000:1100])  # a later lease, which nobody needs
         producer.wait_metric(ENDED, expired + 1, outcome="expired")
@@ -119,29 +129,6 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt(site: Site, story: lis
         assert waiting.result() == expected
     consumer.wait_metric(LOADS, loads + 1)
     assert producer.metric(ENDED, outcome="expired") == expired + 1
-
-
-def test_a_flow_that_waits_for_blocks_keeps_its_prompt(site: Site, story: list[int]) -> None:
-    """The same with both sides asked at once: prefill has ended long before decode has room."""
-    producer, consumer = site.have(IMPATIENT, NARROW)
-    prompt = story[:600]
-    expected = producer.text(prompt, **ALONE)
-    expired = producer.metric(ENDED, outcome="expired")
-    introduction = introduction_of(producer, story)
-    producer.wait_metric(ENDED, expired + 1, outcome="expired")
-    loads = consumer.metric(LOADS)
-    with ThreadPoolExecutor(2) as clients:
-        other = clients.submit(consumer.text, story[300:2000], 340, ignore_eos=True)
-        consumer.wait_metric("vllm:num_requests_running", 1)
-        waiting = clients.submit(flow, producer, consumer, introduction, prompt)
-        consumer.wait_metric("vllm:num_requests_waiting", 1)
-        prefill(producer, story[1000:1100])
-        producer.wait_metric(ENDED, expired + 2, outcome="expired")
-        assert not other.done(), "the decode side had room too early for this test to mean something"
-        assert consumer.metric(LOADS) == loads
-        assert waiting.result() == expected
-    consumer.wait_metric(LOADS, loads + 1)
-    assert producer.metric(ENDED, outcome="expired") == expired + 2
 
 
 @pytest.mark.parametrize(("asked", "status"), [(500, 500), (400, 500), (2000, 500), (2100, 400)])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.vllm.conftest import DECODE, PREFILL, Site
-from tests.vllm.servers import HTTPFailed, Server, hand_over, prefill
+from tests.vllm.servers import NAME, ROOT, HTTPFailed, Server, hand_over, prefill
 
 EXTERNAL = "vllm:prompt_tokens_by_source_total"
 SOURCES = ("external_kv_transfer", "local_cache_hit", "local_compute")
@@ -34,6 +36,28 @@ def test_the_text_is_that_of_a_single_instance(pair: tuple[Server, Server], stor
     assert hand_over(producer, consumer, prompt) == expected
     consumer.wait_metric(EXTERNAL, before + length, source="external_kv_transfer")
     assert received_tokens(consumer) == before + length, "the prompt was computed, not received"
+
+
+def test_the_tutorials_router(pair: tuple[Server, Server], story: list[int]) -> None:
+    """As it stands on its page, which starts servers as these are started, with HTTP clients for its two names."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorials" / "vllm.md").read_text(), re.DOTALL)
+    prompt, names = story[200:500], dict[str, Any]()
+    exec(code, names)
+
+    async def answer() -> str:
+        urls = [f"http://127.0.0.1:{server.port}" for server in pair]
+        timeout = httpx.Timeout(120.0)
+        async with (
+            httpx.AsyncClient(base_url=urls[0], timeout=timeout) as names["prefill"],
+            httpx.AsyncClient(base_url=urls[1], timeout=timeout) as names["decode"],
+        ):
+            asked = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+            found: str = (await names["complete"](asked)).json()["choices"][0]["text"]
+            return found
+
+    before = received_tokens(pair[1])
+    assert asyncio.run(answer()) == pair[0].text(prompt, 16, **ALONE)
+    pair[1].wait_metric(EXTERNAL, before + len(prompt), source="external_kv_transfer")
 
 
 def test_a_cached_prefix_is_not_received_again(pair: tuple[Server, Server], story: list[int]) -> None:

@@ -5,6 +5,7 @@ A word is `block`, a number of MB, or 64x1: 64 loads of 1 MB at once, which are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, scattered, share
 ONE_BLOCK = "one block"
 _TURN_BYTES = 128 * MIB
 _TURN_TIMES_MAX = 20
+_WORD = re.compile(r"(?:([1-9][0-9]*)x)?(block|[0-9]+)")
 
 
 class LoadSize(NamedTuple):
@@ -38,24 +40,16 @@ def parse_sizes(text: str, layers: int) -> tuple[LoadSize, ...]:
 
 
 def _parse_size(word: str, block_bytes: int) -> LoadSize:
-    count, several, rest = word.rpartition("x")
-    if several and not (count.isdecimal() and int(count)):
-        raise SettingsError(f"--sizes: expected a number of loads before 'x', got {word!r}")
-    at_once = int(count) if several else 1
-    blocks, label = (1, ONE_BLOCK) if rest == "block" else (_blocks_of(rest, block_bytes), f"{rest} MB")
-    label = f"{at_once} x {label}" if several else label
-    times = min(_TURN_TIMES_MAX, max(1, _TURN_BYTES // (at_once * blocks * block_bytes)))
-    return LoadSize(label, blocks, at_once * times, at_once)
-
-
-def _blocks_of(word: str, block_bytes: int) -> int:
-    try:
-        size_bytes = int(word) * MIB
-    except ValueError as error:
-        raise SettingsError(f"--sizes: expected 'block' or a number of MB, got {word!r}") from error
-    if size_bytes < block_bytes or size_bytes % block_bytes:
+    match = _WORD.fullmatch(word)
+    if match is None:
+        raise SettingsError(f"--sizes: expected 'block' or a number of MB, such as 16 or 64x1, got {word!r}")
+    several, rest = match.groups()
+    blocks, over = (1, 0) if rest == "block" else divmod(int(rest) * MIB, block_bytes)
+    if over or not blocks:
         raise SettingsError(f"--sizes: {word} MB is no multiple of a block, which has {block_bytes} bytes")
-    return size_bytes // block_bytes
+    at_once, label = int(several or 1), ONE_BLOCK if rest == "block" else f"{rest} MB"
+    times = min(_TURN_TIMES_MAX, max(1, _TURN_BYTES // (at_once * blocks * block_bytes)))
+    return LoadSize(f"{several} x {label}" if several else label, blocks, at_once * times, at_once)
 
 
 def shape_for(sizes: Sequence[LoadSize], layers: int) -> CacheShape:

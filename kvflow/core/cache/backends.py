@@ -37,7 +37,7 @@ _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?!\d)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class BackendSource:
     """Where a row was read: `name` is what defines the shape in the file."""
 
     project: str
@@ -61,7 +61,7 @@ class BackendLayout:
 
     backend: str
     style: KVStyle
-    source: Source
+    source: BackendSource
     order: str
     memory_orders: tuple[str, ...]
     kv_formats: tuple[str, ...]
@@ -145,7 +145,7 @@ def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
         yield BackendLayout(
             backend=backend,
             style=KVStyle(style),
-            source=Source(project=project, version=read, path=path, name=name),
+            source=BackendSource(project=project, version=read, path=path, name=name),
             order=order,
             memory_orders=("NHD", "HND") if strides == "any" else (strides,),
             kv_formats=kv_formats,
@@ -305,9 +305,20 @@ def layout_for_backend(
 ) -> CacheLayout:
     """The layout of `kv_caches` as `backend` allocates them.
 
-    `block_size` is that of the tensors: an engine whose kernels split blocks hands out the smaller ones.
-    `engine_version` ("0.33.0") is needed only where the tensors fit two versions' shapes; `num_kv_heads` is checked
-    if given; `kv_format` is needed where a backend has several for this dtype. Raises LayoutError.
+    Args:
+        kv_caches: the layers, by name.
+        backend: an attention backend's name, in any case.
+        block_size: that of the tensors: an engine whose kernels split blocks hands out the smaller ones.
+        engine_version: such as "0.33.0"; needed only where the tensors fit two versions' shapes.
+        num_kv_heads: checked if given.
+        kv_format: needed where a backend has several for this dtype.
+        layer_indices: see `CacheLayout.infer`.
+
+    Returns:
+        A layout for `Runtime.register_kv_caches`.
+
+    Raises:
+        LayoutError: the backend is not known, or the tensors are not as it allocates them.
     """
     kv_caches = checked_caches(kv_caches)
     if num_kv_heads is not None:

@@ -156,10 +156,20 @@ class CacheLayout:
     ) -> CacheLayout:
         """Read the layout off the tensors.
 
-        `order` names the axes of the tensors' shape, "NHD" or "HND"; `block_size` is in tokens and is checked
-        against the shape. `style` is needed only where shapes do not tell: a 5-axis tensor whose first two axes
-        are both 2. `layer_indices` defaults to the numbers in the layers' names ("model.layers.12.self_attn"), or to
-        their positions if some name has none or several. Raises LayoutError with the layer's name and both values.
+        Args:
+            kv_caches: the layers, by name.
+            order: names the axes of the tensors' shape, "NHD" or "HND".
+            block_size: in tokens; checked against the shape.
+            style: needed only where shapes do not tell: a 5-axis tensor whose first two axes are both 2.
+            layer_indices: the numbers in the layers' names ("model.layers.12.self_attn") by default, or their
+                positions if some name has none or several.
+            kv_format: what the bytes mean, for caches that are not plain elements.
+
+        Returns:
+            A layout for `Runtime.register_kv_caches`.
+
+        Raises:
+            LayoutError: names the layer and both values.
         """
         kv_caches = checked_caches(kv_caches)
         block_size = _size(block_size, "block_size")

@@ -29,7 +29,7 @@ GivenBlockIds: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Mapping[st
 
 _MANY = 1 << 10  # block ids, from which on array operations are faster
 FEW = 1 << 5
-"""Chunks, or blocks, up to which they are slower."""
+"""Blocks, up to which they are slower."""
 
 
 @dataclass(slots=True)
@@ -280,10 +280,7 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     size_bytes = count * pairs.chunk_size_bytes
     sizes: Int64Array | int = size
     if pieces == 1 and count > 1:
-        if count <= FEW:
-            local, remote, sizes = _joined_few(local.tolist(), remote.tolist(), size)
-        else:
-            local, remote, sizes = _joined(local, remote, size)
+        local, remote, sizes = _joined(local, remote, size)
         count = len(local)
     first = 0 if head is None else 1
     table = np.empty((2, first + regions * count * pieces, 3), dtype=np.int64)
@@ -312,19 +309,6 @@ def _joined(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Arra
         return local, remote, size
     starts = np.flatnonzero(np.concatenate(([True], ~follows)))
     return local[starts], remote[starts], size * np.diff(starts, append=len(local))
-
-
-def _joined_few(local: list[int], remote: list[int], size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
-    """The same for a few, where each operation on arrays takes longer than all of it."""
-    ours, theirs, sizes = [local[0]], [remote[0]], [size]
-    for at in range(1, len(local)):
-        if local[at] == ours[-1] + sizes[-1] and remote[at] == theirs[-1] + sizes[-1]:
-            sizes[-1] += size
-        else:
-            ours.append(local[at])
-            theirs.append(remote[at])
-            sizes.append(size)
-    return np.array(ours), np.array(theirs), np.array(sizes)
 
 
 # --- a few whole blocks, alike on both sides: the common load, in one go

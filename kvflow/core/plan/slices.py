@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.descriptors import FEW, Chunks, Descriptors, Piece, plan_read
+from kvflow.core.plan.descriptors import Chunks, Descriptors, Piece, plan_read
 
 _PLANNED_AT_ONCE = 1 << 13  # descriptors; a slice alone costs some 15 us, and many more are out of the cache
 _MANY = 1 << 10  # chunks, from which on it pays to sort by small keys
@@ -29,7 +29,7 @@ def plan_slices(
     """
     for block_map, some in reads:
         groups = block_map.groups[some.tokens]
-        if len(some) > 1 and not _ascends(some):
+        if len(some) > 1:
             parts = some.remote_parts
             keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
             short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts these by radix, ten times as fast
@@ -56,14 +56,6 @@ def plan_slices(
                 yield plan.part(0, 1, head.size_bytes).join(next(slices))
                 yield from slices
             head = None
-
-
-def _ascends(chunks: Chunks) -> bool:
-    """Whether a few chunks are in the order of the peer's memory already."""
-    if len(chunks.remote_ids) > FEW or chunks.remote_parts is not None:
-        return False
-    ids: list[int] = chunks.remote_ids.tolist()
-    return ids == sorted(ids)
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:

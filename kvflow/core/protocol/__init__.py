@@ -1,1 +1,1 @@
-"""What engines say to each other: messages, tickets, seals, clocks."""
+"""The protocol between engines: messages, tickets, seals, clocks."""

@@ -14,7 +14,7 @@ ErrorT = TypeVar("ErrorT", bound=PeerError)
 def failure(
     kind: type[ErrorT], target: messages.Target, address: str, why: str, *, retry_after_s: float | None = None
 ) -> ErrorT:
-    """What went wrong with a rank, as an error that names it."""
+    """An error about a rank, which it names."""
     return kind(f"{target.at(address)}: {why}", peer=address, engine_id=target.engine_id, retry_after_s=retry_after_s)
 
 
@@ -33,5 +33,5 @@ class Address(NamedTuple):
         return messages.Target(self.engine_id, *self.rank)
 
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """What went wrong with the rank, as an error that names it."""
+        """An error about the rank, which it names."""
         return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)

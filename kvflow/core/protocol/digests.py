@@ -40,22 +40,22 @@ _LEAST = 1 << 10
 
 
 def word_weights(count: int) -> UInt64Array:
-    """Of the first `count` words of a run."""
+    """Weights of the first `count` words of a run."""
     return _weights(_WORDS, _rounded(count))[:count]
 
 
 def part_weights(count: int) -> UInt64Array:
-    """Of K, V, or whichever parts a layer has."""
+    """Weights of K, V, or whichever parts a layer has."""
     return _weights(_PARTS, _rounded(count))[:count]
 
 
 def token_weights(tokens: npt.NDArray[np.int64]) -> UInt64Array:
-    """Of tokens, by their places in the prompt."""
+    """Weights of tokens, by their places in the prompt."""
     return _scrambled(tokens.astype(np.uint64), _TOKENS)
 
 
 def head_weights(start: int, count: int) -> UInt64Array:
-    """Of the model's heads from `start` on."""
+    """Weights of the model's heads from `start` on."""
     return _scrambled(np.arange(start, start + count, dtype=np.uint64), _HEADS)
 
 

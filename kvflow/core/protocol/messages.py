@@ -76,7 +76,7 @@ CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
 Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
-"""Of a reader: one that is none of ours is no lease's."""
+"""Lease id as readers send it: one that is none of ours is no lease's."""
 NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]
 LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_MAX)]
 
@@ -98,7 +98,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
-    """What both sides must agree on. Field names are what error messages show."""
+    """Facts that both sides must agree on. Field names are what error messages show."""
 
     model: Fact
     dtype: Fact
@@ -140,7 +140,7 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
     tp_rank: Count
 
     def at(self, address: str) -> str:
-        """How messages name it."""
+        """The rank as messages name it."""
         return f"engine {self.engine_id!r} ({Rank(self.dp_rank, self.pp_rank, self.tp_rank)}) at {address}"
 
 
@@ -200,7 +200,7 @@ class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class ClockRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_clock"):
-    """What does your clock show?"""
+    """Question for a reading of the clock."""
 
     reader: Reader
     target: Target
@@ -216,7 +216,7 @@ class DigestPart(msgspec.Struct, frozen=True, array_like=True):
     """The first head."""
     heads: Count
     model_heads: Count
-    """How many heads the model has, from which follows which ones a rank holds."""
+    """Heads of the model, from which follows which ones a rank holds."""
     start: Count
     """The first token of the prompt."""
     stop: Count
@@ -239,7 +239,7 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_digests"
 
 
 class OfferRequest(msgspec.Struct, frozen=True, kw_only=True, tag="await_offer"):
-    """What do you offer of this request, which you may have yet to begin? For readers of a rendezvous.
+    """Question for the offer of a request, which may have yet to begin. For readers of a rendezvous.
 
     Whoever knows the request id may know the answer. It is given when there is something to tell, and otherwise within
     `wait_s`.
@@ -252,7 +252,7 @@ class OfferRequest(msgspec.Struct, frozen=True, kw_only=True, tag="await_offer")
 
 
 class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
-    """What has become of an open lease: is it complete, has it failed or ended, more blocks than these, more tokens?
+    """Question for news of an open lease: complete, failed or ended, more blocks than these, more tokens.
 
     It is answered as an `OfferRequest` is.
     """
@@ -262,10 +262,10 @@ class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
     request_id: RequestName
     lease_id: LeaseId
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)]
-    """How many of its blocks the reader knows, by group."""
+    """Blocks of the lease that the reader knows, counted by group."""
     wait_s: Wait
     missing_max: Missing = -1
-    """It is answered as well when no more of its tokens than that are missing; -1: not before its end."""
+    """Answered as well when no more tokens than that are missing; -1: not before the end of the lease."""
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +286,7 @@ class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
     address: Size
     count: SealCount
     hold_s: Hold
-    """How long the producer keeps blocks after it has wiped a seal."""
+    """Time the producer keeps blocks after it has wiped a seal."""
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
@@ -296,12 +296,12 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     incarnation: Incarnation
     clock_s: ClockTime
     cache_shares: CacheShares
-    """Of each set of layers that look alike."""
+    """Shares of each set of layers that look alike."""
     agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
     agent_metadata_crc32: Word32
     """NIXL crashes on flipped bits in its metadata, so a reader compares this first."""
     regions: Annotated[tuple[RegionTable, ...], Meta(max_length=SETS_MAX)]
-    """Of the same sets."""
+    """Regions of those sets."""
     groups: Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
     """Whose block ids the sets have (`CacheShare.group`)."""
     seals: SealLocation
@@ -326,7 +326,7 @@ class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
-    """What a rank offers of a request: what its ticket says, for readers that have none."""
+    """An offer of a request by one rank: its ticket's content, for readers that have no ticket."""
 
     lease: LeaseFound | None
     """None if there is nothing to read: a prompt that is shorter than a block."""
@@ -345,20 +345,20 @@ class Declined(msgspec.Struct, frozen=True, kw_only=True, tag="declined"):
 
 
 class LeaseNews(enum.StrEnum):
-    """What has become of a lease."""
+    """States of a lease as news tells them."""
 
     OPEN = "open"
-    """It is to come to an end still."""
+    """The lease is to come to an end still."""
     COMPLETE = "complete"
     """All of it can be read, and it has its payload if one was promised."""
     ENDED = "ended"
     """No read of it can succeed any more."""
     FAILED = "failed"
-    """The same: its prompt could not be computed."""
+    """No read of it can succeed: its prompt could not be computed."""
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
-    """What has become of a lease; the blocks that the reader did not know, by group, where it reads them."""
+    """News of a lease, and the blocks that the reader did not know, by group, where it reads them."""
 
     state: LeaseNews
     more_block_ids: BlockTables = ()
@@ -382,7 +382,7 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
 
 
 class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
-    """What the rank's clock shows. It means nothing on another machine: see `core.protocol.proof`."""
+    """A reading of the rank's clock. It means nothing on another machine: see `core.protocol.proof`."""
 
     incarnation: Incarnation
     clock_s: ClockTime
@@ -443,7 +443,7 @@ Notification: TypeAlias = ReadDone | Renew
 
 
 def leases_max(reader: str, bytes_max: int) -> int:
-    """How many leases a notification of at most `bytes_max` may name; one at least."""
+    """Number of leases that a notification of at most `bytes_max` may name; one at least."""
     array_header_bytes = 5
     id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
     rest = ReadDone(lease_ids=(), reader=reader, numerator=1 << 32, denominator=1 << 32)
@@ -505,9 +505,33 @@ def _decode(data: bytes, kind: Any) -> Any:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raw = answer(partial(msgspec.msgpack.decode, data))
-        why = str(error) if raw is None else refusal(error, raw)
+        why = _with_names(str(error) if raw is None else refusal(error, raw), kind)
         why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
         raise WireError(f"{len(data)} bytes do not decode: {why}") from error
+
+
+def _with_names(refused: str, kind: Any) -> str:
+    """A refusal that names fields of messages that are sent as arrays, which msgspec numbers; a tag is number 0."""
+
+    def named(found: re.Match[str]) -> str:
+        place, number = found[1], int(found[2])
+        names = _OUTER.get(kind, ()) if place == "$" else _INNER[place.partition("[")[0]]
+        return f"{place}.{names[number]}" if number < len(names) else found[0]
+
+    return _NUMBERED.sub(named, refused)
+
+
+_NUMBERED = re.compile(r"(\$|\.target|\.sender|\.block|\.parts\[\d+\])\[(\d+)\]")
+_OUTER: dict[Any, tuple[str, ...]] = {
+    Header: Header.__struct_fields__,
+    Notification: ("kind", *ReadDone.__struct_fields__),
+}
+_INNER = {
+    ".target": Target.__struct_fields__,
+    ".sender": Target.__struct_fields__,
+    ".block": BlockShape._fields,
+    ".parts": DigestPart.__struct_fields__,
+}
 
 
 def regions_to_wire(regions: Regions) -> RegionTable:
@@ -523,7 +547,7 @@ def regions_to_wire(regions: Regions) -> RegionTable:
 
 
 def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
-    """Those of each set of layers. WireError where one cannot be true, or there are too many to look at."""
+    """Regions of each set of layers. WireError where one cannot be true, or there are too many to look at."""
     count = sum(len(table.bases) for table in tables)
     if len(tables) > SETS_MAX or count > REGIONS_MAX:
         raise WireError(f"region tables: {len(tables)} with {count} regions, at most {SETS_MAX} with {REGIONS_MAX}")

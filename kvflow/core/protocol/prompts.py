@@ -1,4 +1,4 @@
-"""What tells one prompt from another, so that a ticket is not used for a prompt that it is not of.
+"""Digests that tell one prompt from another, so that a ticket is not used for a prompt that it is not of.
 
 A router may mix tickets up, or both engines may make different tokens of the same text (another chat template, another
 tokenizer). The bytes would arrive in good order, and the answer would be about something else. So a ticket can carry a

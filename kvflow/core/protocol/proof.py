@@ -215,17 +215,6 @@ class SealProof:
 
     kind = "seal"
     """What vouches, as in `LoadReport.freshness`."""
-    __slots__ = (
-        "_careful",
-        "_not_expired_before_s",
-        "_quick_read_max_s",
-        "_seen",
-        "asked",
-        "grows",
-        "looking",
-        "over",
-        "seen_s",
-    )
 
     def __init__(self, *, grows: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
         """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""

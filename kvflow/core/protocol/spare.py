@@ -26,7 +26,7 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_mark(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, and marked as a ticket of ours where there is no room for all of the spare.
+    """A dict with the spare, marked as a ticket of ours where there is no room for all of the spare.
 
     Then it names one of the ranks, or nothing: who reads no more than that refuses the ticket.
     """

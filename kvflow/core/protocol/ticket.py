@@ -433,15 +433,7 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
 
 def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
     """The ticket, once it was read. RequestError for what types do not say."""
-    if {*map(type, _TEXTS(ticket))} != {str}:
-        raise _foreign_text(ticket)
-    _check_engine_id(ticket.engine_id)
-    if not ticket.request_id.isascii() and not encodes(ticket.request_id):
-        raise RequestError(f"ticket: remote_request_id {ticket.request_id[:80]!a} is no request id")
-    if ticket.traceparent and not _TRACEPARENT.fullmatch(ticket.traceparent):
-        raise RequestError(f"ticket: traceparent {ticket.traceparent[:80]!a} is no W3C trace context")
-    if not _PROMPT_DIGEST.fullmatch(ticket.prompt_digest):
-        raise RequestError(f"ticket: prompt_digest {ticket.prompt_digest[:80]!a} is not 32 hexadecimal digits")
+    _check_texts(ticket)
     if len(ticket.ranks) > RANKS_MAX:
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, expected 1 to {RANKS_MAX}")
     if ticket.groups or ticket.more_block_ids:
@@ -462,6 +454,18 @@ def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
         count = max(count, sum(ticket.block_counts))
     vars(ticket)[_READ] = count
     return ticket
+
+
+def _check_texts(ticket: Ticket) -> None:
+    if {*map(type, _TEXTS(ticket))} != {str}:
+        raise _foreign_text(ticket)
+    _check_engine_id(ticket.engine_id)
+    if not ticket.request_id.isascii() and not encodes(ticket.request_id):
+        raise RequestError(f"ticket: remote_request_id {ticket.request_id[:80]!a} is no request id")
+    if ticket.traceparent and not _TRACEPARENT.fullmatch(ticket.traceparent):
+        raise RequestError(f"ticket: traceparent {ticket.traceparent[:80]!a} is no W3C trace context")
+    if not _PROMPT_DIGEST.fullmatch(ticket.prompt_digest):
+        raise RequestError(f"ticket: prompt_digest {ticket.prompt_digest[:80]!a} is not 32 hexadecimal digits")
 
 
 def _check_to_come(ticket: Ticket, block_ids_max: int) -> None:
@@ -591,7 +595,14 @@ def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     """One ticket that names the ranks of all: each rank of an engine has made one for the same request.
 
-    Raises RequestError if they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
+    Args:
+        tickets: at least one, in any order.
+
+    Returns:
+        A ticket that saves its readers a question to each rank.
+
+    Raises:
+        RequestError: they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
     """
     if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
         raise RequestError(f"merge_tickets: {count} tickets, but an engine has at most {RANKS_MAX} ranks")

@@ -13,10 +13,11 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from kvflow.bench.child import BenchError, call_in_child
 from kvflow.device.cuda import DriverError, load_driver
-from kvflow.doctor.cuda.nvidia import Driver, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.cuda.nvidia import InstalledDriver, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.version import installed
 
 VARIABLES = (
@@ -54,7 +55,7 @@ class Probe:
 class Cuda:
     """What was seen. `None` means that it cannot be known here."""
 
-    driver: Driver | None
+    driver: InstalledDriver | None
     nvlinks: Mapping[int, int]
     nearness: Mapping[str, Mapping[str, str]]
     peermem: bool
@@ -122,7 +123,7 @@ def _link(path: str) -> str:
 def probe() -> Probe:
     """Load torch and NIXL in a child and ask them."""
     try:
-        return call_in_child("CUDA", _look)
+        return cast(Probe, call_in_child("CUDA", _look))
     except BenchError as error:
         return Probe(problem=error.reason)
 

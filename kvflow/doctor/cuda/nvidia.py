@@ -32,7 +32,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Driver:
+class InstalledDriver:
     """What `nvidia-smi -q -x` says."""
 
     version: str
@@ -41,7 +41,7 @@ class Driver:
     gpus: tuple[Gpu, ...]
 
 
-def read_devices(xml: str) -> Driver | None:
+def read_devices(xml: str) -> InstalledDriver | None:
     """None if the text is no report of nvidia-smi."""
     try:
         root = ElementTree.fromstring(xml)
@@ -49,7 +49,7 @@ def read_devices(xml: str) -> Driver | None:
         return None
     if root.tag != "nvidia_smi_log":
         return None
-    return Driver(
+    return InstalledDriver(
         version=_text(root, "driver_version") or "unknown",
         cuda=_cuda(_text(root, "cuda_version")),
         gpus=tuple(_gpu(node) for node in root.findall("gpu")),

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 from kvflow.checks import said
 from kvflow.core.policy.events import DeviceEvent
-from kvflow.errors import ChecksumMismatch, PeerError, RequestError, TransferFailed
+from kvflow.errors import ChecksumMismatch, PeerError, TransferFailed
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import VERIFY, Load, Verification, Work
 from kvflow.runtime.load.verifying import LeaseEnded, NotCompared, Verifier
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.digests import DigestedCache
 from kvflow.runtime.peers.peer import Source
 
 logger = logger_of(__name__)
@@ -47,11 +46,6 @@ class Verifying:
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
-
-    def check(self, cache: DigestedCache, what: str) -> None:
-        """RequestError if there can be no digests of our cache."""
-        if problem := cache.problem:
-            raise RequestError(f"{what}: verify: {problem}")
 
     def drawn(self) -> bool:
         """Whether one more load is of the share that is verified."""

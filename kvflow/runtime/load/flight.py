@@ -237,28 +237,6 @@ class Flight:
     a word for the seal of each. It gives everything back when the blocks are safe.
     """
 
-    __slots__ = (
-        "_copies",
-        "_end",
-        "_error",
-        "_gear",
-        "_ids",
-        "_lost",
-        "_priority",
-        "_progress",
-        "_sources",
-        "_under_way",
-        "descriptor_count",
-        "failed",
-        "on_safe",
-        "post_s",
-        "queued_s",
-        "request_id",
-        "size_bytes",
-        "state",
-        "waits",
-    )
-
     def __init__(
         self,
         request_id: str,

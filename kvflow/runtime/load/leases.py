@@ -31,7 +31,8 @@ from kvflow.errors import KVFlowError, Overloaded, PeerError
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext, Spawn
-from kvflow.runtime.peers.peer import LocalRank, PeerTable, Reaching, Source, check_parallelism
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, check_parallelism
+from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import AgentName
 
 logger = logger_of(__name__)
@@ -51,7 +52,7 @@ class _Kept:
 class RemoteLeases:
     """Keeps leases of other engines, and gives them back."""
 
-    def __init__(self, context: RankContext, local: LocalRank, peers: PeerTable, reach: Reaching) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, peers: Peers, reach: Reaching) -> None:
         self._config = context.config
         self._clock = context.clock
         self._spawn = context.spawn

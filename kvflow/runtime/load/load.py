@@ -111,30 +111,6 @@ class Verification(enum.StrEnum):
 class Work:
     """What the loader knows of a load under way: what was asked, how far it is, and what it holds."""
 
-    __slots__ = (
-        "_now_s",
-        "_since_s",
-        "begun_s",
-        "cancelling",
-        "ends_s",
-        "entries",
-        "flight",
-        "freshness",
-        "grown",
-        "landed",
-        "news",
-        "overdue",
-        "payload",
-        "phase",
-        "seconds",
-        "sources",
-        "tables",
-        "task",
-        "ticket",
-        "tokens",
-        "verification",
-    )
-
     def __init__(
         self,
         ticket: Ticket,
@@ -349,7 +325,10 @@ class Load:
     def cancel(self) -> None:
         """Ask it to end: awaiting it raises CancelledError within Config.cancel_grace_s. No effect once it is done.
 
-        Its blocks may be reused when `settled()` returns, not before. Raises UsageError off the runtime's loop.
+        Its blocks may be reused when `settled()` returns, not before.
+
+        Raises:
+            UsageError: off the runtime's loop.
         """
         if self._task is None or self._task.done():
             return
@@ -359,8 +338,11 @@ class Load:
     async def settled(self) -> None:
         """Return once it has ended and no byte can land in its blocks any more, however it ended.
 
-        Raises RuntimeBroken if that can never be known because the transport died under its reads; UsageError off the
-        runtime's loop, unless there is nothing to wait for. Cancelling stops the waiting only.
+        Cancelling stops the waiting only.
+
+        Raises:
+            RuntimeBroken: that can never be known, because the transport died under its reads.
+            UsageError: off the runtime's loop, unless there is nothing to wait for.
         """
         if self._task is not None and not self._task.done():
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: settled()")

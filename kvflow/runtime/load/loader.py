@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvflow.config import Config
 from kvflow.core.policy.queue import FairQueue
@@ -33,6 +33,7 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight, Gear
+from kvflow.runtime.load.gate import Gate
 from kvflow.runtime.load.load import (
     PHASES,
     InFlight,
@@ -47,9 +48,7 @@ from kvflow.runtime.load.load import (
     request_name,
     said_priority,
 )
-from kvflow.runtime.load.meeting import Meeting, check_expected
-from kvflow.runtime.load.route import Route
-from kvflow.runtime.load.whole import Whole
+from kvflow.runtime.load.meeting import Carry, check_expected
 from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
@@ -58,6 +57,14 @@ logger = logger_of(__name__)
 _IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
 _OF_PEER_MAX = (1 << 15, 128)  # of one rank
 _AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
+
+
+class Carriers(NamedTuple):
+    """Who carries a load, by what is known of it when it is accepted; and the gate before them."""
+
+    gate: Gate
+    whole: Carry
+    meeting: Carry
 
 
 class Loader:
@@ -69,8 +76,8 @@ class Loader:
         local: LocalRank,
         reach: Reaching,
         remote_leases: Keeping,
-        route: Route,
         gear: Gear,
+        carriers: Carriers,
     ) -> None:
         config, limits = context.config, context.config.limits
         self._config = config
@@ -82,9 +89,8 @@ class Loader:
         self._read_ticket = reach.read_ticket
         self._remote_leases = remote_leases
         self._gear = gear
-        self._whole = Whole(context, local, reach, remote_leases, route, gear)
-        self._gate = self._whole.gate
-        self._meeting = Meeting(local, reach, remote_leases, self._whole.carry)
+        self._carriers = carriers
+        self._gate = carriers.gate
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
         self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
@@ -193,8 +199,8 @@ class Loader:
             plain = checked_load_request(request, ids_max)
             what = f"request {plain.request_id!r}"
             ticket = self._read_ticket(plain.ticket, ids_max)
-            if plain.verify:
-                self._whole.verifying.check(self._gear.digests.own, what)
+            if plain.verify and (problem := self._gear.digests.own.problem):
+                raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
                 check_expected(self._groups, plain, ticket, tables)
@@ -236,7 +242,8 @@ class Loader:
         try:
             if self._closed or work.ends_s <= asyncio.get_running_loop().time():
                 raise self._late(load, work)
-            report = await (self._meeting if work.ticket.awaited else self._whole).carry(load, work)
+            carry = self._carriers.meeting if work.ticket.awaited else self._carriers.whole
+            report = await carry(load, work)
         except asyncio.CancelledError as cancelled:
             if not work.was_late():
                 self._end(load, work, cancelled, "cancelled", CANCELLED)

@@ -77,11 +77,7 @@ class Whole:
         work.enter("plan")
         if work.seconds["handshake"] > TURN_S:  # many may have waited for the same one
             await self.gate.come(request.priority, again=True)
-        plan = self._few(work, *sources) if len(sources) == 1 and not request.verify else None
-        if plan is None:
-            plan = planned(f"request {load.request_id!r}", ticket, work.tables, self._groups, sources)
-        work.sources, work.tokens = plan.sources, plan.tokens
-        work.freshness = plan.sources[0].proof.kind if plan.sources else ""
+        plan = self._plan(load, work, sources)
         if request.after is not None or not self._gear.words.take(plan.sources):
             await self._admitted(load, work)
         flight = work.flight = Flight(load.request_id, work.entries, plan.sources, request.priority, self._gear)
@@ -101,8 +97,17 @@ class Whole:
             raise self._over_error(load, work)
         return await self._tell(load, work, sources)
 
+    def _plan(self, load: Load, work: Work, sources: Sequence[Source]) -> Plan:
+        """What goes where. RequestError if blocks, theirs and ours, do not go together."""
+        plan = self._few(work, sources[0]) if len(sources) == 1 and not load.request.verify else None
+        if plan is None:
+            plan = planned(f"request {load.request_id!r}", work.ticket, work.tables, self._groups, sources)
+        work.sources, work.tokens = plan.sources, plan.tokens
+        work.freshness = plan.sources[0].proof.kind if plan.sources else ""
+        return plan
+
     def _few(self, work: Work, source: Source) -> Plan | None:
-        """The plan of a few whole blocks from one rank, if that is all of it and one slice; else `planned` has one."""
+        """Of a few whole blocks from one rank, if that is all of it, and one slice; None if it is for `planned`."""
         connection, lease, ticket, count = source.connection, source.lease, work.ticket, len(work.entries)
         pairs = connection.alike
         if pairs is None or count > self._few_max or source.proof.grows or ticket.extends or lease.payload:

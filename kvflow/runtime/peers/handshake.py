@@ -97,7 +97,7 @@ class Handshakes:
         try:
             await self.ask(peer, messages.ClockRequest(reader=self._local.reader, target=peer.at.target))
         except PeerError as error:
-            logger.info("no reading of a peer's clock: %s", error)
+            logger.info("peer %s: clock request failed: %s", peer.at, error)
 
     def _note_clock(
         self, peer: Peer, reply: messages.Metadata | messages.LeaseFound | messages.ClockShown, sent_s: float

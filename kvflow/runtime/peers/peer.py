@@ -212,16 +212,6 @@ class Source:
     """The word of ours that its seal is fetched to."""
 
 
-class PeerTable(Protocol):
-    """All peers, as leases of theirs need them; see `table.Peers`."""
-
-    def get(self, at: Address) -> Peer: ...
-
-    async def release(self, peer: Peer, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease: ...
-
-    def read_clock(self, peer: Peer, now_s: float) -> None: ...
-
-
 class Reaching(Protocol):
     """The way from a ticket to its ranks, as loads and leases need it; see `reach.Reach`."""
 

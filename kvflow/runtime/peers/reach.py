@@ -120,13 +120,13 @@ class Reach:
         sources: list[Source] = []
         for rank in plan.ranks:
             lease = ticket.leases.get((rank.pp, rank.tp))
-            peer = known.get((engine_id, rank, lease.address)) if lease is not None and lease.lease_id else None
-            connection = peer.current if peer is not None else None
-            if lease is None or peer is None or connection is None or connection.incarnation != lease.incarnation:
+            if lease is None or not lease.lease_id or (peer := known.get((engine_id, rank, lease.address))) is None:
                 return None
-            if connection.parallelism != parallelism or connection.told_groups != ticket.groups:
+            connection = peer.current
+            if connection is None or connection.incarnation != lease.incarnation:
                 return None
-            if not 0 <= lease.seal_index < connection.seal_count:
+            cut_alike = connection.parallelism == parallelism and connection.told_groups == ticket.groups
+            if not cut_alike or not 0 <= lease.seal_index < connection.seal_count:
                 return None
             reached.append((peer, connection))
             connections.append(connection)

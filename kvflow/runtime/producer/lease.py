@@ -196,9 +196,14 @@ class Lease:
     def revoke(self) -> Lease:
         """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
 
-        A reader in the middle of a read gets LeaseExpired, never a success. The blocks are free when awaiting the
-        lease returns: `await lease.revoke()` gives how it ended, which is READ if its readers were faster. Raises
-        UsageError off the runtime's loop.
+        A reader in the middle of a read gets LeaseExpired, never a success.
+
+        Returns:
+            The lease: `await lease.revoke()` gives how it ended once its blocks are free, which is READ if its readers
+            were faster.
+
+        Raises:
+            UsageError: off the runtime's loop.
         """
         self._require_here("revoke()")
         self._keeper.revoke(self._entry)
@@ -226,10 +231,17 @@ class Lease:
         """The prompt's first `num_tokens` tokens are computed, in all groups, once `ready` has happened, or are now.
 
         For leases that were opened with `computed_tokens`. Readers take what is there, and end when all is. A group's
-        state belongs to the prompt's last token. **Without `ready` the bytes have to be there.** An advance takes
-        effect after all earlier ones, and none on a lease that has ended. Raises RequestError for fewer tokens than
-        were told before, for more than the lease has or its blocks hold (`extend`), and for what is no event;
-        UsageError off the runtime's loop.
+        state belongs to the prompt's last token. An advance takes effect after all earlier ones, and none on a lease
+        that has ended.
+
+        Args:
+            num_tokens: how many are computed by then, from the first one on.
+            ready: an event behind the step that computes them. **Without it the bytes have to be there.**
+
+        Raises:
+            RequestError: fewer tokens than were told before, more than the lease has or its blocks hold (`extend`), or
+                what is no event.
+            UsageError: off the runtime's loop.
         """
         self._require_here("advance()")
         self._keeper.advance(self._entry, num_tokens, ready)
@@ -270,11 +282,17 @@ class Lease:
         self._keeper.complete(self._entry, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Count the lease's time from now on, as if it were offered now with that `ttl_s` (Config.lease_ttl_s).
+        """Count the lease's time from now on, as if it were offered now with that `ttl_s`.
 
         For engines that offer a prompt before its ticket is out, such as before the step that completes it. A lease
-        never ends earlier by that; one that has ended stays so. Raises RequestError if `ttl_s` is no time, UsageError
-        off the runtime's loop.
+        never ends earlier by that; one that has ended stays so.
+
+        Args:
+            ttl_s: Config.lease_ttl_s if None.
+
+        Raises:
+            RequestError: `ttl_s` is no time.
+            UsageError: off the runtime's loop.
         """
         self._require_here("restart()")
         self._keeper.restart(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.testing.simulator.work import LoadPlan, Offer
+from kvflow.testing.simulator.work import LoadPlan, SimOffer
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import Engine
+    from kvflow.testing.simulator.engine import SimEngine
     from kvflow.testing.simulator.simulation import Simulation
 
 ActionT = TypeVar("ActionT")
@@ -24,19 +24,19 @@ def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
 # --- trouble: what befalls an engine that runs
 
 
-def crash(simulation: Simulation, engine: Engine) -> None:
+def crash(simulation: Simulation, engine: SimEngine) -> None:
     """A process is killed and starts again under the same name."""
     simulation.crash_and_restart(engine, simulation.rng.uniform(0.0, 0.2))
 
 
-def freeze(simulation: Simulation, engine: Engine) -> None:
+def freeze(simulation: Simulation, engine: SimEngine) -> None:
     """A process stands still for a while (SIGSTOP, SIGCONT); its memory can be read meanwhile."""
     simulation.note(repr(engine), "freezes")
     engine.life.freeze()
     simulation.network.later(_duration_s(simulation), engine.life.thaw)
 
 
-def partition(simulation: Simulation, engine: Engine) -> None:
+def partition(simulation: Simulation, engine: SimEngine) -> None:
     """Two hosts cannot reach each other for a while; reads between them stand still."""
     other = _other(simulation, engine)
     simulation.note(repr(engine), "is cut off from", repr(other))
@@ -44,12 +44,12 @@ def partition(simulation: Simulation, engine: Engine) -> None:
     simulation.network.later(_duration_s(simulation), simulation.network.heal)
 
 
-def stall_poller(simulation: Simulation, engine: Engine) -> None:
+def stall_poller(simulation: Simulation, engine: SimEngine) -> None:
     """An engine does not get round to looking what has ended or arrived."""
     engine.host.poller_stalled_until_s = simulation.loop.time() + _duration_s(simulation)
 
 
-def lose_agent(simulation: Simulation, engine: Engine) -> None:
+def lose_agent(simulation: Simulation, engine: SimEngine) -> None:
     """The transport of a rank dies under it. The engine notices, closes and starts again."""
     simulation.note(repr(engine), "loses an agent")
     engine.host.agent_lost = True
@@ -57,32 +57,32 @@ def lose_agent(simulation: Simulation, engine: Engine) -> None:
     simulation.later_crash(engine)
 
 
-def reopen(simulation: Simulation, engine: Engine) -> None:
+def reopen(simulation: Simulation, engine: SimEngine) -> None:
     """An engine shuts down in good order and comes back."""
     simulation.spawn(engine.life, simulation.reopen(engine, None), f"reopen {engine}")
 
 
-def drain(simulation: Simulation, engine: Engine) -> None:
+def drain(simulation: Simulation, engine: SimEngine) -> None:
     """An engine drains before it shuts down and comes back."""
     simulation.spawn(engine.life, simulation.reopen(engine, _duration_s(simulation)), f"drain {engine}")
 
 
-def forget(simulation: Simulation, engine: Engine) -> None:
+def forget(simulation: Simulation, engine: SimEngine) -> None:
     """An engine forgets a peer, in the middle of whatever it does with it."""
     simulation.spawn(engine.life, engine.forget(_other(simulation, engine)), f"forget at {engine}")
 
 
-def prewarm(simulation: Simulation, engine: Engine) -> None:
+def prewarm(simulation: Simulation, engine: SimEngine) -> None:
     """An engine connects to another before it needs to."""
     simulation.spawn(engine.life, engine.prewarm(_other(simulation, engine)), f"prewarm at {engine}")
 
 
-def nap(simulation: Simulation, engine: Engine) -> None:
+def nap(simulation: Simulation, engine: SimEngine) -> None:
     """An engine gives its cache back for a while."""
     simulation.spawn(engine.life, engine.nap(_duration_s(simulation)), f"nap of {engine}")
 
 
-TROUBLE: Sequence[tuple[int, Callable[[Simulation, Engine], None]]] = (
+TROUBLE: Sequence[tuple[int, Callable[[Simulation, SimEngine], None]]] = (
     (3, crash),
     (3, freeze),
     (3, partition),
@@ -97,21 +97,23 @@ TROUBLE: Sequence[tuple[int, Callable[[Simulation, Engine], None]]] = (
 
 # --- deliveries: what a consumer does with a ticket that a router gives it
 
-Delivery = Callable[["Simulation", "Engine", Offer, Ticket], Coroutine[Any, Any, None]]
+Delivery = Callable[["Simulation", "SimEngine", SimOffer, Ticket], Coroutine[Any, Any, None]]
 
 
-def load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> Coroutine[Any, Any, None]:
+def load(simulation: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
     """The request is decoded."""
     return consumer.load(offer, ticket, _plan_load(simulation, consumer, offer))
 
 
-def wait_and_load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> Coroutine[Any, Any, None]:
+def wait_and_load(
+    simulation: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket
+) -> Coroutine[Any, Any, None]:
     """The request is decoded, but the engine has no room for it yet."""
     plan = _plan_load(simulation, consumer, offer)
     return consumer.wait_and_load(offer, ticket, plan, simulation.rng.expovariate(1 / (0.5 * offer.ttl_s)))
 
 
-def release(_: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> Coroutine[Any, Any, None]:
+def release(_: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
     """The request was aborted before it was decoded."""
     return consumer.release(offer, ticket)
 
@@ -123,7 +125,7 @@ DELIVERIES: Sequence[tuple[int, Delivery]] = (
 )
 
 
-def _plan_load(simulation: Simulation, consumer: Engine, offer: Offer) -> LoadPlan:
+def _plan_load(simulation: Simulation, consumer: SimEngine, offer: SimOffer) -> LoadPlan:
     rng, longest_s = simulation.rng, simulation.settings.base.load_deadline_s
     blocks = -(-offer.tokens // consumer.shape.block_size)
     return LoadPlan(
@@ -134,7 +136,7 @@ def _plan_load(simulation: Simulation, consumer: Engine, offer: Offer) -> LoadPl
     )
 
 
-def _other(simulation: Simulation, engine: Engine) -> Engine:
+def _other(simulation: Simulation, engine: SimEngine) -> SimEngine:
     return simulation.rng.choice([other for other in simulation.engines if other is not engine])
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ParamSpec
 from kvflow.testing.books import assert_conserved, assert_quiet
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import Engine
-    from kvflow.testing.simulator.work import Rank
+    from kvflow.testing.simulator.engine import SimEngine
+    from kvflow.testing.simulator.work import SimRank
 
 P = ParamSpec("P")
 
 
-def check_changed(changed: dict[Rank, Engine]) -> None:
+def check_changed(changed: dict[SimRank, SimEngine]) -> None:
     """After every callback: of those ranks whose ledgers have changed in it."""
     if changed:
         for rank, engine in changed.items():
@@ -23,14 +23,14 @@ def check_changed(changed: dict[Rank, Engine]) -> None:
         changed.clear()
 
 
-def check_conserved(engine: Engine) -> None:
+def check_conserved(engine: SimEngine) -> None:
     """At any moment: what users' own tests can check."""
     for rank in engine.ranks:
         leases = [offer.leases[rank.index] for offer in engine.offers if rank.holds_lease(offer)]
         demand(engine, assert_conserved, rank.runtime, leases)
 
 
-def check_quiet(engine: Engine) -> None:
+def check_quiet(engine: SimEngine) -> None:
     """Nothing is under way: all books are empty, and every offer and load has ended once."""
     if any(engine.owners) or engine.offers or engine.loads:
         engine.fail("I5", f"the engine itself is not quiet: {engine.owners}")
@@ -42,7 +42,7 @@ def check_quiet(engine: Engine) -> None:
         _compare_outcomes(engine, rank)
 
 
-def demand(engine: Engine, check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+def demand(engine: SimEngine, check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
     """A check of the books must hold."""
     try:
         check(*args, **kwargs)
@@ -50,7 +50,7 @@ def demand(engine: Engine, check: Callable[P, None], *args: P.args, **kwargs: P.
         engine.fail("I5", str(error))
 
 
-def _compare_owners(engine: Engine, rank: Rank) -> None:
+def _compare_owners(engine: SimEngine, rank: SimRank) -> None:
     """The ledger of a rank and the owners that its engine knows."""
     for block, use in enumerate(rank.uses.tolist()):
         owner = engine.owners[block]
@@ -65,7 +65,7 @@ def _compare_owners(engine: Engine, rank: Rank) -> None:
         engine.fail(invariant, f"block {block} is {what}; the engine has it for {owner or 'nobody'}")
 
 
-def _compare_outcomes(engine: Engine, rank: Rank) -> None:
+def _compare_outcomes(engine: SimEngine, rank: SimRank) -> None:
     """Invariant I4, as far as counters tell."""
     statistics = rank.runtime.statistics()
     serving, loading = statistics.serving, statistics.loading

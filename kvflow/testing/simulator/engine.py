@@ -37,9 +37,9 @@ from kvflow.testing.books import assert_closed
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.simulator.cache import RankCache
 from kvflow.testing.simulator.checks import check_conserved, demand
-from kvflow.testing.simulator.network import LOAD, Host
+from kvflow.testing.simulator.network import LOAD, SimHost
 from kvflow.testing.simulator.settings import Shape
-from kvflow.testing.simulator.work import DeviceWork, Load, LoadPlan, Offer, Rank, RankLoad, all_over
+from kvflow.testing.simulator.work import DeviceWork, LoadPlan, RankLoad, SimLoad, SimOffer, SimRank, all_over
 from kvflow.testing.simulator.world import make_world
 from kvflow.testing.virtual_loop import Life
 
@@ -61,13 +61,13 @@ _DRIFT = 1.01  # a little more than clocks are wrong by
 Ending: TypeAlias = "LoadReport | BaseException"
 
 
-class Engine:
+class SimEngine:
     """One engine over all its lives."""
 
-    ranks: list[Rank]
-    offers: dict[Offer, None]
-    loads: dict[Load, None]
-    owners: list[Offer | Load | None]
+    ranks: list[SimRank]
+    offers: dict[SimOffer, None]
+    loads: dict[SimLoad, None]
+    owners: list[SimOffer | SimLoad | None]
     _naps: int
 
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
@@ -78,9 +78,9 @@ class Engine:
         self._network = simulation.network
         self._address = f"10.0.0.{index + 1}"
         self._lives = itertools.count(1)
-        self._graves: list[tuple[Life, list[Rank]]] = []
+        self._graves: list[tuple[Life, list[SimRank]]] = []
         """The processes that have ended, with what they left: nothing of them is destroyed before the simulation is."""
-        self.host = Host(self.name, f"tcp://{self._address}", self._new_life())
+        self.host = SimHost(self.name, f"tcp://{self._address}", self._new_life())
         model = simulation.settings.model
         self.facts = model.groups(shape)
         self._caches = [
@@ -108,7 +108,7 @@ class Engine:
 
     async def start(self) -> None:
         """Open all ranks; in a task of its life. The memory is that of the life before, overwritten."""
-        ranks: list[Rank] = []
+        ranks: list[SimRank] = []
         clock = LoopClock(offset_s=self.shape.clock_offset_s, rate=self.shape.clock_rate)
         world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
         for index, cache in enumerate(self._caches):
@@ -116,12 +116,12 @@ class Engine:
             runtime = Runtime(self._simulation.settings.config(self.shape, self._address, index), world=world)
             await runtime.__aenter__()
             await runtime.register_kv_caches(cache.groups)
-            ranks.append(Rank(index, cache, runtime, self._change))
+            ranks.append(SimRank(index, cache, runtime, self._change))
         self.ranks = ranks
         self.running = True
         self._note("started")
 
-    def _change(self, rank: Rank) -> None:
+    def _change(self, rank: SimRank) -> None:
         self._simulation.changed[rank] = self
 
     async def close(self) -> bool:
@@ -177,7 +177,7 @@ class Engine:
         limits, given = self._base.limits, 0
         bound_s = self._drain_bound_s(0.0) + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s
 
-        async def on_one(rank: Rank) -> None:
+        async def on_one(rank: SimRank) -> None:
             nonlocal given
             try:
                 with self._bounded("unregister", bound_s):
@@ -209,12 +209,12 @@ class Engine:
         """Take no new work and let what is open end; in a task of its life."""
         await self._on_all_ranks("drain", self._drain_bound_s(deadline_s), lambda runtime: runtime.drain(deadline_s))
 
-    async def forget(self, other: Engine) -> None:
+    async def forget(self, other: SimEngine) -> None:
         """Forget a peer; in a task of its life."""
         bound_s = 2 * self._base.handshake_timeout_s
         await self._on_all_ranks("forget_peer", bound_s, lambda runtime: runtime.forget_peer(other.name))
 
-    async def prewarm(self, other: Engine) -> None:
+    async def prewarm(self, other: SimEngine) -> None:
         """Connect to a peer; in a task of its life."""
         address = PeerAddress(engine_id=other.name, address=f"{other.host.address}:5600")
         bound_s = self._base.handshake_timeout_s * (1 + other.shape.num_ranks)
@@ -225,7 +225,7 @@ class Engine:
     ) -> None:
         """Call something on each rank, and judge how it fails."""
 
-        async def on_one(rank: Rank) -> None:
+        async def on_one(rank: SimRank) -> None:
             try:
                 with self._bounded(what, bound_s):
                     await call(rank.runtime)
@@ -307,11 +307,11 @@ class Engine:
             return None
         return DeviceWork(rng.expovariate(1 / _DEVICE_S), work)
 
-    def _own(self, owner: Offer | Load) -> None:
+    def _own(self, owner: SimOffer | SimLoad) -> None:
         for block in owner.block_ids:
             self.owners[block] = owner
 
-    def _give_back(self, owner: Offer | Load) -> None:
+    def _give_back(self, owner: SimOffer | SimLoad) -> None:
         """Blocks come back: they are overwritten at once, and the next who needs some gets them."""
         for block in owner.block_ids:
             assert self.owners[block] is owner
@@ -330,8 +330,13 @@ class Engine:
     # --- offers
 
     async def offer(
-        self, number: int, tokens: int, ttl_s: float, pause_s: float, early: Callable[[Offer], Awaitable[None]] | None
-    ) -> Offer | None:
+        self,
+        number: int,
+        tokens: int,
+        ttl_s: float,
+        pause_s: float,
+        early: Callable[[SimOffer], Awaitable[None]] | None,
+    ) -> SimOffer | None:
         """Compute a prompt, serve it on all ranks, and hand out its ticket; `finish_offer` is to follow.
 
         `early` hands a rendezvous out before it is served.
@@ -342,7 +347,7 @@ class Engine:
         if tables is None:
             self._simulation.count("offer: no room")
             return None
-        offer = Offer(number, self, tokens, tables, ttl_s)
+        offer = SimOffer(number, self, tokens, tables, ttl_s)
         self._own(offer)
         grows = self._simulation.settings.model.device and self._simulation.rng.random() < _GROWING_SHARE
         if not grows:
@@ -384,7 +389,7 @@ class Engine:
                 await self._simulation.pass_time(pause_s)
         return offer
 
-    async def _grow(self, offer: Offer, rank: Rank, lease: Lease) -> None:
+    async def _grow(self, offer: SimOffer, rank: SimRank, lease: Lease) -> None:
         """Compute the prompt on one rank in a few steps, until it is complete or nobody may read it any more."""
         rng = self._simulation.rng
         for upto in (*sorted(rng.randint(0, offer.tokens) for _ in range(_GROWING_STEPS)), offer.tokens):
@@ -403,7 +408,7 @@ class Engine:
                 self._fail(offer, str(error))
                 return
 
-    def _advance(self, offer: Offer, lease: Lease, upto: int, work: DeviceWork | None) -> None:
+    def _advance(self, offer: SimOffer, lease: Lease, upto: int, work: DeviceWork | None) -> None:
         """Say how far a prompt is; of one whose blocks follow, which ones these are."""
         if not offer.payload:
             lease.advance(upto, work)
@@ -416,7 +421,7 @@ class Engine:
         lease.extend(given_block_ids(more))
         tell(ready=work)
 
-    def _forget_to_extend(self, offer: Offer, upto: int, tell: Callable[[], None]) -> None:
+    def _forget_to_extend(self, offer: SimOffer, upto: int, tell: Callable[[], None]) -> None:
         """Tell of tokens whose blocks the lease was never given: that is refused, and changes nothing."""
         try:
             tell()
@@ -427,7 +432,7 @@ class Engine:
             "I8", f"{offer.request_id} is told to have {upto} tokens, and was not given the blocks that hold them"
         )
 
-    def _decline(self, offer: Offer) -> None:
+    def _decline(self, offer: SimOffer) -> None:
         """Tell who waits for an offer that there will be none."""
         for rank in self.ranks:
             with contextlib.suppress(KVFlowError):
@@ -446,7 +451,7 @@ class Engine:
             rank.served += 1
         return merge_tickets(tickets)
 
-    def _break(self, offer: Offer) -> None:
+    def _break(self, offer: SimOffer) -> None:
         """A prompt will never be computed: its leases fail, or nobody is told."""
         if self._simulation.rng.random() >= _FORGOTTEN_SHARE:
             self._note("cannot compute", offer.request_id)
@@ -456,13 +461,13 @@ class Engine:
             self._simulation.count("offer: forgotten")
             offer.broken = True
 
-    def _fail(self, offer: Offer, reason: str) -> None:
+    def _fail(self, offer: SimOffer, reason: str) -> None:
         """A prompt is given up on all ranks, whichever of them it could not go on on."""
         offer.broken = True
         for lease in offer.leases:
             lease.fail(reason)
 
-    async def finish_offer(self, offer: Offer) -> None:
+    async def finish_offer(self, offer: SimOffer) -> None:
         """Wait for the leases of all ranks, then take the blocks back."""
         longest_s = max(offer.ttl_s, self._base.lease_lifetime_s)  # readers renew it up to that
         bound_s = (longest_s + self._base.limits.seal_hold_s) * _DRIFT + self._simulation.copy_bound_s
@@ -480,7 +485,7 @@ class Engine:
 
     # --- loads
 
-    async def load(self, offer: Offer, ticket: Ticket, plan: LoadPlan) -> None:
+    async def load(self, offer: SimOffer, ticket: Ticket, plan: LoadPlan) -> None:
         """Load an offered prompt, check what came, and use the blocks for a while."""
         if not self.running:
             return
@@ -488,7 +493,7 @@ class Engine:
         if tables is None:
             self._simulation.count("load: no room")
             return
-        load = Load(offer, self, tables)
+        load = SimLoad(offer, self, tables)
         self._own(load)
         self.loads[load] = None
         self._note("loads", offer.request_id, repr(offer.engine), load.block_ids)
@@ -510,7 +515,7 @@ class Engine:
                     self.fail("I1", f"blocks of {offer.request_id} changed after the load: {wrong}")
         self._give_back(load)
 
-    async def wait_and_load(self, offer: Offer, ticket: Ticket, plan: LoadPlan, wait_s: float) -> None:
+    async def wait_and_load(self, offer: SimOffer, ticket: Ticket, plan: LoadPlan, wait_s: float) -> None:
         """The same, but the request has to wait first."""
         with contextlib.ExitStack() as kept:
             try:
@@ -522,7 +527,7 @@ class Engine:
             self._simulation.count("load: waited")
             await self.load(offer, ticket, plan)
 
-    async def release(self, offer: Offer, ticket: Ticket) -> None:
+    async def release(self, offer: SimOffer, ticket: Ticket) -> None:
         """Give an offer up unread, as for a request that was aborted before it was decoded."""
         opens_s = (
             min(ticket.ttl_s, self._base.lease_lifetime_s) if ticket.awaited else 0.0
@@ -537,7 +542,7 @@ class Engine:
             else:
                 self._simulation.count(f"release: {'told' if told else 'not told'}")
 
-    async def _load_on_all_ranks(self, load: Load, ticket: Ticket, plan: LoadPlan) -> list[Ending]:
+    async def _load_on_all_ranks(self, load: SimLoad, ticket: Ticket, plan: LoadPlan) -> list[Ending]:
         priority = load.offer.number % 3 if self._simulation.settings.model.priorities else 0
         request = LoadRequest(
             load.offer.request_id,
@@ -560,7 +565,7 @@ class Engine:
             timer.cancel()
         return [task.result() for task in tasks]
 
-    async def _load_on(self, rank: Rank, load: Load, request: LoadRequest) -> Ending:
+    async def _load_on(self, rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending:
         """One rank's load: its report, or what it raised. Success is judged in the very moment it is reported."""
         deadline_s = self._base.load_deadline_s if request.deadline_s is None else request.deadline_s
         mine = RankLoad(load)
@@ -598,7 +603,7 @@ class Engine:
             )
         return report
 
-    async def _follow(self, rank: Rank, mine: RankLoad, handle: Handle) -> LoadReport:
+    async def _follow(self, rank: SimRank, mine: RankLoad, handle: Handle) -> LoadReport:
         """A load whose parts are used as they come: they have to be right when they are told of."""
         tokens = -1
         try:
@@ -616,13 +621,13 @@ class Engine:
             await asyncio.gather(handle.settled(), return_exceptions=True)  # what is never settled `_safe` finds
             raise
 
-    def _cancel(self, load: Load, tasks: Sequence[asyncio.Task[Ending]]) -> None:
+    def _cancel(self, load: SimLoad, tasks: Sequence[asyncio.Task[Ending]]) -> None:
         load.cancelled = True
         self._note("cancels", load.offer.request_id)
         for task in tasks:
             task.cancel()
 
-    def _judge(self, load: Load, endings: Sequence[Ending]) -> bool:
+    def _judge(self, load: SimLoad, endings: Sequence[Ending]) -> bool:
         """Count how a load has ended; whether all ranks have all."""
         for ending in endings:
             ok = isinstance(ending, LoadReport)
@@ -635,7 +640,7 @@ class Engine:
         check_conserved(self)
         return all(isinstance(ending, LoadReport) for ending in endings)
 
-    async def _safe(self, load: Load) -> None:
+    async def _safe(self, load: SimLoad) -> None:
         """Wait until no rank's blocks can be written any more, where one says that they can."""
         for rank in list(self.ranks):
             mine = [one for one in rank.runtime.quarantines if one.request_id == load.offer.request_id]
@@ -664,6 +669,6 @@ class Engine:
         elif not expected:
             self.fail("I5", f"{request_id}: {type(error).__name__}: {error}")
 
-    def _wrong_token(self, load: Load, rank: Rank) -> str | None:
+    def _wrong_token(self, load: SimLoad, rank: SimRank) -> str | None:
         """What is wrong with the bytes of a load on a rank; None if nothing is."""
         return rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables)

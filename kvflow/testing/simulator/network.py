@@ -27,7 +27,7 @@ LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
 
 
 @dataclass(slots=True, eq=False)
-class Host:
+class SimHost:
     """Where an engine runs: its address, the process of now, and the agents of that process."""
 
     name: str
@@ -41,12 +41,12 @@ class Host:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class SimFlight:
     """One read on its way. `portions` are copied one after the other."""
 
     reader: InprocTransport
     target: InprocTransport
-    hosts: tuple[Host, Host]
+    hosts: tuple[SimHost, SimHost]
     read: InprocRead
     load: object
     portions: deque[list[Row]]
@@ -64,8 +64,8 @@ class Network:
         loop: VirtualLoop,
         rng: random.Random,
         note: Callable[..., None] = lambda *_: None,
-        on_landing: Callable[[Flight, list[Row]], None] = lambda *_: None,
-        on_landed: Callable[[Flight, list[Row]], None] = lambda *_: None,
+        on_landing: Callable[[SimFlight, list[Row]], None] = lambda *_: None,
+        on_landed: Callable[[SimFlight, list[Row]], None] = lambda *_: None,
     ) -> None:
         self.loop = loop
         self.rng = rng
@@ -76,27 +76,27 @@ class Network:
         self.exchange = Exchange()
         self._on_landing = on_landing
         self._on_landed = on_landed
-        self._hosts: dict[InprocTransport, Host] = {}
-        self._addresses: dict[str, Host] = {}
-        self._flights: dict[Flight, None] = {}
+        self._hosts: dict[InprocTransport, SimHost] = {}
+        self._addresses: dict[str, SimHost] = {}
+        self._flights: dict[SimFlight, None] = {}
         self._cut: dict[frozenset[str], None] = {}
-        self._stalled: list[Flight] = []
+        self._stalled: list[SimFlight] = []
         self._ended: asyncio.Future[None] = loop.create_future()
         """Of the next flight."""
         self._context = copy_context()
 
     # --- hosts
 
-    def attach(self, host: Host, name: str) -> InprocTransport:
+    def attach(self, host: SimHost, name: str) -> InprocTransport:
         """A transport for an agent of a host."""
         self._addresses[host.address] = host
         ways = partial(self._post, host), partial(self._notify, host), partial(self._wake, host), self._landed
-        transport = InprocTransport(name, self.agents, carrier=_Carrier(*ways))
+        transport = InprocTransport(name, self.agents, carrier=_SimulatedCarrier(*ways))
         host.agents.append(transport)
         self._hosts[transport] = host
         return transport
 
-    def detach(self, host: Host) -> None:
+    def detach(self, host: SimHost) -> None:
         """The process of a host has died: its agents are gone, and bytes can land nowhere in it any more."""
         for agent in host.agents:
             self.agents.agents.pop(agent.name, None)
@@ -107,13 +107,13 @@ class Network:
         for address in [address for address, one in listeners.items() if life_of(one.context) is host.life]:
             del listeners[address]
 
-    def host_at(self, address: str) -> Host | None:
+    def host_at(self, address: str) -> SimHost | None:
         """Whose address of the side channel this is."""
         return self._addresses.get(address.rpartition(":")[0])
 
     # --- links
 
-    def cut(self, one: Host, other: Host) -> None:
+    def cut(self, one: SimHost, other: SimHost) -> None:
         self._cut[frozenset((one.name, other.name))] = None
 
     def heal(self) -> None:
@@ -123,7 +123,7 @@ class Network:
         for flight in stalled:
             self.later(self.delay_s(), self._land, flight)
 
-    def linked(self, one: Host, other: Host) -> bool:
+    def linked(self, one: SimHost, other: SimHost) -> bool:
         return not self._cut or frozenset((one.name, other.name)) not in self._cut
 
     # --- time
@@ -141,7 +141,7 @@ class Network:
 
     # --- reads
 
-    def _post(self, host: Host, reader: InprocTransport, read: InprocRead) -> None:
+    def _post(self, host: SimHost, reader: InprocTransport, read: InprocRead) -> None:
         refusal = reader.refusal(read)
         if refusal is not None:
             self.later(self.delay_s(), reader.end, read, refusal)
@@ -153,7 +153,7 @@ class Network:
         slow = self.chance(weather.slow_share)
         duration_s = rng.uniform(0.0, weather.slow_s) if slow else rng.expovariate(1 / weather.read_s)
         other = self._hosts[target]
-        flight = Flight(
+        flight = SimFlight(
             reader=reader,
             target=target,
             hosts=(host, other),
@@ -177,10 +177,10 @@ class Network:
             self._ended = self.loop.create_future()
             await asyncio.shield(self._ended)
 
-    def _next(self, flight: Flight) -> None:
+    def _next(self, flight: SimFlight) -> None:
         self.later(flight.pause_s * 2 * self.rng.random(), self._land, flight)
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: SimFlight) -> None:
         """The next portion of a flight, or its end."""
         reader, target = flight.reader, flight.target
         if flight.lives[0].state is LifeState.DEAD:
@@ -202,12 +202,12 @@ class Network:
         else:
             self._end(flight, None)
 
-    def _end(self, flight: Flight, error: TransportError | None) -> None:
+    def _end(self, flight: SimFlight, error: TransportError | None) -> None:
         self._forget(flight)
         self.note("read", flight.reader.name, flight.target.name, flight.read.size_bytes, str(error or "landed"))
         flight.reader.end(flight.read, error)
 
-    def _forget(self, flight: Flight) -> None:
+    def _forget(self, flight: SimFlight) -> None:
         self._flights.pop(flight)
         if not self._ended.done():
             self._ended.set_result(None)
@@ -229,7 +229,7 @@ class Network:
 
     # --- notifications
 
-    def _notify(self, host: Host, target: InprocTransport, payload: bytes) -> None:
+    def _notify(self, host: SimHost, target: InprocTransport, payload: bytes) -> None:
         weather = self.weather
         other = self._hosts[target]
         for _ in range(2 if self.chance(weather.repeated_share) else 1):
@@ -246,7 +246,7 @@ class Network:
 
     # --- polling
 
-    def _wake(self, host: Host, callback: Callable[[], None]) -> None:
+    def _wake(self, host: SimHost, callback: Callable[[], None]) -> None:
         """An engine gets to know what has ended or arrived, when its poller looks."""
         when_s = self.loop.time()
         if self.weather.poll_s:
@@ -255,7 +255,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class _Carrier:
+class _SimulatedCarrier:
     """See `transport.inproc.Carrier`: the network as one host's agents see it."""
 
     carry: Callable[[InprocTransport, InprocRead], None]

@@ -23,10 +23,10 @@ from kvflow.logs import logger_of
 from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick
 from kvflow.testing.simulator.checks import check_changed, check_quiet
-from kvflow.testing.simulator.engine import Engine
-from kvflow.testing.simulator.network import Flight, Network
+from kvflow.testing.simulator.engine import SimEngine
+from kvflow.testing.simulator.network import Network, SimFlight
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
-from kvflow.testing.simulator.work import LoadPlan, Offer, Rank, RankLoad
+from kvflow.testing.simulator.work import LoadPlan, RankLoad, SimOffer, SimRank
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row, flip
 
@@ -74,8 +74,8 @@ class Simulation:
         self.settings = settings
         self.rng = rng
         self.network = Network(loop, rng, self.note, self._landing, self._landed)
-        self.engines = [Engine(self, shape, index) for index, shape in enumerate(settings.shapes)]
-        self.changed: dict[Rank, Engine] = {}
+        self.engines = [SimEngine(self, shape, index) for index, shape in enumerate(settings.shapes)]
+        self.changed: dict[SimRank, SimEngine] = {}
         """Ranks whose ledgers have changed since they were looked at."""
         self.violation: Violation | None = None
         self.counts: Counter[str] = Counter()
@@ -125,7 +125,7 @@ class Simulation:
         """Let virtual time pass."""
         await asyncio.wait([self.loop.create_future()], timeout=delay_s)
 
-    def pick_running(self, may: Callable[[Engine], bool] = lambda _: True) -> Engine | None:
+    def pick_running(self, may: Callable[[SimEngine], bool] = lambda _: True) -> SimEngine | None:
         """Any engine that runs and may do something; None if there is none."""
         engines = [engine for engine in self.engines if engine.running and may(engine)]
         return self.rng.choice(engines) if engines else None
@@ -157,7 +157,7 @@ class Simulation:
     def _some_time(self, happen: Callable[..., None], what: object) -> None:
         self.network.later(self.rng.uniform(0.0, self.settings.span_s), happen, what)
 
-    def _befall(self, trouble: Callable[[Simulation, Engine], None]) -> None:
+    def _befall(self, trouble: Callable[[Simulation, SimEngine], None]) -> None:
         if engine := self.pick_running():
             self.count(f"trouble: {trouble.__name__.replace('_', ' ')}")
             trouble(self, engine)
@@ -166,7 +166,7 @@ class Simulation:
         if producer := self.pick_running(lambda engine: engine.shape.serves):
             self.spawn(producer.life, self._produce(producer, number), f"offer {number}")
 
-    async def _produce(self, producer: Engine, number: int) -> None:
+    async def _produce(self, producer: SimEngine, number: int) -> None:
         """In the producer: offer a prompt, send the ticket to whoever decodes it, and wait for the end."""
         rng = self.rng
         tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
@@ -182,7 +182,7 @@ class Simulation:
                 self.loop.call_later(rng.uniform(0.0, ttl_s), self._revoke, offer)
         await producer.finish_offer(offer)
 
-    async def _meet(self, offer: Offer) -> None:
+    async def _meet(self, offer: SimOffer) -> None:
         """As a router does it that sends both legs at once: the consumer's comes first by a while."""
         introduction = offer.engine.introduce(offer.number)
         consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]
@@ -193,13 +193,13 @@ class Simulation:
             self.network.later(self.network.delay_s(), self._deliver, deliver, consumer, offer, ticket)
             await self.pass_time(self.rng.expovariate(1 / _EARLY_S))
 
-    def _revoke(self, offer: Offer) -> None:
+    def _revoke(self, offer: SimOffer) -> None:
         """The producer aborts the request."""
         self.note(repr(offer.engine), "revokes", offer.request_id)
         for lease in offer.leases:
             lease.revoke()
 
-    def _hand_out(self, offer: Offer) -> None:
+    def _hand_out(self, offer: SimOffer) -> None:
         """As a router does it: to one consumer, now and then to none, or to a second one that should not have it."""
         rng = self.rng
         for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 2))):
@@ -213,7 +213,7 @@ class Simulation:
             late_s = rng.uniform(0.0, offer.ttl_s * 1.2) if rng.random() < 0.15 else self.network.delay_s()
             self.network.later(late_s, self._deliver, pick(DELIVERIES, rng), consumer, offer, ticket)
 
-    def _deliver(self, deliver: Delivery, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+    def _deliver(self, deliver: Delivery, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> None:
         if consumer.running:
             body = deliver(self, consumer, offer, ticket)
             self.spawn(consumer.life, body, f"{deliver.__name__} {offer.number}")
@@ -250,11 +250,11 @@ class Simulation:
             else:
                 self.fail("I7", f"{consumer} cannot load from {producer} any more")
 
-    async def _works(self, producer: Engine, consumer: Engine, number: int) -> bool:
+    async def _works(self, producer: SimEngine, consumer: SimEngine, number: int) -> bool:
         if not producer.running or not consumer.running:
             return False
 
-        async def produce() -> Offer | None:
+        async def produce() -> SimOffer | None:
             offer = await producer.offer(number, producer.shape.block_size + 1, 10.0, 0.0, None)
             if offer is None:
                 return None
@@ -284,7 +284,7 @@ class Simulation:
 
     # --- what happens
 
-    def _landing(self, flight: Flight, rows: list[Row]) -> None:
+    def _landing(self, flight: SimFlight, rows: list[Row]) -> None:
         """Just before bytes land: whose are the blocks that they land in?"""
         mine = flight.load
         if not isinstance(mine, RankLoad):
@@ -307,7 +307,7 @@ class Simulation:
                 for block in engine.landing_blocks(local, size):
                     engine.fail("I1", f"bytes of no load land in block {block}")
 
-    def _landed(self, flight: Flight, rows: list[Row]) -> None:
+    def _landed(self, flight: SimFlight, rows: list[Row]) -> None:
         """Bytes have landed: now and then one of those in the cache is another one than was sent."""
         mine = flight.load
         if not isinstance(mine, RankLoad) or not self.network.chance(self._flipped_share):
@@ -319,11 +319,11 @@ class Simulation:
             mine.flipped = True
             self.note("flipped", repr(mine.load.engine), mine.load.offer.request_id)
 
-    def crash_and_restart(self, engine: Engine, down_s: float) -> None:
+    def crash_and_restart(self, engine: SimEngine, down_s: float) -> None:
         engine.crash()
         self.network.later(down_s, self._restart, engine)
 
-    def later_crash(self, engine: Engine) -> None:
+    def later_crash(self, engine: SimEngine) -> None:
         """An engine that cannot go on safely ends its process and starts again."""
         life = engine.life
 
@@ -333,7 +333,7 @@ class Simulation:
 
         self.network.later(self.rng.uniform(0.0, 0.05), crash)
 
-    async def reopen(self, engine: Engine, drain_s: float | None) -> None:
+    async def reopen(self, engine: SimEngine, drain_s: float | None) -> None:
         """In an engine: shut down, and let the next process begin. Memory that may still be written dies with it."""
         if drain_s is not None:
             await engine.drain(drain_s)
@@ -346,7 +346,7 @@ class Simulation:
 
         self.network.later(0.0, end)
 
-    def _restart(self, engine: Engine) -> None:
+    def _restart(self, engine: SimEngine) -> None:
         engine.renew()
         self.spawn(engine.life, engine.start(), f"start {engine}")
 

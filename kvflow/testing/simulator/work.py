@@ -15,7 +15,7 @@ from kvflow.runtime.runtime import Runtime
 from kvflow.testing.simulator.cache import RankCache
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import Engine
+    from kvflow.testing.simulator.engine import SimEngine
 
 
 class DeviceWork:
@@ -49,11 +49,11 @@ async def all_over(device: Iterable[DeviceWork | None]) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Offer:
+class SimOffer:
     """A prompt that an engine offers: on each of its ranks under a lease."""
 
     number: int
-    engine: Engine
+    engine: SimEngine
     tokens: int
     tables: list[list[int]]
     """Block ids by group."""
@@ -108,11 +108,11 @@ class LoadPlan:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class SimLoad:
     """One prompt on its way into an engine: on each of its ranks a load."""
 
-    offer: Offer
-    engine: Engine
+    offer: SimOffer
+    engine: SimEngine
     tables: list[list[int]]
     """Block ids by group: the prompt's last blocks, where the first are cached."""
     cancelled: bool = False
@@ -133,17 +133,17 @@ class Load:
 class RankLoad:
     """What reads are posted for: one rank's part of a load."""
 
-    load: Load
+    load: SimLoad
     last_landing_s: float = 0.0
     """When bytes came to its blocks last."""
     flipped: bool = False
     """Whether one of them was another one than was sent."""
 
 
-class Rank:
+class SimRank:
     """One rank in one life: its memory, its runtime, and what came of both."""
 
-    def __init__(self, index: int, cache: RankCache, runtime: Runtime, on_change: Callable[[Rank], None]) -> None:
+    def __init__(self, index: int, cache: RankCache, runtime: Runtime, on_change: Callable[[SimRank], None]) -> None:
         self.index = index
         self.cache = cache
         self.runtime = runtime
@@ -166,10 +166,10 @@ class Rank:
         self._on_change(self)
         verb(ids)
 
-    def holds_lease(self, offer: Offer) -> bool:
+    def holds_lease(self, offer: SimOffer) -> bool:
         """Whether an offer's lease on this rank is open."""
         return len(offer.leases) > self.index and not offer.leases[self.index].done
 
-    def has_leased(self, offer: Offer, block: int) -> bool:
+    def has_leased(self, offer: SimOffer, block: int) -> bool:
         """Whether an offer's lease on this rank is open, and has been given the block."""
         return self.holds_lease(offer) and any(block in ids for ids in offer.leases[self.index].block_tables)

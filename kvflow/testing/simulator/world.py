@@ -11,10 +11,10 @@ from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.side_channel import Frames, InprocSideChannel, own_host, settle
-from kvflow.testing.simulator.network import Host, Network
+from kvflow.testing.simulator.network import Network, SimHost
 
 
-def send_through(network: Network, host: Host) -> Callable[[str, Frames, asyncio.Future[Frames]], None]:
+def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyncio.Future[Frames]], None]:
     """How one host's questions, and the answers to them, travel through the network."""
 
     def reaches(address: str) -> bool:
@@ -65,7 +65,7 @@ def garbled(network: Network, frames: Frames) -> Frames:
             return [header, body, body]
 
 
-def make_world(network: Callable[[], Network], host: Callable[[Config], Host], clock: Callable[[], Clock]) -> World:
+def make_world(network: Callable[[], Network], host: Callable[[Config], SimHost], clock: Callable[[], Clock]) -> World:
     """What a runtime gets on the host of its engine."""
 
     return World(

@@ -68,14 +68,14 @@ _QUIET_FACTOR = 10
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 
 
-class _Waiting(NamedTuple):
+class _ToPost(NamedTuple):
     """A read that is to be posted."""
 
     read: PostedRead
     peer: AgentName
     descriptors: Descriptors
 
-    def goes_with(self, other: _Waiting) -> bool:
+    def goes_with(self, other: _ToPost) -> bool:
         """Whether both may be one request of NIXL."""
         ours, theirs = self.descriptors, other.descriptors
         same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
@@ -86,7 +86,7 @@ class _Waiting(NamedTuple):
 class _Request:
     """A request of NIXL, and the reads that are made by it. Its handle is 0 before it was made, and once released."""
 
-    together: Sequence[_Waiting]
+    together: Sequence[_ToPost]
     handle: int = 0
     size_bytes: int = 0
     post_s: float = 0.0
@@ -147,7 +147,7 @@ class NixlAgents:
         """What the reads cost that were taken on so far, as a size: theirs, and `POST_COST_BYTES` for each. Any thread
         may read it.
         """
-        self._to_post: ShortestFirst[_Waiting] = ShortestFirst(POST_COST_BYTES)
+        self._to_post: ShortestFirst[_ToPost] = ShortestFirst(POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0
         self._spin_until_s = 0.0
@@ -216,7 +216,7 @@ class NixlAgents:
 
         Over shared memory the call that posts a read copies it, so the order of posting is the order of reading.
         """
-        self._to_post.add(_Waiting(read, peer, descriptors), descriptors.size_bytes)
+        self._to_post.add(_ToPost(read, peer, descriptors), descriptors.size_bytes)
 
     def _post_next(self) -> None:
         """Post the request whose turn it is.
@@ -248,7 +248,7 @@ class NixlAgents:
         self.taken += size_bytes + len(together) * POST_COST_BYTES
         self._make_request(together)
 
-    def _make_request(self, together: Sequence[_Waiting]) -> None:
+    def _make_request(self, together: Sequence[_ToPost]) -> None:
         """Make one request of some reads. If that cannot be, one of each; that which cannot be ends with its error."""
         peer, descriptors = together[0].peer, together[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes

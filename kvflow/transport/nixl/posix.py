@@ -26,7 +26,7 @@ from kvflow.transport.nixl.agents import error_types, import_bindings
 _AIO_NOTCANCELED = 1  # of <aio.h>
 
 
-class _Agent:
+class _FileAgent:
     """One agent, and what it knows of memory and files."""
 
     def __init__(self, bindings: Any, name: str, params: Mapping[str, str]) -> None:
@@ -90,7 +90,7 @@ class PosixMover:
         self._kept: list[object] = []
         self._lost: list[object] = []
         try:
-            self._agent: _Agent | None = self._start()
+            self._agent: _FileAgent | None = self._start()
         except self._errors as error:
             raise ConfigError(f"NIXL cannot start backend {POSIX!r} as configured: {error}") from error
 
@@ -151,9 +151,9 @@ class PosixMover:
         self._end()
         self._kept.clear()
 
-    def _start(self) -> _Agent:
+    def _start(self) -> _FileAgent:
         """An agent that knows all memory and files. Raises what NIXL raises."""
-        agent = _Agent(self._bindings, self._name, self._params)
+        agent = _FileAgent(self._bindings, self._name, self._params)
         try:
             for spans in self._spans:
                 agent.add_memory(spans)
@@ -164,7 +164,7 @@ class PosixMover:
             raise
         return agent
 
-    def _running(self) -> _Agent:
+    def _running(self) -> _FileAgent:
         """The agent: another one, after one was ended. Raises what NIXL raises if it cannot be made."""
         if self._agent is None:
             self._agent = self._start()

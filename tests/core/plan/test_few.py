@@ -8,7 +8,6 @@ from itertools import repeat
 import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
-from tests.support.budgets import examples
 
 from kvflow.core.cache.layout import KVStyle
 from kvflow.core.plan.block_map import BlockMap
@@ -27,6 +26,7 @@ from tests.core.plans import (
     pair_whole,
     regions_of,
 )
+from tests.support.budgets import examples
 
 BLOCKS = 12
 PLACES = (

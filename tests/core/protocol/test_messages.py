@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -377,6 +378,35 @@ def sent(value: StructT) -> StructT:
     except OverflowError as error:
         raise messages.WireError(f"out of range: {error}") from error
     return found
+
+
+@each(
+    ("decode", "body", "told"),
+    [
+        (
+            messages.decode_request,
+            {"type": "get_clock", "reader": "r" * 5000},
+            "length <= 4096 - at `$.reader`, got 'rrr",
+        ),
+        (
+            messages.decode_request,
+            {"type": "get_clock", "reader": "r", "target": ["e", 0, -7, 0]},
+            "`$.target.pp_rank`, got -7",
+        ),
+        (messages.decode_notification, ["read_done", ["a"], "r", -1, 2], ">= 0 - at `$.numerator`, got -1"),
+        (messages.decode_header, ["kvflow", -2, b""], ">= 0 - at `$.version`, got -2"),
+    ],
+)
+def test_a_refusal_names_field_bound_and_value(decode: Callable[[bytes], Any], body: object, told: str) -> None:
+    with pytest.raises(messages.WireError, match=re.escape(told)):
+        decode(msgspec.msgpack.encode(body))
+
+
+def test_a_refused_lease_id_is_not_repeated() -> None:
+    body = {"type": "release", "reader": "r", "target": ["e", 0, 0, 0], "request_id": "x", "num_tokens": 1}
+    with pytest.raises(messages.WireError, match="lease_id") as caught:
+        messages.decode_request(msgspec.msgpack.encode({**body, "blocks_digest": b"", "lease_id": "5ec2e7" * 9}))
+    assert "5ec2e7" not in str(caught.value)
 
 
 @each("clock_s", [float("nan"), float("inf"), float("-inf")])

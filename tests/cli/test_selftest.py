@@ -1,4 +1,4 @@
-"""`kvflow demo`, over real NIXL between two processes."""
+"""`kvflow selftest`, over real NIXL between two processes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvflow.cli.demo import BLOCKS_MAX
+from kvflow.cli.selftest import BLOCKS_MAX
 
 
-def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvflow.cli.main", "demo", *options]
+def run_selftest(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvflow.cli.main", "selftest", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
 
 
 @pytest.mark.nixl
 @pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 def test_it_hands_over_and_compares() -> None:
-    done = run_demo("--blocks", "3")
+    done = run_selftest("--blocks", "3")
     assert done.returncode == 0, done.stderr
     assert "offers 3 blocks" in done.stdout
     assert "393,216 bytes" in done.stdout, "3 blocks of 128 KiB"
@@ -28,6 +28,6 @@ def test_it_hands_over_and_compares() -> None:
 
 
 def test_too_long_a_prompt_is_refused() -> None:
-    done = run_demo("--blocks", str(BLOCKS_MAX + 1))
+    done = run_selftest("--blocks", str(BLOCKS_MAX + 1))
     assert done.returncode == 2
     assert "--blocks" in done.stderr

@@ -1,6 +1,7 @@
-"""`kvflow demo`: one process offers blocks, another loads them over NIXL, and every byte is compared.
+"""`kvflow selftest`: one process offers blocks, another loads them over NIXL, and every byte is compared.
 
-There is no model: what the blocks hold is a pattern. It shows that an installation works.
+There is no model: what the blocks hold is a pattern. It shows that an installation works. (A model that answers in two
+processes is `python3 dev.py demo`, in a checkout.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SHAPE = CacheShape(layers=8, blocks=BLOCKS_MAX, kv_heads=4, head_size=64)
 def hand_over(blocks: int, transport: Transport, console: Console) -> None:
     """Start both engines, hand the blocks of one prompt over, report. BenchError if bytes differ, or anything fails."""
     theirs, ours = (scattered(side, BLOCKS_MAX, blocks) for side in ("prefill", "decode"))
-    load = PlannedLoad(request_id="demo-1", local_ids=ours, remote_ids=theirs)
+    load = PlannedLoad(request_id="selftest-1", local_ids=ours, remote_ids=theirs)
     with open_pair(_SHAPE, transport.environment) as pair:
         prefill, decode = pair.producer, pair.consumer
         tickets = prefill.run(EngineProducer.offer, [load])

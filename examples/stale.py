@@ -1,0 +1,228 @@
+"""A hand-over that comes too late: what the reader gets in the stock way, and what with kvflow.
+
+    python examples/stale.py
+
+Two engines in this process, each with a cache of its own and the same model. The prefill engine computes Bob's prompt
+and keeps its blocks for `LEASE_S` seconds. In the one run the decode engine reads them meanwhile; in the other Bob's
+request waits longer than that (a queue, a frozen host, a slow router), and the prefill engine gives the blocks to
+Alice's prompt.
+
+The stock way is that of vLLM's NixlConnector: the parameters name blocks and addresses, blocks are kept until a
+notification or a timer, and a read that NIXL says is DONE counts. Nothing tells its reader that the timer was first.
+The reader then computes the prompt's last token, as vLLM does, and goes on from there. `python3 dev.py stale --vllm`
+shows the same with real vLLM servers.
+
+Exit codes: 0 it went as told here, 1 it did not, 2 something failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from disaggregated.example import run_example, unpacked_model
+from paged_engine import BlockId, Engine, blocks_for
+from paged_engine.tokenizer import ChatTokenizer
+from paged_engine.weights import load_model
+
+import kvflow
+
+if TYPE_CHECKING:
+    from disaggregated.screen import Screen
+
+BOB = "What is the capital of France, and what is the capital of Italy? Be brief."
+ALICE = "My name is Alice and my password is tulip42. What is my password?"
+"""As long as Bob's prompt, so that what is read is the whole of it."""
+BLOCK_SIZE = 16
+ANSWER_TOKENS = 24
+LEASE_S = 1.5
+LONG_S = 60.0
+LATE = "late"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What Bob is told, and how his blocks have come."""
+
+    read: str
+    text: str
+
+
+class Pair:
+    """A prefill engine that has room for one prompt only, and a decode engine."""
+
+    def __init__(self, prefill: Engine, decode: Engine, tokenizer: ChatTokenizer, bob: str, alice: str) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self._tokenizer = tokenizer
+        self.bob, self.alice = tokenizer.encode_chat(bob), tokenizer.encode_chat(alice)
+
+    async def compute(self, prompt: Sequence[int]) -> list[BlockId]:
+        """Compute a prompt in the prefill engine's blocks, which are free again when this returns."""
+        async with self.prefill.reserve(len(prompt)) as block_ids:
+            await self.prefill.prefill(prompt, block_ids)
+            return block_ids
+
+    async def alone(self, prompt: Sequence[int]) -> str:
+        """The right answer to a prompt."""
+        async with aclosing(self.decode.generate(prompt, max_tokens=ANSWER_TOKENS)) as tokens:
+            return self._tokenizer.decode([token async for token in tokens])
+
+    async def answer_bob(self, read: Callable[[Sequence[BlockId]], Awaitable[str]]) -> Answer:
+        """Have his prompt's blocks read into blocks of the decode engine, and go on from its last token."""
+        async with self.decode.reserve(len(self.bob) + ANSWER_TOKENS) as block_ids:
+            said = await read(block_ids[: blocks_for(len(self.bob), BLOCK_SIZE)])
+            last, position = self.bob[-1], len(self.bob) - 1
+            decoding = self.decode.decode(last, position=position, block_ids=block_ids, max_tokens=ANSWER_TOKENS)
+            async with aclosing(decoding) as tokens:
+                return Answer(read=said, text=self._tokenizer.decode([token async for token in tokens]))
+
+
+# --- the stock way
+
+
+class StockAgent:
+    """A NIXL agent and the cache that it has registered."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        import nixl  # after the environment is set
+
+        self._tensors = list(engine.kv_caches.values())
+        self.agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+        self.agent.register_memory([(tensor.data_ptr(), tensor.nbytes, 0, "") for tensor in self._tensors], "DRAM")
+
+    def params(self, block_ids: Sequence[BlockId]) -> dict[str, Any]:
+        """What goes to the reader: who has the blocks, which they are, and where the cache lies."""
+        addresses = [(tensor.data_ptr(), *tensor.stride()[:2]) for tensor in self._tensors]
+        metadata = self.agent.get_agent_metadata()
+        return {"remote_block_ids": list(block_ids), "remote_agent": metadata, "remote_addresses": addresses}
+
+    def read(self, params: dict[str, Any], block_ids: Sequence[BlockId]) -> str:
+        """Read the blocks that the parameters name; NIXL's last word."""
+        ours = self.params(block_ids)
+        local = self._descriptors(ours["remote_addresses"], block_ids)
+        remote = self._descriptors(params["remote_addresses"], params["remote_block_ids"])
+        peer = self.agent.add_remote_agent(params["remote_agent"])
+        handle = self.agent.initialize_xfer("READ", local, remote, peer, b"read")
+        state = self.agent.transfer(handle)
+        while state == "PROC":
+            state = self.agent.check_xfer_state(handle)
+        self.agent.release_xfer_handle(handle)
+        return str(state)
+
+    def _descriptors(self, addresses: Sequence[tuple[int, int, int]], block_ids: Sequence[BlockId]) -> Any:
+        """One piece for K and one for V of each block in each layer."""
+        size = self._tensors[0].element_size()
+        rows = [
+            (base + (part * part_stride + block * block_stride) * size, block_stride * size, 0)
+            for base, part_stride, block_stride in addresses
+            for part in (0, 1)
+            for block in block_ids
+        ]
+        return self.agent.get_xfer_descs(rows, "DRAM")
+
+
+async def stock(pair: Pair, *, late: bool) -> Answer:
+    """Bob's answer in the stock way."""
+    producer, consumer = StockAgent("stock-prefill", pair.prefill), StockAgent("stock-decode", pair.decode)
+
+    async def read(block_ids: Sequence[BlockId]) -> str:
+        return f"NIXL: {await asyncio.to_thread(consumer.read, params, block_ids)}"
+
+    async with pair.prefill.reserve(len(pair.bob)) as block_ids:
+        await pair.prefill.prefill(pair.bob, block_ids)
+        params = producer.params(block_ids)
+        if not late:
+            return await pair.answer_bob(read)
+        await asyncio.sleep(LEASE_S)  # the timer: nobody has read them, and now they are somebody else's
+    await pair.compute(pair.alice)
+    return await pair.answer_bob(read)
+
+
+# --- with kvflow
+
+
+@asynccontextmanager
+async def opened(engine_id: str, engine: Engine) -> AsyncIterator[kvflow.Runtime]:
+    async with kvflow.Runtime(kvflow.Config(engine_id=engine_id, listen="tcp://127.0.0.1:0")) as runtime:
+        layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=BLOCK_SIZE)
+        await runtime.register_kv_caches(engine.kv_caches, layout)
+        yield runtime
+
+
+async def with_kvflow(pair: Pair, *, late: bool) -> Answer:
+    """The same with kvflow: a load that cannot be proven good is refused, and Bob's prompt computed."""
+    async with opened("prefill-0", pair.prefill) as producer, opened("decode-0", pair.decode) as consumer:
+
+        async def read(block_ids: Sequence[BlockId]) -> str:
+            try:
+                await consumer.load_blocks(kvflow.LoadRequest("bob-1", ticket=params, block_ids=block_ids))
+            except kvflow.errors.LeaseExpired as error:
+                await pair.decode.prefill(pair.bob, block_ids)
+                return f"refused, {type(error).__name__}: the decode engine computes the prompt"
+            return "loaded, and the lease was open"
+
+        async with pair.prefill.reserve(len(pair.bob)) as block_ids:
+            await pair.prefill.prefill(pair.bob, block_ids)
+            ttl_s = LEASE_S if late else LONG_S
+            lease = producer.serve_blocks(kvflow.ServeRequest("bob-1", block_ids, len(pair.bob), ttl_s=ttl_s))
+            params = lease.ticket.to_params()
+            if not late:
+                answer = await pair.answer_bob(read)
+            await lease  # EXPIRED, if nobody has read them: now they are somebody else's
+        if not late:
+            return answer
+        await pair.compute(pair.alice)
+        return await pair.answer_bob(read)
+
+
+# --- both
+
+
+async def compare(checkpoint: Path, screen: Screen, bob: str = BOB, alice: str = ALICE) -> bool:
+    """Run both in time and late, and show what Bob is told; whether it is what this module says."""
+    tokenizer, model = ChatTokenizer(checkpoint), load_model(checkpoint)
+    room = max(blocks_for(len(tokenizer.encode_chat(text)), BLOCK_SIZE) for text in (bob, alice))
+    async with (
+        Engine(model, block_count=room, block_size=BLOCK_SIZE, shuffle_seed="prefill-0") as prefill,
+        Engine(model, block_count=4 * room, block_size=BLOCK_SIZE, shuffle_seed="decode-0") as decode,
+    ):
+        pair = Pair(prefill, decode, tokenizer, bob, alice)
+        right, of_alice = await pair.alone(pair.bob), await pair.alone(pair.alice)
+        screen.stale(bob, alice, await pair.compute(pair.bob), LEASE_S)
+        answers = {
+            (way, moment): await answered(pair, late=moment == LATE)
+            for way, answered in (("stock", stock), ("kvflow", with_kvflow))
+            for moment in ("in time", LATE)
+        }
+    screen.stale_answers({key: (answer.read, answer.text, answer.text == right) for key, answer in answers.items()})
+    texts = {key: answer.text for key, answer in answers.items()}
+    return right != of_alice and texts == dict.fromkeys(texts, right) | {("stock", LATE): of_alice}
+
+
+def run(options: argparse.Namespace, screen: Screen) -> bool:
+    torch.set_num_threads(1)
+    if options.checkpoint is not None:
+        return asyncio.run(compare(options.checkpoint, screen, options.bob, options.alice))
+    with unpacked_model(screen) as checkpoint:
+        return asyncio.run(compare(checkpoint, screen, options.bob, options.alice))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--bob", default=BOB, help="the prompt whose hand-over is late")
+    parser.add_argument("--alice", default=ALICE, help="the prompt that gets its blocks; of as many tokens")
+    parser.add_argument("--checkpoint", type=Path, help="an unpacked model (default: unpack SmolLM2)")
+    options = parser.parse_args()
+    return run_example(lambda screen: run(options, screen), transport="shm")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
