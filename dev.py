@@ -73,7 +73,6 @@ SGLANG = Environment(
     name="sglang",
     pip=(
         ("--no-deps", "--requirement", "tests/sglang/requirements.txt"),
-        ("--no-deps", "sglang==0.5.23", "nixl==1.5.1", "nixl-cu12==1.5.1"),
         ("--no-deps", "--no-build-isolation", "--editable", str(ROOT)),
     ),
     prepare=(("", "tests/sglang/tiny.py", "{home}/tiny"),),

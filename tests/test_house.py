@@ -51,7 +51,7 @@ TESTS = Trees(
     path
     for path in (ROOT / "tests").rglob("*.py")
     if path not in BENCH_FILES
-    if path.relative_to(ROOT).parts[1] not in ("ray", "sglang", "vllm")  # real servers answer over HTTP: they are polled
+    if path.relative_to(ROOT).parts[1] not in ("ray", "sglang", "vllm")  # real servers are polled
 )
 PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
