@@ -23,7 +23,7 @@ import torch.distributed
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_device, get_parallel
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
 from kvflow.blocking import Runtime
 from kvflow.config import Config
@@ -73,10 +73,14 @@ class KVFlowManager(CommonKVManager):
 
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
         """All that registering at the bootstrap server needs, which SGLang's constructor does."""
-        parallel = get_parallel()
+        parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
         for name in ("attn_cp_size", "pp_size", "attn_dcp_size"):
             if getattr(parallel, name) > 1:
                 raise ConfigError(f"kvflow for SGLang: {name} is {getattr(parallel, name)}, carried is 1")
+        if policy != "early":
+            raise ConfigError(
+                f"kvflow for SGLang: disaggregation_decode_allocation_policy is {policy}, carried is early"
+            )
         self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
         """Whether metadata is too much for a payload, as with hidden states: then it is the last of the pools."""

@@ -46,6 +46,13 @@ def current() -> SimpleNamespace:
 
 
 @contextlib.contextmanager
+def use(rank: Rank) -> Iterator[None]:
+    """SGLang's configuration is that of a rank."""
+    _now[0] = rank.configuration
+    yield
+
+
+@contextlib.contextmanager
 def configured() -> Iterator[None]:
     """SGLang's configuration is `current()`, wherever the classes read it."""
     kept = {}

@@ -13,7 +13,9 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvflow import blocking
-from tests.sglang.sides import Request, Server, configured, wait_until
+from kvflow.errors import ConfigError
+from kvflow.sglang.manager import KVFlowManager
+from tests.sglang.sides import Request, Server, configured, use, wait_until
 
 
 class Site:
@@ -321,6 +323,20 @@ def test_poll_asks_nobody(pair: tuple[Server, Server], monkeypatch: pytest.Monke
     request.until_receivers(KVPoll.Success)
     poll_all()
     request.clear()
+
+
+@pytest.mark.parametrize(
+    "name", ["pp_size", "attn_cp_size", "attn_dcp_size", "disaggregation_decode_allocation_policy"]
+)
+def test_what_is_not_carried_is_refused_at_the_start(
+    pair: tuple[Server, Server], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = pair[1].ranks[0]
+    manager = rank.manager
+    setting = name.replace("decode", "disaggregation_decode")
+    monkeypatch.setattr(rank.configuration, setting, 2)
+    with use(rank), pytest.raises(ConfigError, match=f"{name} is 2"):
+        KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
 
 
 def test_many_at_once(site: Site, pair: tuple[Server, Server]) -> None:
