@@ -1,5 +1,4 @@
-"""What one rank of a prefill or decode server has for all of its requests: a runtime for each pool, and the one thread
-that hears from decode servers.
+"""What one rank of a prefill or decode server has for all of its requests: pools, and who hears from decode servers.
 
 SGLang's order is kept: a decode rank tells the prefill ranks of a room (`Wanted`), and then they begin to send. It
 names no addresses: a decode rank reads, so all it has to say is how much it has already, and the name under which it

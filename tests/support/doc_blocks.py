@@ -186,6 +186,8 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_command(started_by_dev(rest))
         case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
+        case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
+            pass
         case ["python", "-m", "tests.bench", *rest]:
             check_typer(bench, rest, complete=complete)
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
@@ -200,8 +202,6 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_vllm(words)
         case ["sglang", "serve", *_]:
             check_sglang(words)
-        case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
-            pass
         case _:
             raise AssertionError(f"nobody checks this command: {words}")
 
