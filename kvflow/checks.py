@@ -290,15 +290,13 @@ def settled_request(given: object, kind: type[DataT], verb: str, by_name: Mappin
     """A request with its numbers and texts as Python's own; RequestError names the request and the field."""
     known: Any = instance(given, kind, verb)
     name = request_id(known.request_id)
-    plain: dict[str, Any] = {"request_id": name}
-    defaults = kind.__dataclass_fields__
+    fields, plain = known.__dataclass_fields__, dict[str, Any]()
     try:
         for field, rule in by_name.items():
             value = getattr(known, field)
-            if value is not defaults[field].default:  # which is right, and what most requests have
+            if value is not fields[field].default:  # which needs no check
                 plain[field] = rule(value, field)
     except RequestError as error:
         raise RequestError(f"request {name!r}: {error}") from error
-    changed = {field: value for field, value in plain.items() if value is not getattr(known, field)}
-    settled: DataT = replace(known, **changed) if changed else known
+    settled: DataT = replace(known, request_id=name, **plain)
     return settled
