@@ -230,7 +230,8 @@ def started_by_dev(words: list[str]) -> list[str]:
         exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
     vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
-    vars(dev).update(with_wheels=lambda _: Path("python"))
+    tools = types.SimpleNamespace(which=lambda name: name)  # such as nvidia-smi: there is a device
+    vars(dev).update(shutil=tools, with_wheels=lambda _: Path("python"))
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]
 
