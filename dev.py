@@ -7,6 +7,7 @@
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
+    python3 dev.py sglang [options] the tests against real SGLang servers, on the CPU
     python3 dev.py ray [options]    the same server on Ray Serve: a local cluster of three nodes (--test runs its tests)
     python3 dev.py bench NAME       benches that only those need who work on kvflow (without NAME: which there are)
     python3 dev.py peers [options]  one of them: kvflow beside Dynamo's nixl_connect and Mooncake's engine
@@ -18,9 +19,10 @@
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-ray` and `.venv-peers` 2 GB each. Without an NVIDIA GPU torch
-is a CPU build, gigabytes smaller: a `+cpu` one where pip is configured to look, or the one that uv's `--torch-backend`
-selects. Bytecode goes into the environment as it is used: compiling all of it would take longer than the demo.
+needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-sglang` 3 GB, `.venv-ray` and `.venv-peers` 2 GB each.
+Without an NVIDIA GPU torch is a CPU build, gigabytes smaller: a `+cpu` one where pip is configured to look, or the one
+that uv's `--torch-backend` selects. Bytecode goes into the environment as it is used: compiling all of it takes longer
+than the demo.
 """
 
 from __future__ import annotations
@@ -65,6 +67,15 @@ VLLM = Environment(
     ),
     prepare=(("", "tests/vllm/model.py", "{home}/smollm2"), ("", "tests/vllm/tiny.py", "{home}/tiny")),
 )
+# SGLang asks for GPU libraries, too; it finds kvflow as a plugin, which has to be installed for that.
+SGLANG = Environment(
+    name="sglang",
+    pip=(
+        ("--no-deps", "--requirement", "tests/sglang/requirements.txt"),
+        ("--no-deps", "--no-build-isolation", "--editable", str(ROOT)),
+    ),
+    prepare=(("", "tests/sglang/tiny.py", "{home}/tiny"),),
+)
 # All nodes of a cluster read the one unpacked model, and all processes that Ray starts find the code.
 RAY = Environment(
     name="ray",
@@ -91,7 +102,7 @@ COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
 }
 # In place of this process: these end in order at Ctrl-C, which takes longer than waiting for a child would.
 SERVERS = {"serve": (MAIN, "examples", ("examples/openai_server", "serve")), "ray": (RAY, "", ("examples/ray_server",))}
-TESTED = {environment.name: environment for environment in (VLLM, RAY)}
+TESTED = {environment.name: environment for environment in (VLLM, SGLANG, RAY)}
 
 
 def main(arguments: list[str]) -> int:
@@ -166,8 +177,8 @@ def ensure(environment: Environment, extras: str = "") -> Path:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # no process that a test starts is to compile torch anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
     ours = (("--no-build-isolation", "--editable", f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
-    steps = [[word.format(home=home) for word in step] for step in ours + environment.pip]
-    read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if step[0] == "--requirement"]
+    steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]
+    read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if "--requirement" in step]
     wanted = "\n".join([TORCH, str(steps), *(file.read_text() for file in read)])
     stamp = home / f"kvflow-{extras.replace(',', '-') or 'pip'}.stamp"
     if not python.exists():
