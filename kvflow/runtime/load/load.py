@@ -359,7 +359,10 @@ class Load:
     async def progressed(self, tokens: int) -> Progress | None:
         """Wait until more than `tokens` tokens have landed; how many. None once it has ended without that.
 
-        Raises UsageError off the runtime's loop. Cancelling stops the waiting only.
+        Cancelling stops the waiting only.
+
+        Raises:
+            UsageError: off the runtime's loop.
         """
         if self._task is not None:
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: its progress")
