@@ -10,6 +10,6 @@ ucx       what UCX says of the way of bytes
 transfer/ kvflow against raw NIXL                    topology  loads between ranks that cut the cache differently
 fairness  small loads behind huge ones
 
-`kvflow doctor` and `kvflow selftest` use the same children and the same pair of engines. What only those measure who work
-on kvflow is in `tests/bench` and `tests/gpu`.
+`kvflow doctor` and `kvflow selftest` use the same children and the same pair of engines. What only those measure who
+work on kvflow is in `tests/bench` and `tests/gpu`.
 """
