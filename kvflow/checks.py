@@ -290,8 +290,12 @@ def settled_request(given: object, kind: type[DataT], verb: str, by_name: Mappin
     """A request with its numbers and texts as Python's own; RequestError names the request and the field."""
     known: Any = instance(given, kind, verb)
     name = request_id(known.request_id)
+    fields, plain = known.__dataclass_fields__, dict[str, Any]()
     try:
-        plain = {field: rule(getattr(known, field), field) for field, rule in by_name.items()}
+        for field, rule in by_name.items():
+            value = getattr(known, field)
+            if value is not fields[field].default:  # which needs no check
+                plain[field] = rule(value, field)
     except RequestError as error:
         raise RequestError(f"request {name!r}: {error}") from error
     settled: DataT = replace(known, request_id=name, **plain)

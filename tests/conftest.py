@@ -21,7 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 __all__ = ["written"]
 
 HERE = Path(__file__).parent
-collect_ignore = ["ray", "vllm"]  # each has an environment and a pytest.ini of its own
+collect_ignore = ["ray", "sglang", "vllm"]  # each has an environment and a pytest.ini of its own
 COMPUTING = ("core", "testing")
 """Tests that compute and wait for nothing, so the bound of those that hang is none for them."""
 

@@ -21,6 +21,7 @@ from pairs import virtual_pair
 from tests_support import in_virtual_time
 
 import kvflow
+from kvflow.core.protocol import messages
 from kvflow.runtime.peers.peer import Source
 from kvflow.testing import InprocPair
 
@@ -30,7 +31,9 @@ PACKAGE = Path(kvflow.__file__).parent
 # attributes of all of these; "calls": of our functions, "all calls": of any Python function.
 CEILINGS = {"files": 14, "functions": 74, "calls": 84, "all calls": 162, "passed": 36, "met": 65}
 NIXL_CEILINGS = {"files": 18, "functions": 95, "calls": 140}
-SERVE_CEILINGS = {"files": 17, "functions": 52, "calls": 62, "all calls": 103, "passed": 20}
+SERVE_CEILINGS = {"files": 12, "functions": 34, "calls": 35, "all calls": 76, "passed": 19}
+END_CEILINGS = {"files": 9, "functions": 24, "calls": 25, "all calls": 100, "passed": 13}
+RELEASE_CEILINGS = {"files": 19, "functions": 77, "calls": 89, "all calls": 200, "passed": 30}
 BRANCHES_MAX = 10
 LINES_MAX = 45
 CONSTRUCTOR_MAX = 6
@@ -166,6 +169,44 @@ async def test_what_opening_a_lease_meets() -> None:
         await lease
     print(f"opening a lease meets {trace.found}; ceilings {SERVE_CEILINGS}")
     assert trace.over(SERVE_CEILINGS) == {}
+
+
+@in_virtual_time
+async def test_what_the_end_of_a_lease_meets() -> None:
+    """From a reader's word that it has read to the blocks that are the engine's again."""
+    trace = Trace()
+    async with virtual_pair() as pair:
+        await load(pair, "warm")
+        lease = pair.offer([3, 4], "traced")
+        word = messages.ReadDone((lease.ticket.first.lease_id,), reader="reader", numerator=1, denominator=1)
+        supervisor = pair.producer.runtime._supervisor
+        trace.start()
+        try:
+            supervisor.held.serving.on_notification(messages.encode(word))  # type: ignore[union-attr]
+            outcome = await lease
+        finally:
+            trace.stop()
+    assert outcome == "read"
+    print(f"the end of a lease meets {trace.found}; ceilings {END_CEILINGS}")
+    assert trace.over(END_CEILINGS) == {}
+
+
+@in_virtual_time
+async def test_what_a_release_meets() -> None:
+    """A ticket given back unread to a connected producer: from the call to the blocks that are the engine's again."""
+    trace = Trace()
+    async with virtual_pair() as pair:
+        await load(pair, "warm")
+        lease = pair.offer([3, 4], "traced")
+        trace.start()
+        try:
+            assert await pair.consumer.runtime.release_blocks(lease.ticket)
+            outcome = await lease
+        finally:
+            trace.stop()
+    assert outcome == "read"
+    print(f"a release meets {trace.found}; ceilings {RELEASE_CEILINGS}")
+    assert trace.over(RELEASE_CEILINGS) == {}
 
 
 def sizes(functions: Counter[CodeType]) -> dict[str, tuple[int, int]]:

@@ -51,13 +51,13 @@ TESTS = Trees(
     path
     for path in (ROOT / "tests").rglob("*.py")
     if path not in BENCH_FILES
-    if path.relative_to(ROOT).parts[1] not in ("ray", "vllm")  # real servers answer over HTTP: they are polled
+    if path.relative_to(ROOT).parts[1] not in ("ray", "sglang", "vllm")  # real servers are polled
 )
 PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
 # Imports point down this list; parts of one line do not import each other.
 LEVELS = [["errors"], ["checks"], ["limits", "logs"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
-LEVELS += [["stock"], ["blocking"], ["connector", "observe", "testing"], ["ray", "vllm"]]
+LEVELS += [["stock"], ["blocking"], ["connector", "observe", "testing"], ["ray", "sglang", "vllm"]]
 LEVELS += [["bench"], ["doctor"], ["cli"]]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 PROGRAMS = ("bench", "doctor", "cli")

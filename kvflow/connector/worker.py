@@ -23,7 +23,8 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
-from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
+from kvflow.runtime.producer.lease import Lease, ServeRequest
+from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.runtime import Runtime
 
 __all__ = ["ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]

@@ -51,7 +51,7 @@ class DriverError(RuntimeError):
     """The driver is not there, does not start, or refuses a call."""
 
 
-class Driver:
+class CudaDriver:
     """Calls of the CUDA driver, which raise DriverError. Where it says no other, the thread has to have a context."""
 
     def __init__(self, library: Any) -> None:
@@ -125,10 +125,10 @@ class Driver:
             raise DriverError(f"CUDA driver: {function} failed with error {result}")
 
 
-def load_driver() -> Driver:
+def load_driver() -> CudaDriver:
     """The driver of this machine, started, so that what needs no context can be asked. Raises DriverError."""
     try:
-        loaded = Driver(ctypes.CDLL("libcuda.so.1"))
+        loaded = CudaDriver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
         raise DriverError(f"libcuda.so.1 does not load: {error}") from error
     loaded.start()
@@ -136,7 +136,7 @@ def load_driver() -> Driver:
 
 
 @cache
-def driver() -> Driver:
+def driver() -> CudaDriver:
     """The driver of this machine. ConfigError if it does not load or start."""
     try:
         return load_driver()

@@ -19,7 +19,7 @@ import torch
 
 from kvflow.core.cache.regions import Device, Span
 from kvflow.device.cache_device import CacheDevice
-from kvflow.device.cuda import Driver, driver, make_current
+from kvflow.device.cuda import CudaDriver, driver, make_current
 from kvflow.errors import ConfigError
 
 _BOUNCE_BYTES = 8 << 20
@@ -60,7 +60,7 @@ class CudaDevice(CacheDevice):
                 self._done.synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        found = torch.as_tensor(_Memory(self._driver, size_bytes), device=self.name)
+        found = torch.as_tensor(_DriverMemory(self._driver, size_bytes), device=self.name)
         torch.cuda.synchronize(self.where.number)
         return found
 
@@ -83,10 +83,10 @@ class CudaDevice(CacheDevice):
         return self._bounce[: rows * size_bytes].view(rows, size_bytes)
 
 
-class _Memory:
+class _DriverMemory:
     """Bytes of the device from the driver, as torch takes memory of others; given back when nothing uses it."""
 
-    def __init__(self, calls: Driver, size_bytes: int) -> None:
+    def __init__(self, calls: CudaDriver, size_bytes: int) -> None:
         address = calls.allocate(size_bytes)
         number = torch.cuda.current_device()
         weakref.finalize(self, _free, calls, number, address).atexit = False
@@ -99,6 +99,6 @@ class _Memory:
         }
 
 
-def _free(calls: Driver, number: int, address: int) -> None:
+def _free(calls: CudaDriver, number: int, address: int) -> None:
     with torch.cuda.device(number):
         calls.free(address)

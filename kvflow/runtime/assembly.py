@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvflow import checks
-from kvflow.checks import printable
 from kvflow.config import Config, config_on
-from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
 from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, map_spans
 from kvflow.core.cache.state import StatePart
@@ -26,11 +24,11 @@ from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, UsageError
 from kvflow.logs import logger_of
-from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.foreign import Foreign, Ways
+from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.flight import Gear, Poller, Words
-from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Carriers, Loader, reads_in_flight
 from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
@@ -90,12 +88,13 @@ class RegisteredCache:
         self.metadata = metadata
         self.ledger = gear.ledger
         self.route = route
-        handshakes = Handshakes(context, local)
+        telling = LeaseIdTelling(context, local)
+        handshakes = Handshakes(context, local, telling)
         self.peers = Peers(context, foreign.handshakes(context, local, handshakes) if foreign else handshakes)
         self.own_reach = Reach(context, local, self.peers)
         """To engines of our own make; `reach` may know others."""
-        own = Ways(self.own_reach, RemoteLeases(context, local, self.peers, self.own_reach))
-        self.reach, self.remote_leases = foreign.ways(context, local, self.peers, own) if foreign else own
+        self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
+        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
         meeting = Meeting(local, self.reach, self.remote_leases, self.whole.carry)
         carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry)
@@ -115,7 +114,8 @@ class RegisteredCache:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
             return refusal(f"unknown engine: expected {asked_for!r}, this is {ours.engine_id!r}")
         if header.fingerprint != self.local.compatibility.fingerprint():
-            return refusal("the caches are not compatible", local=self.local)
+            told = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
+            return msgspec.structs.replace(refusal("the caches are not compatible"), **told)
         if theirs != ours:
             expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
             return refusal(f"expected {expected}, this is {self._rank}")
@@ -145,17 +145,6 @@ class RegisteredCache:
                 if request.caller is not None:
                     self.readers.remember(request.caller)
                 return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
-
-
-def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = False) -> messages.Refusal:
-    """A "no"; with what we are, if that is the reason."""
-    return messages.Refusal(
-        reason=printable(reason, REASON_CHARS_MAX - 3),
-        version=messages.PROTOCOL_VERSION,
-        transient=transient,
-        compatibility=local.compatibility if local else None,
-        cache_shares=local.cache_shares if local else (),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class Storing(Protocol):
     async def drained(self) -> None: ...
 
 
-class Work(Protocol):
+class Registration(Protocol):
     """What a registration has begun, of each kind."""
 
     @property
@@ -50,13 +50,13 @@ class Work(Protocol):
     def store(self) -> Storing | None: ...
 
 
-def busy(work: Work) -> bool:
+def busy(work: Registration) -> bool:
     """Whether a lease or a load is open, or something is saved or restored, or blocks are quarantined."""
     loading, storing = work.loader.statistics, work.store is not None and work.store.open_requests
     return bool(work.serving.statistics.open_leases or loading.open_loads or loading.quarantines or storing)
 
 
-async def drain(work: Work, config: Config, deadline_s: float) -> DrainReport:
+async def drain(work: Registration, config: Config, deadline_s: float) -> DrainReport:
     """Wait until nothing is open, at most `deadline_s`; then revoke leases, end loads, and wait for that, too.
 
     The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
@@ -81,7 +81,7 @@ async def drain(work: Work, config: Config, deadline_s: float) -> DrainReport:
     )
 
 
-async def end(work: Work, config: Config, *, broken: bool = False) -> None:
+async def end(work: Registration, config: Config, *, broken: bool = False) -> None:
     """Revoke leases, end loads and what is saved or restored.
 
     In a broken runtime it may never be known when the last bytes of loads have landed.

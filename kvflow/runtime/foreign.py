@@ -1,26 +1,21 @@
 """Engines of another make: what a rank is given to read from them and to be read by them. Protocols only; see `stock`.
 
 A rank that has nobody of the kind is given nothing, and has nothing of it. One that has is given other ways to the same
-ends: its loads find their sources by a `Reaching` that knows both kinds of tickets, and keep and report by a `Keeping`
-that does. Peers, loads, leases and their books are the same objects for all.
+ends: its loads find their sources by a `Reaching` that knows both kinds of tickets, and a handshake says how a peer is
+told of its leases (`Telling`) and what vouches for what is read (`Proof`). Peers, loads, leases and their books are the
+same objects for all.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from kvflow.core.protocol import messages
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.handshake import Handshakes
-from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching
+from kvflow.runtime.peers.peer import LocalRank, Reaching
+from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Handshaking, Peers
-
-
-class Ways(NamedTuple):
-    """How loads find their sources, and what becomes of the leases."""
-
-    reach: Reaching
-    leases: Keeping
 
 
 class Leases(Protocol):
@@ -50,8 +45,8 @@ class Foreign(Protocol):
     def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> Handshaking:
         """How peers of both kinds are asked who they are."""
 
-    def ways(self, context: RankContext, local: LocalRank, peers: Peers, own: Ways) -> Ways:
-        """The ways of both kinds."""
+    def reach(self, context: RankContext, peers: Peers, own: Reach) -> Reaching:
+        """The way from tickets of both kinds to their ranks."""
 
     def service(
         self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases

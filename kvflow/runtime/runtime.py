@@ -38,8 +38,8 @@ from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.world import World
 
 if TYPE_CHECKING:
+    from kvflow.runtime.store.jobs import Job
     from kvflow.runtime.store.store import BlockStore
-    from kvflow.runtime.store.transit import Transit
 
 _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 
@@ -93,7 +93,7 @@ class Runtime:
         return self._supervisor.address
 
     @property
-    def quarantines(self) -> tuple[Load | Transit, ...]:
+    def quarantines(self) -> tuple[Load | Job, ...]:
         """Loads and restores that have ended and in whose blocks bytes may still land: await their `settled()`."""
         cache = self._supervisor.held
         if cache is None or cache.store is None:
@@ -439,8 +439,12 @@ class Runtime:
             self._supervisor.require_running(new_work=True)
 
     def _require_cache(self, what: str, *, new_work: bool = True) -> RegisteredCache:
+        supervisor = self._supervisor
+        here = asyncio._get_running_loop() is supervisor.loop
+        if here and supervisor.state is RuntimeState.OPEN and supervisor.cache is not None:
+            return supervisor.cache  # the usual case, in few steps
         self._require(what, new_work=new_work)
-        return self._supervisor.require_cache()
+        return supervisor.require_cache()
 
     def _require_store(self, what: str, *, new_work: bool = True) -> BlockStore:
         store = self._require_cache(what, new_work=new_work).store

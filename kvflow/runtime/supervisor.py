@@ -35,8 +35,8 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.assembly import RegisteredCache, refusal, register
-from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.assembly import RegisteredCache, register
+from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
 from kvflow.runtime.errand import Errand, carry_out

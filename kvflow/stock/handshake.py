@@ -26,6 +26,8 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.handshake import Handshakes, block_maps, judge
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
 from kvflow.stock.asking import ask_rank
+from kvflow.stock.sights import Sights
+from kvflow.stock.telling import TextTelling
 from kvflow.transport.base import AgentName, PeerGone, TransportError
 
 logger = logger_of(__name__)
@@ -95,11 +97,14 @@ class StockHandshakes:
         own: Handshakes,
         ours: OurCache,
         known: Known,
+        sights: Sights,
     ) -> None:
         self._context = context
         self._local = local
         self._own = own
         self.ours = ours
+        self.sights = sights
+        self._telling = TextTelling(context, sights)
         self._hashes = {*known.hashes}
         self._learns = known.learns
         self._tp_sizes = {*known.tp_sizes, local.cache_shares[0].tp_size}
@@ -150,7 +155,7 @@ class StockHandshakes:
                 " remote_request_id on as it is",
                 at,
             )
-            kin = KinConnection(agent, metadata, regions, maps, share)
+            kin = KinConnection(agent, metadata, regions, maps, share, self._own.telling)
             kin.rank, kin.life, kin.seen_s = *own, asked_s
             return kin
         self._check_hash(at, shown.compatibility_hash, fits=True)
@@ -159,7 +164,7 @@ class StockHandshakes:
             if not isinstance(known_already, StockConnection) or known_already.told != _told(metadata):
                 raise at.failure(ProtocolError, f"agent {agent!r} is that of {known_already!r}, which is another rank")
             return known_already
-        connection = StockConnection(agent, metadata, regions, maps, share)
+        connection = StockConnection(agent, metadata, regions, maps, share, self._telling)
         connection.line = line_that_shows(shown.fields)
         connection.split = shown.metadata.physical_blocks_per_logical_kv_block
         connection.reporters = self._reporters(metadata, connection.line)

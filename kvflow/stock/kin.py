@@ -23,26 +23,23 @@ from kvflow.runtime.peers.table import Peers
 from kvflow.stock.handshake import KinConnection
 
 
-class KinReach:
-    """Finds the sources of loads from engines of our own make whose parameters look like a stock one's."""
-
-    def __init__(self, peers: Peers, own: Reach) -> None:
-        self._peers = peers
-        self._own = own
-
-    async def reach(self, ticket: StockTicket, kin: KinConnection, found: Callable[[Source], None]) -> list[Source]:
-        """See `Reach.reach`; `kin` is what the first rank has shown."""
-        peer = self._peers.get(Address(ticket.engine_id, kin.rank, ticket.address))
-        connection = await self._peers.connect(peer, kin.life, ticket.request_id)
-        own = self._own.parse_ticket(_own_ticket(ticket, kin.rank, connection))
-        first, more = own.block_ids, own.more_block_ids
-        sources = []
-        for source in await self._own.reach(own, found):
-            lease = source.lease
-            if lease.block_ids is None:
-                lease = msgspec.structs.replace(lease, block_ids=first, more_block_ids=more)
-            sources.append(replace(source, lease=lease))
-        return sources
+async def reach_kin(
+    peers: Peers, reach: Reach, ticket: StockTicket, kin: KinConnection, found: Callable[[Source], None]
+) -> list[Source]:
+    """See `Reach.reach`, of an engine of our own make whose parameters look like a stock one's; `kin` is what its first
+    rank has shown.
+    """
+    peer = peers.get(Address(ticket.engine_id, kin.rank, ticket.address))
+    connection = await peers.connect(peer, kin.life, ticket.request_id)
+    own = reach.parse_ticket(_own_ticket(ticket, kin.rank, connection))
+    first, more = own.block_ids, own.more_block_ids
+    sources = []
+    for source in await reach.reach(own, found):
+        lease = source.lease
+        if lease.block_ids is None:
+            lease = msgspec.structs.replace(lease, block_ids=first, more_block_ids=more)
+        sources.append(replace(source, lease=lease))
+    return sources
 
 
 def _own_ticket(ticket: StockTicket, rank: Rank, connection: Connection) -> Ticket:

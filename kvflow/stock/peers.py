@@ -16,15 +16,14 @@ from kvflow.core.stock.shape import OurCache, Unfit, our_cache
 from kvflow.core.stock.versions import Line, UnknownLine, line_of
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.foreign import Leases, Service, Ways
+from kvflow.runtime.foreign import Leases, Service
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.stock.handshake import Known, StockHandshakes
-from kvflow.stock.leases import BothLeases, StockLeases
 from kvflow.stock.ranks import EngineRanks
-from kvflow.stock.reach import BothReach, StockReach
+from kvflow.stock.reach import StockReach
 from kvflow.stock.service import Pose, StockService
 from kvflow.stock.sights import Sights
 
@@ -109,17 +108,14 @@ class StockPeers:
     def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> StockHandshakes:
         """See `runtime.foreign.Foreign`. ConfigError for a cache that is not exchanged with stock engines."""
         known = Known(frozenset(self.hashes), self.learn_hash, frozenset(self.tp_sizes))
-        return StockHandshakes(context, local, own, _our_cache(local), known)
+        sights = Sights(self.terms, machine_id(), context)
+        return StockHandshakes(context, local, own, _our_cache(local), known, sights)
 
-    def ways(self, context: RankContext, local: LocalRank, peers: Peers, own: Ways) -> Ways:
+    def reach(self, context: RankContext, peers: Peers, own: Reach) -> StockReach:
         """See `runtime.foreign.Foreign`."""
         handshakes = peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
-        assert isinstance(own.reach, Reach), "of our own make"
-        sights = Sights(self.terms, machine_id(), context)
-        reach = StockReach(context, peers, own.reach, sights, handshakes)
-        leases = StockLeases(context, reach, sights, own.leases)
-        return Ways(BothReach(own.reach, reach), BothLeases(own.leases, leases))
+        return StockReach(context, peers, own, handshakes)
 
     def service(
         self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases

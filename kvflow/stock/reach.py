@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,53 +21,57 @@ from kvflow.core.stock.shape import Unfit, check_stage
 from kvflow.core.stock.texts import read_text
 from kvflow.errors import PeerIncompatible
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import Peer, Reaching, Source
+from kvflow.runtime.peers.peer import Peer, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.stock.handshake import KinConnection, StockConnection, StockHandshakes, Whereabouts
-from kvflow.stock.kin import KinReach
-from kvflow.stock.sights import Sight, Sights
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class StockSource(Source):
-    """One rank of a stock producer, connected, and how long it may be believed."""
-
-    sight: Sight
-    text: bytes
-    """What it is told once we have read."""
+from kvflow.stock.kin import reach_kin
+from kvflow.stock.sights import Sight
+from kvflow.stock.telling import StockSource
 
 
 class StockReach:
-    """Finds the sources of loads from stock producers."""
+    """The way from a ticket of either kind to its ranks; see `runtime.peers.peer.Reaching`."""
 
-    def __init__(
-        self, context: RankContext, peers: Peers, own: Reach, sights: Sights, handshakes: StockHandshakes
-    ) -> None:
-        self.block_ids_max = context.config.limits.block_ids_max
+    def __init__(self, context: RankContext, peers: Peers, own: Reach, handshakes: StockHandshakes) -> None:
+        self.walk, self.when_served, self.ask_digests = own.walk, own.when_served, own.ask_digests
+        self.meet, self.ask_patiently = own.meet, own.ask_patiently
+        self.succeeded, self.failed = own.succeeded, own.failed
+        self._block_ids_max = context.config.limits.block_ids_max
         self._peers = peers
         self._own = own
-        self._kin = KinReach(peers, own)
-        self._sights = sights
+        self._sights = handshakes.sights
         self._handshakes = handshakes
 
-    def read_ticket(self, ticket: StockTicket | Mapping[str, Any], block_ids_max: int) -> StockTicket:
+    def read_ticket(self, ticket: Ticket | Mapping[str, Any], block_ids_max: int) -> Ticket:
         """The ticket, checked: also one that was read before, since anybody can make one. Raises RequestError."""
         lease_s = self._sights.terms.lease_s
         if not isinstance(ticket, StockTicket):
+            if not isinstance(ticket, Mapping) or not is_stock(ticket):
+                return self._own.read_ticket(ticket, block_ids_max)
             return read_stock(ticket, arrived=None, lease_s=lease_s, block_ids_max=block_ids_max)
         params, arrived, left = ticket.params, ticket.arrived, ticket.left
         return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=block_ids_max, left=left)
 
-    async def reach(self, ticket: StockTicket, found: Callable[[Source], None]) -> list[Source]:
+    def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
+        """The same, within the bounds of this runtime."""
+        return self.read_ticket(ticket, self._block_ids_max)
+
+    def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
+        """See `Reach.reach_at_once`. A stock producer may have restarted: it is looked at first."""
+        return None if isinstance(ticket, StockTicket) else self._own.reach_at_once(ticket, found)
+
+    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
         """See `Reach.reach`. LeaseExpired, too, for what has been read here already."""
+        if not isinstance(ticket, StockTicket):
+            return await self._own.reach(ticket, found)
         sight = self._sights.of(ticket)
         where = Whereabouts(ticket.address, ticket.tp_size, ticket.pp_size)
         sources: list[Source] = []
         async with aclosing(self._ranks(where, ticket)) as ranks:
             async for peer, connection in ranks:
                 if isinstance(connection, KinConnection):
-                    return await self._kin.reach(ticket, connection, found)
+                    return await reach_kin(self._peers, self._own, ticket, connection, found)
                 if connection.report_share.numerator:
                     sources.append(self._source(ticket, sight, peer, connection))
                     found(sources[-1])
@@ -78,8 +81,8 @@ class StockReach:
         """A connected rank, and which of its blocks are read. Raises as `needed_blocks` and `Sights.deadline_of` do."""
         deadline = self._sights.deadline_of(sight, peer, connection.agent, ticket)
         count, split = sum(map(len, ticket.block_tables)), connection.split
-        if count * split > self.block_ids_max:
-            why = f"{count} blocks of {split} physical ones each: at most {self.block_ids_max} in all"
+        if count * split > self._block_ids_max:
+            why = f"{count} blocks of {split} physical ones each: at most {self._block_ids_max} in all"
             raise peer.at.failure(PeerIncompatible, why)
         tables, rank = needed_blocks(ticket, connection.groups, split), peer.rank
         lease = msgspec.structs.replace(
@@ -126,36 +129,3 @@ class StockReach:
             connection = await self._peers.connect(self._peers.get(at), None)
             assert isinstance(connection, StockConnection), "by its address"
         return peer, connection
-
-
-class BothReach:
-    """The way from a ticket of either kind to its ranks; see `runtime.peers.peer.Reaching`."""
-
-    def __init__(self, own: Reaching, stock: StockReach) -> None:
-        self._own = own
-        self._stock = stock
-        self.walk, self.when_served, self.ask_digests = own.walk, own.when_served, own.ask_digests
-        self.meet, self.ask_patiently = own.meet, own.ask_patiently
-        self.succeeded, self.failed = own.succeeded, own.failed
-
-    def read_ticket(self, ticket: Ticket | Mapping[str, Any], block_ids_max: int) -> Ticket:
-        """A ticket of either kind, checked. RequestError names what is wrong with it."""
-        if isinstance(ticket, StockTicket):
-            return self._stock.read_ticket(ticket, block_ids_max)
-        if isinstance(ticket, Mapping) and is_stock(ticket):
-            return self._stock.read_ticket(ticket, block_ids_max)
-        return self._own.read_ticket(ticket, block_ids_max)
-
-    def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """The same, within the bounds of this runtime."""
-        return self.read_ticket(ticket, self._stock.block_ids_max)
-
-    def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
-        """See `Reach.reach_at_once`. A stock producer may have restarted: it is looked at first."""
-        return None if isinstance(ticket, StockTicket) else self._own.reach_at_once(ticket, found)
-
-    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
-        """See `Reach.reach`."""
-        if isinstance(ticket, StockTicket):
-            return await self._stock.reach(ticket, found)
-        return await self._own.reach(ticket, found)

@@ -18,7 +18,7 @@ from kvflow.core.cache.regions import Regions
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import WireError
 from kvflow.core.stock.shape import OurCache
-from kvflow.core.stock.texts import Heartbeat, Read, decode_text, is_text
+from kvflow.core.stock.texts import Heartbeat, ReadText, decode_text, is_text
 from kvflow.core.stock.versions import Line
 from kvflow.core.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
 from kvflow.errors import ConfigError
@@ -108,7 +108,7 @@ class StockService:
         for lease_id in leased:
             self._leases.on_notification(messages.encode(messages.Renew(lease_ids=(lease_id,), reader="stock")))
 
-    def _read(self, heard: Read) -> None:
+    def _read(self, heard: ReadText) -> None:
         """One of so many readers has read. Readers do not say who they are, so all that is known is how many told."""
         lease_id = self._leases.lease_id_of(heard.request_id)
         tally = _Tally(heard.readers)

@@ -38,12 +38,12 @@ class Direction(enum.StrEnum):
 
 
 class Settled(enum.Enum):
-    """What has become of what was lost."""
+    """Fate of lost moves."""
 
     STOPPED = enum.auto()
     NOT_YET = enum.auto()
     NEVER = enum.auto()
-    """It is not known before the thread has ended."""
+    """Not known before the thread has ended."""
 
 
 class MoveFailed(TransportError):
@@ -73,7 +73,7 @@ class Mover(Protocol):
         """
 
     def ended(self, begun: object) -> bool:
-        """Whether a move has ended. Raises MoveFailed, MoveLost."""
+        """True once a move has ended. Raises MoveFailed, MoveLost."""
 
     def settle(self) -> Settled:
         """Stop what was lost, while no other move is under way."""
@@ -106,13 +106,13 @@ class Files:
         self._moving: list[_Move] = []
         self._lost: list[_Move] = []
         self._held_back: list[_Move] = []
-        """What was posted after a move was lost."""
+        """Moves that were posted after one was lost."""
         self._active_s = 0.0
         self._under_way: set[_Move] = set()
         self._last_job: Callable[[], None] | None = None
         self._closing = False
         self.cause: BaseException | None = None
-        """What has killed the thread, if something has: nothing is known of its moves then."""
+        """The bug that has killed the thread, if one has: nothing is known of its moves then."""
 
     @property
     def moves_under_way(self) -> int:

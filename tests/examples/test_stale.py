@@ -33,7 +33,10 @@ def test_only_the_stock_way_answers_late_with_the_other_prompt(run_python: RunPy
 
 @pytest.mark.thorough
 def test_as_a_stranger_runs_it(run_python: RunPython, smollm2_packages: None) -> None:
-    """With the real model; the paths are those of the test above."""
+    """With the real model and its prompts.
+
+    Thorough: see `test_only_the_stock_way_answers_late_with_the_other_prompt` of this file.
+    """
     done = run_python(STALE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tulip42" in rows_of(done.stdout, "stock", "late")

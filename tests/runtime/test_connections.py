@@ -21,7 +21,7 @@ from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.channel import connections
 from kvflow.runtime.channel.asking import ZmqSideChannel
-from kvflow.runtime.channel.connections import Connection
+from kvflow.runtime.channel.connections import KeptConnection
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 from kvflow.testing import ManualClock
 from tests.core.protocol.test_messages import METADATA
@@ -431,14 +431,14 @@ async def test_a_kept_connection_does_not_wake_the_loop(monkeypatch: pytest.Monk
     woken = 0
 
     def counted(name: str) -> None:
-        real = getattr(Connection, name)
+        real = getattr(KeptConnection, name)
 
-        def look(connection: Connection) -> None:
+        def look(connection: KeptConnection) -> None:
             nonlocal woken
             woken += 1
             real(connection)
 
-        monkeypatch.setattr(Connection, name, look)
+        monkeypatch.setattr(KeptConnection, name, look)
 
     counted("_look")
     counted("_look_at_monitor")

@@ -17,7 +17,7 @@ import torch
 from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.core.cache.regions import Device, Span
 from kvflow.device.cache_device import CacheDevice
-from kvflow.device.cuda import DEVICE_ATTRIBUTES, Driver, DriverError
+from kvflow.device.cuda import DEVICE_ATTRIBUTES, CudaDriver, DriverError
 from kvflow.device.cuda_device import CudaDevice
 from kvflow.errors import ConfigError, TransferFailed, UsageError
 from kvflow.runtime.memory.copies import Ids
@@ -235,7 +235,7 @@ class Library:
 
 def test_memory_from_the_driver() -> None:
     library = Library()
-    driver = Driver(library)
+    driver = CudaDriver(library)
     assert driver.allocate(512) == 0x7000
     driver.free(0x7000)
     driver.flush()
@@ -257,12 +257,12 @@ def test_memory_from_the_driver() -> None:
 def test_when_a_network_cards_writes_are_flushed(ordering: int, options: int, needed: bool) -> None:
     library = Library()
     library.attributes = {("cuDeviceGetAttribute", 118): ordering, ("cuDeviceGetAttribute", 117): options}
-    assert Driver(library).needs_flush(1) is needed
+    assert CudaDriver(library).needs_flush(1) is needed
 
 
 def test_what_the_driver_says_of_itself_and_of_a_device() -> None:
     library = Library()
-    driver = Driver(library)
+    driver = CudaDriver(library)
     driver.start()
     known = {("cuDeviceGetAttribute", number): number for number in DEVICE_ATTRIBUTES.values()}
     library.attributes = {("cuDeviceGet", 1): 7} | known
@@ -279,7 +279,7 @@ def test_memory_that_cannot_be_shared_is_refused() -> None:
     library = Library()
     device = CudaDevice.__new__(CudaDevice)
     CacheDevice.__init__(device, Device("cuda", 1))
-    device._driver = Driver(library)
+    device._driver = CudaDriver(library)
     span = Span(address=0x7F00, size_bytes=64)
     library.attributes = {("cuPointerGetAttribute", 10): 1}
     device.check([span])

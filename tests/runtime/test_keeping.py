@@ -15,12 +15,19 @@ from kvflow import Config, Ticket
 from kvflow.core.policy.states import PeerState
 from kvflow.runtime.clock import SystemClock
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.peers.peer import LocalRank, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 
-SOURCE = cast(Source, SimpleNamespace(not_expired_before_s=1e9, peer=SimpleNamespace(clock_due_s=1e9, leases_kept=0)))
+SOURCE = cast(
+    Source,
+    SimpleNamespace(
+        not_expired_before_s=1e9,
+        peer=SimpleNamespace(clock_due_s=1e9, leases_kept=0),
+        connection=SimpleNamespace(telling=SimpleNamespace(heartbeat_s=None)),
+    ),
+)
 
 
 class LateReach:
@@ -65,6 +72,7 @@ async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
         cast(LocalRank, SimpleNamespace(reader="any")),
         cast(Peers, None),
         cast(Reach, reach),
+        cast(LeaseIdTelling, None),
     )
     with leases.keep_while(cast(Ticket, AnyTicket())):
         await reach.searching.wait()

@@ -25,7 +25,7 @@ from kvflow.core.stock.params import stock_params
 from kvflow.core.stock.wire import encode_question
 from kvflow.errors import ConfigError, PeerUnreachable, RequestError, UsageError
 from kvflow.observe.prometheus import PrometheusMetrics
-from kvflow.runtime.producer.lease import LeaseOutcome
+from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.stock import EngineRanks, StockPeers, ask_rank
 from kvflow.stock.service import _Tally
 from kvflow.testing import assert_quiet

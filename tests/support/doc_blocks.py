@@ -198,6 +198,10 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             assert (ROOT / config).is_file(), words
         case ["vllm", "serve", *_]:
             check_vllm(words)
+        case ["sglang", "serve", *_]:
+            check_sglang(words)
+        case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
+            pass
         case _:
             raise AssertionError(f"nobody checks this command: {words}")
 
@@ -256,6 +260,15 @@ def check_extras(project: str) -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert name in ("kvflow", "."), project
     assert {extra for extra in extras.split(",") if extra} <= known.keys(), f"{project}: extras are {sorted(known)}"
+
+
+def check_sglang(words: list[str]) -> None:
+    """The part of it that is kvflow's; SGLang itself is not at hand."""
+    known = {"--model-path", "--port", "--disaggregation-mode", "--disaggregation-transfer-backend"}
+    assert options_of(words) <= known, words
+    assert words[words.index("--disaggregation-transfer-backend") + 1] == "kvflow", words
+    plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    assert plugins == {"kvflow": "kvflow.sglang:register"}
 
 
 def check_vllm(words: list[str]) -> None:

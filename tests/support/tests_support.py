@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from kvflow import CacheLayout, Config, Limits, Runtime, RuntimeState, Ticket
-from kvflow.core.policy.states import LeaseState, lease_open
+from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import RankLease
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import run_virtual
@@ -124,8 +124,8 @@ async def leases_ended(runtime: Runtime) -> None:
     cache = runtime._supervisor.cache
     if cache is None or runtime.state is RuntimeState.CLOSED:
         return
-    leases = [offer.lease for offer in cache.serving._offers.values()]
-    open_now = [lease for lease in leases if lease_open(lease.state)]  # what ends them may be on its way
+    leases = [offer.entry for offer in cache.serving._offers.values()]
+    open_now = [lease for lease in leases if lease.state is LeaseState.OFFERED]  # what ends them may be on its way
     async with asyncio.timeout(WAIT_S):
         await cache.serving.drained()
     left_open = [lease for lease in open_now if lease.state is LeaseState.EXPIRED]

@@ -25,7 +25,7 @@ from kvflow.runtime.load import plan, verifying
 from kvflow.runtime.load.flight import Flight, Poller
 from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.lanes import Lane, PromptSpan
-from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.leases import LeaseIdTelling
 from kvflow.runtime.load.news import News
 from kvflow.runtime.load.verifying import Comparison
 from kvflow.runtime.memory.copy_thread import CopyThread
@@ -69,7 +69,7 @@ def trust_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader does not say that it has read."""
-    monkeypatch.setattr(RemoteLeases, "_report", do_nothing)
+    monkeypatch.setattr(LeaseIdTelling, "report", do_nothing)
 
 
 def release_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:

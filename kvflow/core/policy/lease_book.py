@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kvflow.core.policy.states import LEASE_TABLE, LeaseEvent, LeaseState, fire, lease_open
+from kvflow.core.policy.states import LEASE_TABLE, LeaseEvent, LeaseState, fire
 
 _RECENT_MAX = 1 << 12
 _SPARE_REMINDERS = 64
@@ -27,7 +27,7 @@ _WHOLE_MAX = 1 << 32
 
 
 class Counted(enum.StrEnum):
-    """What became of a reader's word about a lease."""
+    """Fate of a reader's word about a lease."""
 
     NOTED = "noted"
     LATE = "late"
@@ -35,19 +35,19 @@ class Counted(enum.StrEnum):
     DUPLICATE = "duplicate"
     """The reader has said so before."""
     MALFORMED = "malformed"
-    """It cannot be true."""
+    """Nothing that can be true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
-    """What a lease is opened with. `reader_count` engines have to read it, each with as many ranks as these say."""
+    """Terms of a new lease. `reader_count` engines have to read it, each with as many ranks as these say."""
 
     lease_id: str
     request_id: str
     ttl_s: float
     reader_count: int
     holds_blocks: bool
-    """Whether there is anything to read, and so to hold after its end; a lease of nothing leaves the book at once."""
+    """There is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,20 +60,18 @@ class LeaseEntry:
     lifetime_ends_s: float
     """Renewals do not move `expires_s` beyond this."""
     ttl_s: float
-    """What a renewal gives."""
+    """Time that a renewal gives."""
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
-    """Who has read, each with its share of an engine's reading."""
+    """Readers that have read, each with its share of an engine's reading."""
     ended_s: float = 0.0
-    """Set when it ends: its blocks are held from then on."""
+    """Set when it ends: its blocks are held from then on,"""
+    free_s: float = 0.0
+    """until this."""
 
     @property
     def is_open(self) -> bool:
-        return lease_open(self.state)
-
-    @property
-    def all_read(self) -> bool:
-        return sum(self.readers.values()) >= self.terms.reader_count
+        return self.state is LeaseState.OFFERED
 
 
 class LeaseBook:
@@ -85,6 +83,7 @@ class LeaseBook:
         self._entries: dict[str, LeaseEntry] = {}
         self._open: dict[str, LeaseEntry] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
+        """Requests whose leases have ended lately."""
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
         """A heap. Some of it is out of date: leases that have ended, and moments that renewals have moved."""
         self._held: deque[LeaseEntry] = deque()
@@ -92,18 +91,18 @@ class LeaseBook:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """How many leases are open or hold their blocks."""
+        """Leases that are open or hold their blocks."""
         return len(self._entries)
 
     @property
     def entries(self) -> Collection[LeaseEntry]:
-        """Those that are open or hold their blocks, oldest first."""
+        """Leases that are open or hold their blocks, oldest first."""
         return self._entries.values()
 
     @property
     def next_s(self) -> float | None:
-        """When `advance` is to be called next; None if there is nothing to wait for."""
-        due = [self._free_s(self._held[0])] if self._held else []
+        """Next moment at which a lease expires or a hold ends; None if there is nothing to wait for."""
+        due = [self._held[0].free_s] if self._held else []
         if self._expiring and self._open:
             due.append(self._expiring[0][0])
         return min(due, default=None)
@@ -113,7 +112,7 @@ class LeaseBook:
         return self._open.get(request_id) if request_id is not None else None
 
     def served(self, request_id: str) -> bool:
-        """Whether a lease of the request has ended lately."""
+        """True if a lease of the request has ended lately."""
         return request_id in self._recent
 
     def find(self, lease_id: str) -> LeaseEntry | None:
@@ -126,7 +125,7 @@ class LeaseBook:
         entry = LeaseEntry(terms, now_s, now_s + terms.ttl_s, lifetime_ends_s, terms.ttl_s)
         self._entries[terms.lease_id] = self._open[terms.request_id] = entry
         self._recent.pop(terms.request_id, None)
-        self._remind(entry)
+        heapq.heappush(self._expiring, (entry.expires_s, next(self._numbers), entry))
         if len(self._expiring) > 2 * len(self._open) + _SPARE_REMINDERS:
             self._forget_old_reminders()
         return entry
@@ -148,29 +147,32 @@ class LeaseBook:
         entry.expires_s = max(entry.expires_s, min(now_s + entry.ttl_s, entry.lifetime_ends_s))
         return Counted.NOTED
 
-    def read(self, lease_id: str, reader: str, share: tuple[int, int], now_s: float) -> Counted:
-        """A reader has read its share (numerator, denominator); the lease ends once all shares add up."""
+    def read(
+        self, lease_id: str, reader: str, share: tuple[int, int], now_s: float
+    ) -> tuple[Counted, LeaseEntry | None]:
+        """A reader has read its share (numerator, denominator). Once all shares add up the lease ends, and is named."""
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open:
-            return Counted.LATE
+            return Counted.LATE, None
         part, whole = share
         if not 0 < part <= whole <= _WHOLE_MAX:
-            return Counted.MALFORMED
+            return Counted.MALFORMED, None
         if reader in entry.readers:
-            return Counted.DUPLICATE
+            return Counted.DUPLICATE, None
         entry.readers[reader] = Fraction(part, whole)
-        if entry.all_read:
-            self.end(entry, LeaseEvent.ALL_READ, now_s)
-        return Counted.NOTED
+        all_read = sum(entry.readers.values()) >= entry.terms.reader_count
+        return Counted.NOTED, entry if all_read and self.end(entry, LeaseEvent.ALL_READ, now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
         """End a lease; whether it was open."""
-        if not entry.is_open:
+        if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)
-        entry.ended_s = now_s
+        entry.ended_s, entry.free_s = now_s, now_s + self._hold_s
         del self._open[entry.terms.request_id]
-        self._remember(entry.terms.request_id)
+        self._recent[entry.terms.request_id] = None  # a reader that comes late need not wait for one to be opened
+        if len(self._recent) > _RECENT_MAX:
+            self._recent.popitem(last=False)
         if entry.terms.holds_blocks:
             self._held.append(entry)
         else:
@@ -182,32 +184,21 @@ class LeaseBook:
         while self._expiring and self._expiring[0][0] <= now_s:
             _, _, entry = heapq.heappop(self._expiring)
             if entry.is_open and entry.expires_s > now_s:
-                self._remind(entry)
+                heapq.heappush(self._expiring, (entry.expires_s, next(self._numbers), entry))
             elif self.end(entry, LeaseEvent.EXPIRE, now_s):
                 yield entry
 
-    def release(self, now_s: float) -> Iterator[LeaseEntry]:
+    def release(self, now_s: float) -> list[LeaseEntry]:
         """Take out of the book, and name, the ended leases whose hold is over.
 
         Nobody can take their blocks for good any more: the producer may reuse them (invariant I3).
         """
-        while self._held and self._free_s(self._held[0]) <= now_s:
-            entry = self._held.popleft()
-            del self._entries[entry.terms.lease_id]
-            yield entry
-
-    def _free_s(self, entry: LeaseEntry) -> float:
-        return entry.ended_s + self._hold_s
-
-    def _remind(self, entry: LeaseEntry) -> None:
-        heapq.heappush(self._expiring, (entry.expires_s, next(self._numbers), entry))
+        released = []
+        while self._held and self._held[0].free_s <= now_s:
+            released.append(self._held.popleft())
+            del self._entries[released[-1].terms.lease_id]
+        return released
 
     def _forget_old_reminders(self) -> None:
         self._expiring = [(entry.expires_s, next(self._numbers), entry) for entry in self._open.values()]
         heapq.heapify(self._expiring)
-
-    def _remember(self, request_id: str) -> None:
-        """Keep in mind that there was a lease: a reader that comes late need not wait for one to be opened."""
-        self._recent[request_id] = None
-        if len(self._recent) > _RECENT_MAX:
-            self._recent.popitem(last=False)

@@ -95,11 +95,6 @@ LEASE_TABLE: Table[LeaseState, LeaseEvent] = {
 }
 
 
-def lease_open(state: LeaseState) -> bool:
-    """Whether readers may rely on the lease, and the producer must not reuse its blocks (invariant I3)."""
-    return state is LeaseState.OFFERED
-
-
 class TransferState(enum.StrEnum):
     """The bytes of one load."""
 

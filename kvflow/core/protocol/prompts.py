@@ -45,13 +45,11 @@ def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
     return prompt
 
 
-def offered_digest(request_id: str, token_ids: Sequence[int] | None, num_tokens: int) -> str:
-    """The digest of what is offered of a prompt, for its ticket; "" if the prompt is not told.
+def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -> str:
+    """The digest of what is offered of a prompt, for its ticket.
 
     RequestError if it is shorter than that, or holds what are no token ids.
     """
-    if token_ids is None:
-        return ""
     what = f"request {request_id!r}: prompt"
     if count(token_ids, what) < num_tokens:
         raise RequestError(

@@ -223,6 +223,11 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         return min([self.num_tokens, *whole]) if any(self.block_tables) else 0
 
     @property
+    def asks(self) -> bool:
+        """Whether its ranks are asked for their leases, and may be asked to take them back."""
+        return True
+
+    @property
     def offers_nothing(self) -> bool:
         """Whether its leases ended when they were made: there is nothing to read, and nothing will be told."""
         to_come = self.awaited or self.extends or any(rank.payload for rank in self.ranks)

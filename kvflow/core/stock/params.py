@@ -46,6 +46,10 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     def offered_tokens(self) -> int:
         return self.num_tokens if any(self.block_tables) else 0
 
+    @property
+    def asks(self) -> bool:
+        return False
+
     def to_params(self) -> dict[str, Any]:
         return dict(self.params)
 

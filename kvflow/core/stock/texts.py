@@ -26,7 +26,7 @@ a spare behind them."""
 _HEARD_IDS_MAX = 1 << 14
 
 
-class Read(NamedTuple):
+class ReadText(NamedTuple):
     """One of so many readers of this rank needs the request's blocks no more."""
 
     request_id: str
@@ -73,7 +73,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
         yield (_HEARTBEAT + ",".join(some)).encode()
 
 
-def decode_text(payload: bytes) -> Read | Heartbeat:
+def decode_text(payload: bytes) -> ReadText | Heartbeat:
     """What a stock reader says, by the ids that requests have here. WireError for anything else: nothing of it ends
     anything here.
     """
@@ -98,4 +98,4 @@ def decode_text(payload: bytes) -> Read | Heartbeat:
     plain = separator and count.isdigit() and len(count) <= len(str(RANKS_MAX))
     if not plain or not can_be_told(request_id) or not 1 <= int(count) <= RANKS_MAX:
         raise WireError(f"{text[:80]!a} says not what was read, and by how many")
-    return Read(request_id, int(count))
+    return ReadText(request_id, int(count))

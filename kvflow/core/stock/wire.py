@@ -37,7 +37,7 @@ Ranks = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 _Many = Meta(max_length=REGIONS_MAX)
 
 
-class Question(NamedTuple):
+class RankQuestion(NamedTuple):
     """Which rank's metadata is asked for."""
 
     pp_rank: int
@@ -107,14 +107,14 @@ def encode_question(pp_rank: int, tp_rank: int) -> bytes:
     return msgspec.msgpack.encode((_ASKED, pp_rank, tp_rank))
 
 
-def decode_question(frame: bytes) -> Question:
+def decode_question(frame: bytes) -> RankQuestion:
     """A stock reader's question. WireError for anything else."""
     if len(frame) > QUESTION_BYTES_MAX:
         raise WireError(f"a question of {len(frame)} bytes, at most {QUESTION_BYTES_MAX}")
     asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
     if asked != _ASKED:
         raise WireError(f"a question for {asked[:40]!r}")
-    return Question(pp_rank, tp_rank)
+    return RankQuestion(pp_rank, tp_rank)
 
 
 def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:

@@ -22,7 +22,7 @@ from kvflow.core.policy.circuit import BackOff, delay_s
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
-from kvflow.runtime.channel.connections import Connections, Way
+from kvflow.runtime.channel.connections import Connections, ListenerWay
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.lookups import Lookups
@@ -80,7 +80,7 @@ class ZmqSideChannel:
             self._keyring = await Keyring.read(config.engine_id, Path(secret), Path(peers), self._now_s)
         return self._keyring
 
-    async def _way(self, target: messages.Target, address: str) -> Way:
+    async def _way(self, target: messages.Target, address: str) -> ListenerWay:
         """How to get there. Raises PeerRefused for an engine that we have no key of, PeerUnreachable for no host."""
         keyring = await self._keys()
         server_key = b""
@@ -93,9 +93,11 @@ class ZmqSideChannel:
         with _explained(target, address):
             host, port = split_address(address, what="peer")
             endpoint = f"tcp://{await self._lookups.find(host)}:{port}"
-        return Way(endpoint, server_key, None if keyring is None else keyring.own)
+        return ListenerWay(endpoint, server_key, None if keyring is None else keyring.own)
 
-    async def _exchange(self, way: Way, address: str, request: messages.Request, fingerprint: bytes) -> list[bytes]:
+    async def _exchange(
+        self, way: ListenerWay, address: str, request: messages.Request, fingerprint: bytes
+    ) -> list[bytes]:
         """Send a question and return the frames of its answer.
 
         A connection may end with the question on it: a kept one because its listener has restarted, any because its

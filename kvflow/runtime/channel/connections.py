@@ -52,7 +52,7 @@ Heard: TypeAlias = "list[bytes] | zmq.Event"
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ListenerWay:
     """To a listener: its address in numbers and, with CURVE, its public key and our pair."""
 
     endpoint: str
@@ -61,7 +61,7 @@ class Way:
 
 
 @dataclass(slots=True, eq=False)
-class Question:
+class OpenQuestion:
     """One that waits for its answer."""
 
     number: int
@@ -70,19 +70,19 @@ class Question:
     """Whether an answer has come that names it."""
 
 
-class Connection:
+class KeptConnection:
     """A DEALER, its monitor, and the questions that wait on it."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        way: Way,
+        way: ListenerWay,
         answer_bytes_max: int,
-        over: Callable[[Connection], None],
+        over: Callable[[KeptConnection], None],
     ) -> None:
         """`over` is called when it has come to its end by itself. Raises ZMQError."""
         self.way = way
-        self.waiting: dict[int, Question] = {}
+        self.waiting: dict[int, OpenQuestion] = {}
         self.spent = False
         """Whether a question over it was left without an answer."""
         self.closed = False
@@ -106,9 +106,9 @@ class Connection:
             self._loop.add_reader(file, look)
         self._loop.call_soon(self._look_at_monitor)  # of what came before, the loop may not hear
 
-    def ask(self, fingerprint: bytes, body: bytes) -> Question:
+    def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
         """Send a question. Raises ZMQError."""
-        question = Question(next(self._numbers))
+        question = OpenQuestion(next(self._numbers))
         header = messages.encode(messages.our_header(fingerprint, question.number))
         with suppress(zmq.Again):  # it has failed already, and the monitor is about to say how
             self._socket.send_multipart([header, body], flags=zmq.NOBLOCK)
@@ -127,7 +127,7 @@ class Connection:
                 self._loop.remove_reader(file)
         self._close_sockets()
 
-    def _set_up(self, way: Way, answer_bytes_max: int) -> None:
+    def _set_up(self, way: ListenerWay, answer_bytes_max: int) -> None:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.RCVHWM, 0),  # see `listening`
@@ -196,26 +196,26 @@ class Connections:
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._open: set[Connection] = set()
-        self._shared: dict[Way, Connection] = {}
+        self._open: set[KeptConnection] = set()
+        self._shared: dict[ListenerWay, KeptConnection] = {}
         """Those that further questions may use: one for each way."""
-        self._idle: OrderedDict[Connection, float] = OrderedDict()
+        self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
         """Those of them that nobody uses, and since when; the oldest comes first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def shared(self, way: Way) -> Connection | None:
+    def shared(self, way: ListenerWay) -> KeptConnection | None:
         """One that has answered before, and has room for a question."""
         found = self._shared.get(way)
         return None if found is None or len(found.waiting) >= QUESTIONS_MAX else found
 
-    def open(self, way: Way) -> Connection:
+    def open(self, way: ListenerWay) -> KeptConnection:
         """A new one, for one question. Raises ZMQError, such as for too many open files."""
         if self._context is None:
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         try:
-            connection = Connection(self._context, way, ANSWER_BYTES_MAX, self._forget)
+            connection = KeptConnection(self._context, way, ANSWER_BYTES_MAX, self._forget)
         except BaseException:
             self._end_if_done()
             raise
@@ -223,7 +223,7 @@ class Connections:
         return connection
 
     @contextmanager
-    def asking(self, connection: Connection, fingerprint: bytes, body: bytes) -> Iterator[Question]:
+    def asking(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
         """Ask over a connection, which is `shared` or has just been opened. Raises ZMQError."""
         self._idle.pop(connection, None)
         question = None
@@ -249,7 +249,7 @@ class Connections:
             connection.close()
             self._forget(connection)
 
-    def _ended(self, connection: Connection, *, answered: bool) -> None:
+    def _ended(self, connection: KeptConnection, *, answered: bool) -> None:
         """A question has ended."""
         way = connection.way
         if not answered:
@@ -268,11 +268,11 @@ class Connections:
             self._drop(next(iter(self._idle)))
         self._set_timer()
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: KeptConnection) -> None:
         connection.close()
         self._forget(connection)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: KeptConnection) -> None:
         """It is closed."""
         self._open.discard(connection)
         self._idle.pop(connection, None)

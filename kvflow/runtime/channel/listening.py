@@ -33,7 +33,7 @@ from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.keyring import Keyring
-from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics
+from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics, refusal
 
 logger = logger_of(__name__)
 
@@ -161,8 +161,7 @@ class ZmqListener:
             self._drop(str(error))
             return
         if self._keyring is not None and engine is None:  # readers keep connections, so silence would be no answer
-            reason = "your CURVE key has left our curve_peers_dir"
-            reply: Answered = messages.Refusal(reason=reason, version=messages.PROTOCOL_VERSION)
+            reply: Answered = refusal("your CURVE key has left our curve_peers_dir")
         else:
             reply = self._reply_to(header, body_frame, engine)
         if isinstance(reply, asyncio.Future):
@@ -215,7 +214,7 @@ class ZmqListener:
                 whose = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
                 raise messages.WireError(whose)
         except messages.WireError as error:
-            return messages.Refusal(reason=str(error), version=messages.PROTOCOL_VERSION)
+            return refusal(str(error))
         return self._answer(header, request)
 
     def _drop(self, why: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from kvflow.checks import printable
+from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.protocol import messages
 
 QUESTIONS_MAX = 8
@@ -17,6 +19,12 @@ Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
 many there are, and settles each."""
 
 Answer: TypeAlias = Callable[[messages.Header, messages.Request], Answered]
+
+
+def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
+    """A "no", and why."""
+    why = printable(reason, REASON_CHARS_MAX - 3)
+    return messages.Refusal(reason=why, version=messages.PROTOCOL_VERSION, transient=transient)
 
 
 AnswerStranger: TypeAlias = Callable[[bytes], "list[bytes] | None"]

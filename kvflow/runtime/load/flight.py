@@ -26,7 +26,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
@@ -84,6 +84,15 @@ class _Running:
     pending: int = 1  # the beginning counts as one
     intact: bool = True
     begun_s: float = math.inf
+
+
+class Posts(Protocol):
+    """What posts reads: the `Poller`, and the moves of a store."""
+
+    @property
+    def behind(self) -> bool: ...
+
+    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None: ...
 
 
 class Poller:
@@ -222,7 +231,7 @@ class Gear:
     """Where seals are fetched to."""
     queue: FairQueue
     """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
-    poller: Poller
+    poller: Posts
     copy_thread: CopyThread
     clock: Clock
     reads_max: int

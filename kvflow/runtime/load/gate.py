@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 
-from kvflow.runtime.load.flight import Poller
+from kvflow.runtime.load.flight import Posts
 
 TURN_S = 1e-3
 """More loads than a few in so short a time wait for their turn."""
@@ -23,7 +23,7 @@ class Gate:
     Python's lock from an idle loop, and waits a tenth of a second for it beside one that goes from turn to turn.
     """
 
-    def __init__(self, poller: Poller) -> None:
+    def __init__(self, poller: Posts) -> None:
         self.paused = False
         """Whether loads wait until fewer reads do: `resume` once that may be so."""
         self._poller = poller

@@ -1,7 +1,8 @@
 """The leases that other engines hold open for us: kept while they are needed, given back after.
 
 *Keeping* is renewal: one notification per peer names the leases that are still needed, first when half of the time that
-is surely left has passed, then every third of their ttl, so two notifications in a row may be lost. Loads keep the
+is surely left has passed, then every third of their ttl, so two notifications in a row may be lost; a peer of another
+make gets its heartbeats instead (`Connection.telling`). Loads keep the
 leases that they read under, and so do requests that wait for their load. Most loads take a millisecond and renew
 nothing, so all that they pay for is an entry in a dict: there is one timer, which is set earlier when an earlier lease
 comes, and otherwise looks, when it fires, whether anything is left to do.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
-from kvflow.runtime.context import RankContext, Spawn
+from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import AgentName
@@ -45,23 +46,58 @@ class _Kept:
     """A lease that is needed, and when it is renewed next."""
 
     source: Source
-    ttl_s: float
+    pause_s: float
+    """From one renewal to the next."""
     due_s: float
+
+
+class LeaseIdTelling:
+    """Tells producers of our own make, in notifications that name leases by their ids; see `peer.Telling`."""
+
+    heartbeat_s: float | None = None
+
+    def __init__(self, context: RankContext, local: LocalRank) -> None:
+        self._transport = context.transport
+        self._reader = local.reader
+        self._batch_max = messages.leases_max(local.reader, messages.NOTIFICATION_BYTES_MAX)
+        self._join = partial(messages.joined, leases_most=self._batch_max)
+
+    def needed(self, sources: Sequence[Source]) -> int:
+        """See `Telling.needed`."""
+        agent = sources[0].connection.agent
+        lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
+        for start in range(0, len(lease_ids), self._batch_max):
+            message = messages.Renew(lease_ids=lease_ids[start : start + self._batch_max], reader=self._reader)
+            self._transport.notify(agent, messages.encode(message))
+        return len(lease_ids)
+
+    def read(self, source: Source) -> None:
+        """See `Telling.read`."""
+        self.report(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
+
+    def report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
+        """Report our share of the reading of a lease."""
+        if numerator > 0:  # else others report it
+            message = messages.ReadDone(
+                lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator
+            )
+            self._transport.notify(agent, messages.encode(message), self._join)
 
 
 class RemoteLeases:
     """Keeps leases of other engines, and gives them back."""
 
-    def __init__(self, context: RankContext, local: LocalRank, peers: Peers, reach: Reaching) -> None:
+    def __init__(
+        self, context: RankContext, local: LocalRank, peers: Peers, reach: Reaching, telling: LeaseIdTelling
+    ) -> None:
+        """`telling`: how ranks of our own make are told."""
         self._config = context.config
         self._clock = context.clock
         self._spawn = context.spawn
-        self._transport = context.transport
         self._local = local
         self._peers = peers
         self._reach = reach
-        self._batch_max = messages.leases_max(local.reader, messages.NOTIFICATION_BYTES_MAX)
-        self._join = partial(messages.joined, leases_most=self._batch_max)
+        self._telling = telling
         self._kept: dict[object, list[_Kept]] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
@@ -70,9 +106,12 @@ class RemoteLeases:
 
     def keep(self, owner: object, ttl_s: float, source: Source) -> None:
         """Renew a lease of `ttl_s` from now on until its owner needs it no more (`forget`)."""
-        now_s = self._clock.now_s()
-        due_s = (now_s + source.not_expired_before_s) / 2
-        self._kept.setdefault(owner, []).append(_Kept(source, ttl_s, due_s))
+        now_s, pause_s = self._clock.now_s(), source.connection.telling.heartbeat_s
+        if pause_s is None:
+            due_s, pause_s = (now_s + source.not_expired_before_s) / 2, max(ttl_s / 3, _PAUSE_LEAST_S)
+        else:
+            due_s = now_s + pause_s
+        self._kept.setdefault(owner, []).append(_Kept(source, pause_s, due_s))
         source.peer.leases_kept += 1
         if due_s < self._timer_due_s:
             self._set_timer(now_s, due_s)
@@ -94,14 +133,18 @@ class RemoteLeases:
         if ticket.offers_nothing:
             yield  # its leases ended when they were made
             return
-        with keeping(self._spawn, partial(self._keep_for, ticket=ticket), self.forget, ticket.request_id):
+        owner = object()
+        task = self._spawn(self._keep_for(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
+        try:
             yield
+        finally:
+            task.cancel()
+            self.forget(owner)
 
     def tell(self, sources: Sequence[Source]) -> None:
         """Report to every rank that holds a lease for us that we have read, also to those that we only report to."""
         for source in sources:
-            numerator, denominator = source.connection.report_share
-            self._report(source.connection.agent, source.lease.lease_id, numerator, denominator)
+            source.connection.telling.read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
         """Give a ticket's leases back unread; whether every rank that holds one was told.
@@ -145,6 +188,8 @@ class RemoteLeases:
     async def _release_offered(self, ticket: Ticket) -> bool:
         if ticket.offers_nothing:
             return True  # its leases ended when they were made
+        if not ticket.asks:
+            return await self._release_unasked(ticket)
         told = True
 
         async def visit(at: Address) -> bool:
@@ -158,6 +203,14 @@ class RemoteLeases:
             return told
 
         return len(await self._reach.walk(ticket, visit)) > 0 and told
+
+    async def _release_unasked(self, ticket: Ticket) -> bool:
+        try:
+            self.tell(await self._reach.reach(ticket, lambda _: None))
+        except KVFlowError as error:
+            logger.info("request %s from %s: not given back: %s", ticket.request_id, ticket.engine_id, error)
+            return False
+        return True
 
     def close(self) -> None:
         """Renew nothing any more, whoever comes."""
@@ -192,20 +245,14 @@ class RemoteLeases:
     def _renew(self) -> None:
         """The timer: renew what is due, and what would be soon, so that a peer gets few messages for many leases."""
         now_s = self._clock.now_s()
-        due: dict[AgentName, dict[str, None]] = {}
+        due: dict[AgentName, list[Source]] = {}
         for kept in (kept for leases in self._kept.values() for kept in leases):
-            pause_s = max(kept.ttl_s / 3, _PAUSE_LEAST_S)
-            if kept.due_s - pause_s / 2 <= now_s:
-                due.setdefault(kept.source.connection.agent, {})[kept.source.lease.lease_id] = None
+            if kept.due_s - kept.pause_s / 2 <= now_s:
+                due.setdefault(kept.source.connection.agent, []).append(kept.source)
                 kept.source.peer.used_s = now_s  # it is not idle: its connection stays
-                kept.due_s = now_s + pause_s
-        for agent, lease_ids in due.items():
-            self.sent += len(lease_ids)
-            listed = tuple(lease_ids)
-            for start in range(0, len(listed), self._batch_max):
-                some = listed[start : start + self._batch_max]
-                message = messages.Renew(lease_ids=some, reader=self._local.reader)
-                self._transport.notify(agent, messages.encode(message))
+                kept.due_s = now_s + kept.pause_s
+        for sources in due.values():
+            self.sent += sources[0].connection.telling.needed(sources)
         self._timer, self._timer_due_s = None, math.inf
         if self._kept:
             self._set_timer(now_s, min(kept.due_s for leases in self._kept.values() for kept in leases))
@@ -218,7 +265,7 @@ class RemoteLeases:
         if peer.current is not None:
             check_parallelism(ticket, peer, peer.current)
             if lease is not None and peer.current.incarnation == lease.incarnation:
-                self._report(peer.current.agent, lease.lease_id, *peer.current.report_share)
+                self._telling.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
                 return True
         question = messages.ReleaseRequest(
             reader=self._local.reader,
@@ -233,24 +280,3 @@ class RemoteLeases:
         if isinstance(reply, messages.NoLease):
             return reply.ended  # then there is nothing to give back
         return lease is None or reply.incarnation == lease.incarnation
-
-    def _report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
-        if numerator > 0:  # else others release it
-            message = messages.ReadDone(
-                lease_ids=(lease_id,), reader=self._local.reader, numerator=numerator, denominator=denominator
-            )
-            self._transport.notify(agent, messages.encode(message), self._join)
-
-
-@contextmanager
-def keeping(
-    spawn: Spawn, keep_for: Callable[[object], Coroutine[None, None, None]], forget: Callable[[object], None], name: str
-) -> Iterator[None]:
-    """Keep leases for an owner of their own while the block runs: a task finds and keeps them beside it."""
-    owner = object()
-    task = spawn(keep_for(owner), name=f"kvflow-keep {name}")
-    try:
-        yield
-    finally:
-        task.cancel()
-        forget(owner)

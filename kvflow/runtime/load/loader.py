@@ -34,6 +34,7 @@ from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight, Gear
 from kvflow.runtime.load.gate import Gate
+from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import (
     PHASES,
     InFlight,
@@ -49,7 +50,7 @@ from kvflow.runtime.load.load import (
     said_priority,
 )
 from kvflow.runtime.load.meeting import Carry, check_expected
-from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, blocks_by_group
+from kvflow.runtime.peers.peer import LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
 logger = logger_of(__name__)
@@ -75,7 +76,7 @@ class Loader:
         context: RankContext,
         local: LocalRank,
         reach: Reaching,
-        remote_leases: Keeping,
+        remote_leases: RemoteLeases,
         gear: Gear,
         carriers: Carriers,
     ) -> None:

@@ -14,8 +14,9 @@ from kvflow.core.plan.room import check_end, check_room
 from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch
+from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Work
-from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 
 Carry = Callable[[Load, Work], Awaitable[LoadReport]]
 """Carries a load out, from what is known of its offer to its report."""
@@ -24,7 +25,7 @@ Carry = Callable[[Load, Work], Awaitable[LoadReport]]
 class Meeting:
     """Carries loads that have to meet their offers first, and hands over to who carries all others."""
 
-    def __init__(self, local: LocalRank, reach: Reaching, remote_leases: Keeping, carry: Carry) -> None:
+    def __init__(self, local: LocalRank, reach: Reaching, remote_leases: RemoteLeases, carry: Carry) -> None:
         self._groups = local.groups
         self._reach = reach
         self._remote_leases = remote_leases

@@ -24,12 +24,13 @@ from kvflow.runtime.load.around import Verifying, held, until
 from kvflow.runtime.load.flight import CopyFailed, Flight, Gear, Read
 from kvflow.runtime.load.gate import TURN_S, Gate
 from kvflow.runtime.load.growing import GrowingLoads
+from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load, LoadReport, Work
 from kvflow.runtime.load.news import LeaseOver
 from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.verifying import Verifier
-from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 from kvflow.transport.base import TransportError
 
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
@@ -45,7 +46,7 @@ class Whole:
         context: RankContext,
         local: LocalRank,
         reach: Reaching,
-        remote_leases: Keeping,
+        remote_leases: RemoteLeases,
         route: Route,
         gear: Gear,
     ) -> None:

@@ -28,7 +28,7 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, words
+from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, Telling, words
 from kvflow.transport.base import DEVICES, AgentName, PeerGone, TransportError
 
 logger = logger_of(__name__)
@@ -39,11 +39,13 @@ _DIFFERENCES_MAX = 2000
 class Handshakes:
     """Asks peers on behalf of one rank."""
 
-    def __init__(self, context: RankContext, local: LocalRank) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, telling: Telling) -> None:
         self._config = context.config
         self._side_channel = context.side_channel
         self._clock = context.clock
         self._local = local
+        self.telling = telling
+        """How ranks are told of their leases."""
         self.agents = Agents(context)
         self.leave, self.gone = self.agents.leave, self.agents.gone
 
@@ -66,7 +68,8 @@ class Handshakes:
             if known is not None:
                 return known
             share = topology.report_share(self._local.cache_shares, reply.cache_shares)
-            connection = Connection(agent, reply, regions, tuple(block_maps(reply, self._local, regions)), share)
+            maps = tuple(block_maps(reply, self._local, regions))
+            connection = Connection(agent, reply, regions, maps, share, self.telling)
             try:
                 name = await self.agents.add(connection, reply.agent_metadata)
             except PeerGone as error:

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -63,6 +62,7 @@ class Connection:
         regions: Sequence[Regions],
         block_maps: tuple[BlockMap, ...],
         report_share: ReportShare,
+        telling: Telling,
     ) -> None:
         self.agent = agent
         self.incarnation = metadata.incarnation
@@ -89,6 +89,7 @@ class Connection:
             and block_maps[0].local.device == block_maps[0].remote.device == HOST
         )
         self.seals_address, self.seal_count = metadata.seals.address, metadata.seals.count
+        self.telling = telling
         self.users = 0
         """Loads that keep the transport's side of it alive."""
         self.left: asyncio.Event | None = None
@@ -241,23 +242,17 @@ class Reaching(Protocol):
     def failed(self, source: Source, why: str) -> None: ...
 
 
-class Keeping(Protocol):
-    """How leases of other engines are kept open and given back; see `load.leases.RemoteLeases`."""
+class Telling(Protocol):
+    """How a producer is told what becomes of its leases; the handshake with it says which. Never waits."""
 
-    @property
-    def sent(self) -> int: ...
+    heartbeat_s: float | None
+    """How often it wants to hear of a lease that is needed; None: by the lease's ttl."""
 
-    def keep(self, owner: object, ttl_s: float, source: Source) -> None: ...
+    def needed(self, sources: Sequence[Source]) -> int:
+        """Tell one rank that these leases of it are needed still; how many that are."""
 
-    def forget(self, owner: object) -> None: ...
-
-    def keep_while(self, ticket: Ticket) -> AbstractContextManager[None]: ...
-
-    def tell(self, sources: Sequence[Source]) -> None: ...
-
-    async def release(self, given: Ticket | Mapping[str, Any]) -> bool: ...
-
-    def close(self) -> None: ...
+    def read(self, source: Source) -> None:
+        """Tell a rank that we need a lease's blocks no more."""
 
 
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a lease takes of its rank: blocks, a seal, and with host staging host blocks; all of it or nothing.
+"""The blocks of a lease: blocks, a seal, and host blocks with host staging, taken all together or not at all.
 
 A lease may be open before all of it can be read: the prompt is still being computed, or, with host staging, is copied
 to the host span by span. What is there grows from the prompt's first token on, in all groups alike, and the seal says
@@ -41,7 +41,7 @@ class _Advance:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeldBlocks:
-    """What one lease has taken."""
+    """Blocks, seal and host blocks of one lease."""
 
     lease_id: str
     tables: tuple[BlockIds, ...]
@@ -50,26 +50,28 @@ class HeldBlocks:
     """The same, as the ledger counts them."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
-    """Where peers read the blocks, with host staging."""
+    """Host blocks that peers read, with host staging."""
     taken_on_host: list[tuple[BlockIds, ...]] = field(default_factory=list)
-    """The same as they were taken, when the lease was opened and with each extension: so they are given back."""
+    """Host blocks by the extension that took them: so they are given back."""
     num_tokens: int
     offered_tokens: int
-    """How many of them the blocks hold in the end: all, or those of full blocks only."""
+    """Tokens that the blocks hold in the end: all, or those of full blocks only."""
     counts: tuple[int, ...]
-    """How many blocks there are in the end, by group."""
+    """Blocks in the end, by group."""
+    extends: bool
+    """More blocks are to follow."""
     advances: deque[_Advance] = field(default_factory=deque)
-    """Those that are still to come, in order."""
+    """Advances still to come, in order."""
     computed: int = 0
     """In tokens."""
     staged: int = 0
-    """How many tokens are in host blocks."""
+    """Tokens in host blocks."""
     copying: bool = False
     closed: bool = False
     failed: bool = False
-    """Whether its seal says so."""
+    """The seal says that the prompt has failed."""
     history: History | None = None
-    """Of a lease that grows: when how many tokens were computed."""
+    """Computed tokens by time, of a lease that grows."""
     on_error: OnError | None = None
     """Told why what is missing will never be there."""
     on_there: Callable[[], None] | None = None
@@ -82,23 +84,18 @@ class HeldBlocks:
         self.on_error(error)
 
     @property
-    def extends(self) -> bool:
-        """Whether blocks are still to be added."""
-        return any(len(ids) < count for ids, count in zip(self.tables, self.counts, strict=True))
-
-    @property
     def readable(self) -> tuple[BlockIds, ...]:
-        """Where peers read, by group: the blocks, or the host blocks that stand for them."""
+        """The blocks that peers read, by group: its own, or the host blocks that stand for them."""
         return self.tables if self.host_tables is None else self.host_tables
 
     @property
     def told(self) -> int:
-        """How many tokens are computed, or will be when events have happened."""
+        """Tokens computed by now, or once events have happened."""
         return self.advances[-1].tokens if self.advances else self.computed
 
     @property
     def missing(self) -> int:
-        """How many tokens cannot be read yet."""
+        """Tokens that cannot be read yet."""
         return self.num_tokens - (self.computed if self.host_tables is None else self.staged)
 
 
@@ -126,7 +123,7 @@ class OfferedBlocks:
         """Tokens that are copied at once."""
 
     def extends(self, block_ids: object, num_tokens: int, what: str) -> bool:
-        """Whether these are fewer blocks than the full ones of so many tokens. RequestError if they cannot be right."""
+        """True if these are fewer blocks than the full ones of so many tokens. RequestError if they cannot be right."""
         tables, _ = self._ledger.find(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
@@ -161,6 +158,7 @@ class OfferedBlocks:
             num_tokens=num_tokens,
             offered_tokens=offered_tokens,
             counts=counts,
+            extends=extends and _few(tables, counts),
         )
 
     def give_up(self, held: HeldBlocks) -> None:
@@ -183,10 +181,10 @@ class OfferedBlocks:
                 held.taken_on_host.append(host)
                 held.host_tables = tuple(np.concatenate(both) for both in zip(held.host_tables, host, strict=True))
             undo.pop_all()
-        held.tables, held.entries = tables, entries
+        held.tables, held.entries, held.extends = tables, entries, _few(tables, held.counts)
 
     def holds(self, held: HeldBlocks) -> int:
-        """How many tokens of the prompt the lease's blocks have room for, in all groups."""
+        """Tokens of the prompt that the lease's blocks have room for, in all groups."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
@@ -236,11 +234,6 @@ class OfferedBlocks:
     def _of(self, group: GroupFacts) -> str:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
-    def open(self, held: HeldBlocks, on_error: OnError, on_there: Callable[[], None]) -> None:
-        """Set the seal, so that readers find the lease; what is computed by now may be read."""
-        held.on_error, held.on_there = on_error, on_there
-        self.grow(held)
-
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
         """So many tokens are computed once `ready` has happened, or are now."""
         if ready is None and not held.advances:
@@ -252,12 +245,15 @@ class OfferedBlocks:
             advance.watch = self._copy_thread.watch(ready, partial(self._happened, held, advance))
 
     def grow(self, held: HeldBlocks) -> None:
-        """Let readers know of what is computed by now."""
+        """Set the seal: from now on readers find the lease, and may read what is computed by now."""
         if held.history is not None:
             held.history.note(held.computed)
         if not held.closed:
-            self._seal(held)
-            self._stage_next(held)
+            self._seals.seal(held.seal_index, held.lease_id, held.missing)
+            if held.on_there is not None:
+                held.on_there()
+            if held.host_tables is not None:
+                self._stage_next(held, held.host_tables)
 
     def _happened(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
         """An event has, or nobody will ever know: then the lease is over."""
@@ -305,21 +301,16 @@ class OfferedBlocks:
             found.append(host_ids)
         return tuple(found)
 
-    def _seal(self, held: HeldBlocks) -> None:
-        self._seals.seal(held.seal_index, held.lease_id, held.missing)
-        if held.on_there is not None:
-            held.on_there()
-
-    def _stage_next(self, held: HeldBlocks) -> None:
+    def _stage_next(self, held: HeldBlocks, host_tables: tuple[BlockIds, ...]) -> None:
         """Copy the next computed tokens of all groups to the host, unless that is under way."""
-        if held.host_tables is None or held.copying:
+        if held.copying:
             return
         upto = self._stage_upto(held)
         if upto <= held.staged:
             return
         copies = []
         for group, count, ids, host_ids, buffers in zip(
-            self._groups, held.counts, held.tables, held.host_tables, self._staging, strict=True
+            self._groups, held.counts, held.tables, host_tables, self._staging, strict=True
         ):
             some = _blocks_of(group, count, held.offered_tokens, range(held.staged, upto))
             if len(ids[some]):
@@ -361,6 +352,11 @@ class OfferedBlocks:
                 if len(host_ids):
                     buffers.pool.give_back(host_ids)
         on_free()
+
+
+def _few(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
+    """True if more blocks are to come, in some group."""
+    return any(len(ids) < count for ids, count in zip(tables, counts, strict=True))
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 
-from kvflow.checks import printable
-from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.plan.topology import CacheShare, heads_held
@@ -22,7 +20,7 @@ from kvflow.core.protocol.digests import DEFINITION
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RuntimeClosed
 from kvflow.logs import logger_of
-from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
@@ -53,7 +51,7 @@ class DigestAnswers:
         self._counts = counts
         self._gear = gear
         self._under_way: Counter[str] = Counter()
-        """How many questions of each reader."""
+        """Questions under way, by reader."""
 
     def answer(self, question: messages.DigestRequest) -> Answered:
         """The digests that a reader asks for, promised; or at once why there are none."""
@@ -62,18 +60,18 @@ class DigestAnswers:
         if found is None:
             return self._refused(messages.NoLease(ended=True))
         if found[1].missing:
-            return self._refused(_refusal("its blocks are not there yet", transient=True))
+            return self._refused(refusal("its blocks are not there yet", transient=True))
         try:
             asked = self._understood(question, *found)
         except messages.WireError as error:
-            return self._refused(_refusal(str(error)))
+            return self._refused(refusal(str(error)))
         if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= OF_READER_MAX:
-            return self._refused(_refusal("too many digests are asked for at once", transient=True))
+            return self._refused(refusal("too many digests are asked for at once", transient=True))
         reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
         try:
             task = self._spawn(self._compute(question, asked, reply), name=f"kvflow-digest {question.request_id}")
         except RuntimeClosed as error:
-            return self._refused(_refusal(str(error), transient=True))
+            return self._refused(refusal(str(error), transient=True))
         self._under_way[reader] += 1
         task.add_done_callback(partial(self._ended, reader, reply))
         return reply
@@ -90,7 +88,7 @@ class DigestAnswers:
             values = await self._gear.shown.digests(self._gear.run, asked)
         except Exception as error:  # noqa: BLE001 - of the memory: a reader's question must not end the runtime
             logger.warning("request %s: no digests of its blocks: %s", question.request_id, error)
-            reply.set_result(self._refused(_refusal(f"no digests: {error}")))
+            reply.set_result(self._refused(refusal(f"no digests: {error}")))
             return
         if self._held(question.lease_id, question.request_id) is None:
             reply.set_result(self._refused(messages.NoLease(ended=True)))
@@ -102,10 +100,10 @@ class DigestAnswers:
         """A question's task is over, perhaps cancelled before its first step."""
         self._under_way -= Counter((reader,))
         if not reply.done():
-            reply.set_result(self._refused(_refusal("the engine closes", transient=True)))
+            reply.set_result(self._refused(refusal("the engine closes", transient=True)))
 
     def _understood(self, question: messages.DigestRequest, ticket: Ticket, held: HeldBlocks) -> list[Digesting]:
-        """What to compute. WireError if that is nothing of this rank, or of the lease."""
+        """The digests to compute. WireError if they are of nothing that this rank, or the lease, has."""
         if question.definition != DEFINITION:
             raise messages.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
         count = sum(len(part.layers) for part in question.parts)
@@ -135,7 +133,7 @@ class DigestAnswers:
 
 
 def offered_blocks(group: GroupFacts, ids: BlockIds, ticket: Ticket, part: messages.DigestPart) -> TokenBlocks:
-    """Where the tokens are among a lease's blocks of a group. WireError if they are not."""
+    """A lease's blocks of a group that hold these tokens. WireError if there are none."""
     size = group.block_size
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
     last = -(-tokens // size)
@@ -147,8 +145,3 @@ def offered_blocks(group: GroupFacts, ids: BlockIds, ticket: Ticket, part: messa
         raise messages.WireError(f"digests: tokens {part.start} to {part.stop}, the lease has {had}")
     count = -(-part.stop // size) - first
     return TokenBlocks(ids[:count], size, part.start, part.stop)
-
-
-def _refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
-    why = printable(reason, REASON_CHARS_MAX - 3)
-    return messages.Refusal(reason=why, version=messages.PROTOCOL_VERSION, transient=transient)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +10,14 @@ from typing import Any, Protocol
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, counted_block_ids
+from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.proof import FAILED
-from kvflow.core.protocol.ticket import Ticket, checked_traceparent
+from kvflow.core.protocol.ticket import checked_traceparent
 from kvflow.runtime.own_loop import require_loop
+from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,6 @@ _RULES: Mapping[str, checks.Check] = {
 }
 
 
-class LeaseOutcome(enum.StrEnum):
-    """How a lease ended; in every case the blocks may be reused."""
-
-    READ = "read"
-    EXPIRED = "expired"
-    REVOKED = "revoked"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStatistics:
     """Leases open now, how others ended, and notifications that changed nothing."""
@@ -98,7 +89,7 @@ class ServingStatistics:
     failed: int
     """Leases whose prompts could not be computed."""
     renewals: int
-    """How often a reader has renewed a lease."""
+    """Renewals by readers."""
     late_notifications: int
     duplicate_notifications: int
     malformed_notifications: int
@@ -108,13 +99,6 @@ class ServingStatistics:
     late_reads: int = 0
     """Reads of stock readers, who look at no seal, that they have told of when the lease was over: what they have read
     may be another prompt's."""
-
-
-class Held(Protocol):
-    """What a lease has taken; see `blocks.HeldBlocks`."""
-
-    @property
-    def tables(self) -> Sequence[BlockIds]: ...
 
 
 class LeaseKeeper(Protocol):
@@ -139,19 +123,12 @@ class Lease:
     Cancelling a task that awaits a lease leaves the lease as it is.
     """
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        entry: LeaseEntry,
-        outcome: asyncio.Future[LeaseOutcome],
-        held: Held,
-        keeper: LeaseKeeper,
-    ) -> None:
-        self.ticket = ticket
-        """What its readers need. It stays what it was when the lease was opened: they ask for what has come since."""
-        self._entry = entry
-        self._outcome = outcome
-        self._held = held
+    def __init__(self, opened: OpenLease, keeper: LeaseKeeper) -> None:
+        self.ticket = opened.ticket
+        """The ticket for its readers, as it was when the lease was opened: they ask for what has come since."""
+        self._entry = opened.entry
+        self._outcome = opened.outcome
+        self._held = opened.held
         self._keeper = keeper
 
     def __repr__(self) -> str:
@@ -177,7 +154,7 @@ class Lease:
 
     @property
     def state(self) -> LeaseState:
-        """Whether it is still offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        """Offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
         return self._entry.state
 
     @property
@@ -186,11 +163,11 @@ class Lease:
 
     @property
     def readers_done(self) -> int:
-        """How many ranks of consumers have said that they need the blocks no more."""
+        """Ranks of consumers that need the blocks no more."""
         return len(self._entry.readers)
 
     async def wait(self) -> LeaseOutcome:
-        """How it ended, once its blocks may be reused: the same as awaiting the lease."""
+        """Return the outcome once its blocks may be reused: the same as awaiting the lease."""
         return await self
 
     def revoke(self) -> Lease:

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
 
 from kvflow import checks
 from kvflow.core.plan import topology
@@ -42,55 +42,12 @@ from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
-from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest, ServingStatistics, checked_serve_request
+from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics, checked_serve_request
 from kvflow.runtime.producer.news import Newsroom
+from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 from kvflow.runtime.records import LeaseRecord
 
 logger = logger_of(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class OpenLease:
-    """A lease that is open or holds its blocks: its handle, what it has taken, and who waits for its end."""
-
-    entry: LeaseEntry
-    lease: Lease
-    held: HeldBlocks
-    outcome: asyncio.Future[LeaseOutcome]
-    payload: bytes | None
-    """None: promised, and not given yet."""
-    reason: str = ""
-    """Why its prompt could not be computed."""
-
-    @property
-    def ticket(self) -> Ticket:
-        return self.lease.ticket
-
-    @property
-    def complete(self) -> bool:
-        """Whether readers have nothing to wait for any more."""
-        return not self.held.missing and self.payload is not None
-
-    def extended_digest(self) -> Iterator[bytes]:
-        """Of the blocks that it has by now, if it has got more than its ticket names."""
-        if list(map(len, self.held.tables)) != list(map(len, self.ticket.block_tables)):
-            tables = tuple(tuple(ids.tolist()) for ids in self.held.tables)
-            yield messages.digest_of(tables if len(tables) > 1 else tables[0])
-
-    def found(self, now_s: float) -> messages.LeaseFound:
-        """What a reader needs to know of it that does not have its ticket."""
-        own, held = self.ticket.first, self.held
-        return messages.LeaseFound(
-            incarnation=own.incarnation,
-            clock_s=now_s,
-            expires_s=self.entry.expires_s,
-            lease_id=own.lease_id,
-            seal_index=own.seal_index,
-            block_ids=own.block_ids,
-            more_block_ids=own.more_block_ids,
-            pending=held.computed < held.num_tokens or self.ticket.extends,
-            payload=own.payload,
-        )
 
 
 class Serving:
@@ -111,9 +68,9 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """What became of questions for digests; for `digests.DigestAnswers` to count."""
+        """Questions for digests by their end; counted by `digests.DigestAnswers`."""
         self._late_reads = 0
-        self.news = Newsroom(context, self)
+        self.news = Newsroom(context, self.open_lease, self._book.served)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -143,10 +100,9 @@ class Serving:
             raise UsageError(f"{what}: the role of engine {self._config.engine_id!r} is 'consumer'")
         if self._book.serving(request.request_id) is not None:
             raise RequestError(f"request {request.request_id!r}: it is being served already")
-        digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
-        lease_id, what = self._context.token_hex(messages.LEASE_ID_CHARS // 2), f"request {request.request_id!r}"
-        awaited = None if request.ready is None or has_happened(request.ready, f"{what}: ready") else request.ready
-        held = self._take(request, what, lease_id, awaited)
+        prompt = request.prompt
+        digest = "" if prompt is None else offered_digest(request.request_id, prompt, request.num_tokens)
+        held = self._take(request)
         offered_s = self._clock.now_s()
         if held.computed < held.num_tokens:
             held.history = History(self._clock.now_s, offered_s)
@@ -163,36 +119,40 @@ class Serving:
         )
         outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
         payload = None if request.payload else b""
-        opened = OpenLease(entry, Lease(ticket, entry, outcome, held, self), held, outcome, payload)
-        self._offers[entry] = opened
+        opened = self._offers[entry] = OpenLease(entry, ticket, held, outcome, payload)
         self._all_ended.clear()
-        self._blocks.open(held, partial(self._not_there, entry), partial(self.news.tell, request.request_id))
+        held.on_error = partial(self._not_there, entry)
+        self._blocks.grow(held)
+        held.on_there = partial(self.news.tell, request.request_id)
         nothing = len(held.entries) == 0 and not held.extends and not request.payload
         self.news.opened(opened, nothing=nothing)
         if nothing:
             self._end(entry, LeaseEvent.ALL_READ)  # so nobody will report
-        else:
+        elif entry.expires_s < self._timer_due_s:
             self._set_timer()
-        return opened.lease
+        return Lease(opened, self)
 
-    def _take(self, request: ServeRequest, what: str, lease_id: str, awaited: DeviceEvent | None) -> HeldBlocks:
+    def _take(self, request: ServeRequest) -> HeldBlocks:
         """Take what a lease needs, so much of it computed. Raises RequestError, and changes nothing then."""
-        grows, tokens, extends = request.computed_tokens is not None, request.num_tokens, request.extends
-        computed = tokens if request.computed_tokens is None else request.computed_tokens
-        if computed > tokens:
-            raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
-        if extends and not grows:
+        what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
+        ready, lease_id = request.ready, self._context.token_hex(messages.LEASE_ID_CHARS // 2)
+        awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
+        extends = request.extends
+        if computed is None and extends:
             raise RequestError(f"{what}: extends: computed_tokens has to say how many of the {tokens} tokens there are")
-        extends = extends or (grows and self._blocks.extends(request.block_ids, tokens, what))
+        if computed is not None:
+            if computed > tokens:
+                raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
+            extends = extends or self._blocks.extends(request.block_ids, tokens, what)
         held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
-        if (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):  # no reader takes such a ticket
-            self._blocks.give_up(held)
+        if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
+            self._blocks.give_up(held)  # no reader takes such a ticket
             raise RequestError(f"{what}: {tokens} tokens need {count} blocks, at most {most} (block_ids_max)")
-        if computed > (holds := self._blocks.holds(held)):
+        if computed is not None and computed > (holds := self._blocks.holds(held)):
             self._blocks.give_up(held)
             raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")
         if len(held.entries) or extends:
-            self._blocks.advance(held, computed, awaited)
+            self._blocks.advance(held, tokens if computed is None else computed, awaited)
         return held
 
     def on_notification(self, payload: bytes) -> None:
@@ -238,10 +198,6 @@ class Serving:
         entry = self._book.serving(request_id)
         return None if entry is None else self._offers[entry]
 
-    def served(self, request_id: str) -> bool:
-        """Whether a lease of the request has ended lately."""
-        return self._book.served(request_id)
-
     def decline(self, request_id: str, reason: str) -> None:
         """See `Runtime.decline`."""
         if self._book.serving(request_id) is not None:
@@ -258,7 +214,7 @@ class Serving:
         self._late_reads += 1
 
     def serves(self, request_id: str | None) -> bool:
-        """Whether there is an open lease for the request."""
+        """True if there is an open lease for the request."""
         return self._book.serving(request_id) is not None
 
     def release(self, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
@@ -289,11 +245,10 @@ class Serving:
             self._end(entry, LeaseEvent.REVOKE)
 
     def _note_read(self, lease_id: str, reader: str, share: tuple[int, int]) -> None:
-        entry = self._book.find(lease_id)
-        counted = self._book.read(lease_id, reader, share, self._clock.now_s())
+        counted, ended = self._book.read(lease_id, reader, share, self._clock.now_s())
         self._notifications[counted] += 1
-        if counted is Counted.NOTED and entry is not None and not entry.is_open:
-            self._ended(entry)
+        if ended is not None:
+            self._ended(ended)
             self._set_timer()
 
     def _renew(self, lease_id: str, reader: str) -> None:
@@ -379,11 +334,12 @@ class Serving:
         offer, failed = self._offers[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
         if failed:
-            self.news.fail(entry.terms.request_id, offer.reason)
-        self.news.tell(entry.terms.request_id)
+            self.news.decline(entry.terms.request_id, offer.reason)
+        else:
+            self.news.tell(entry.terms.request_id)
         logger.info("lease %s: offered -> %s", entry.terms.request_id, entry.state)
         if not entry.terms.holds_blocks:
-            self._give_back(entry)
+            self._blocks.give_back(offer.held, partial(self._settle, entry))
 
     def _set_timer(self) -> None:
         """Have the book looked at when it next has something to do."""
@@ -404,12 +360,8 @@ class Serving:
         for entry in self._book.expire(now_s):
             self._ended(entry)
         for entry in self._book.release(now_s):
-            self._give_back(entry)
+            self._blocks.give_back(self._offers[entry].held, partial(self._settle, entry))
         self._set_timer()
-
-    def _give_back(self, entry: LeaseEntry) -> None:
-        """The hold is over."""
-        self._blocks.give_back(self._offers[entry].held, partial(self._settle, entry))
 
     def _settle(self, entry: LeaseEntry) -> None:
         """The blocks are free: wake who awaits the lease, and tell the observers how it has ended."""
@@ -468,9 +420,9 @@ class _Tickets:
         )
 
     def make(self, request: ServeRequest, held: HeldBlocks, digest: str, now_s: float) -> Ticket:
-        """Of a lease that is about to be opened."""
-        first, *more = (tuple(ids.tolist()) for ids in held.tables)
-        host = [tuple(ids.tolist()) for ids in held.host_tables or ()]
+        """Make the ticket of a lease that is about to be opened."""
+        first, *more = map(tuple, map(np.ndarray.tolist, held.tables))
+        host = [*map(tuple, map(np.ndarray.tolist, held.host_tables or ()))]
         ttl_s, extends = self._ttl_s if request.ttl_s is None else request.ttl_s, request.extends or held.extends
         own = self._own(
             lease_id=held.lease_id,

@@ -27,7 +27,7 @@ OF_REQUEST_MAX = 256
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _Question:
     """A question that waits."""
 
     question: messages.WaitingRequest
@@ -38,14 +38,21 @@ class _Waiting:
 class WaitingQuestions:
     """All that wait at one rank."""
 
-    def __init__(self, clock: Clock, nothing_yet: Callable[[messages.WaitingRequest], messages.Reply]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        answer: Callable[[messages.WaitingRequest], messages.Reply | None],
+        nothing_yet: Callable[[messages.WaitingRequest], messages.Reply],
+    ) -> None:
+        """`answer` has what there is to tell, if there is something."""
+        self._answer = answer
         self._clock = clock
         self._nothing_yet = nothing_yet
-        self._of_request: dict[str, dict[_Waiting, None]] = {}
+        self._of_request: dict[str, dict[_Question, None]] = {}
         """In the order in which they came."""
         self._of_reader: Counter[str] = Counter()
         self._count = 0
-        self._due: list[tuple[float, int, _Waiting]] = []
+        self._due: list[tuple[float, int, _Question]] = []
         """A heap. Some of it is out of date: questions that are settled."""
         self._numbers = itertools.count()
         self._timer: Timer | None = None
@@ -61,7 +68,7 @@ class WaitingQuestions:
         if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:
             return self._nothing_yet(question)
         due_s = self._clock.now_s() + min(question.wait_s, QUESTION_WAIT_S)
-        waiting = _Waiting(question, asyncio.get_running_loop().create_future(), due_s)
+        waiting = _Question(question, asyncio.get_running_loop().create_future(), due_s)
         self._of_request.setdefault(question.request_id, {})[waiting] = None
         self._of_reader[reader] += 1
         self._count += 1
@@ -69,22 +76,22 @@ class WaitingQuestions:
         self._set_timer()
         return waiting.reply
 
-    def settle(self, request_id: str, answer: Callable[[messages.WaitingRequest], messages.Reply | None]) -> None:
+    def settle(self, request_id: str) -> None:
         """Something has happened to a request: those that get an answer now wait no more."""
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):
-            reply = answer(waiting.question)
+            reply = self._answer(waiting.question)
             if reply is not None:
                 self._end(waiting, reply)
         self._set_timer()
 
-    def settle_all(self, answer: Callable[[messages.WaitingRequest], messages.Reply | None]) -> None:
-        """The same for all requests."""
+    def settle_all(self) -> None:
+        """Settle the questions of all requests."""
         for request_id in list(self._of_request):
-            self.settle(request_id, answer)
+            self.settle(request_id)
 
-    def _end(self, waiting: _Waiting, reply: messages.Reply) -> None:
+    def _end(self, waiting: _Question, reply: messages.Reply) -> None:
         request_id, reader = waiting.question.request_id, messages.asked_by(waiting.question)
         del self._of_request[request_id][waiting]
         if not self._of_request[request_id]:
@@ -106,7 +113,7 @@ class WaitingQuestions:
         if self._due:
             self._timer = self._clock.call_later(max(self._due[0][0] - self._clock.now_s(), 0.0), self._look)
 
-    def _is_settled(self, waiting: _Waiting) -> bool:
+    def _is_settled(self, waiting: _Question) -> bool:
         return waiting not in self._of_request.get(waiting.question.request_id, ())
 
     def _look(self) -> None:

@@ -32,7 +32,7 @@ class InUse(Exception):
 
 
 class Directory:
-    """Where a store's files are."""
+    """The directory of a store's files."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -120,13 +120,13 @@ class EntryFile:
         self.entry = entry
         self.fd = -1
         self.complete = False
-        """Whether it has its name."""
+        """The file has its name."""
         self.remove = False
-        """Whether it is to be removed."""
+        """The file is to be removed."""
         self.restored = False
-        """Whether it was read, and so is the last to go."""
+        """The file was read, and so is the last to go."""
         self.victims: list[Entry] = []
-        """Those that have to go for it, and have not yet."""
+        """Entries that have to go for it, and have not yet."""
         self._directory = directory
         self._mover = mover
         self._written = False

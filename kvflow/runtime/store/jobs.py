@@ -1,71 +1,157 @@
 """Saves and restores under way, and what becomes of each: its blocks are safe first, then its file is put away.
 
 A job is over when both are done. Who has asked for it waits that long, but no longer than `cancel_grace_s`; then the
-job outlives the answer, and its blocks are quarantined if bytes may still land in them.
+job outlives the answer, and its flight has quarantined its blocks if bytes may still land in them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
-from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.plan.descriptors import BlockIds, Descriptors
+from kvflow.core.policy.ledger import BlockLedger
+from kvflow.core.policy.states import TransferState
 from kvflow.core.storage.index import Entry
 from kvflow.errors import KVFlowError, RuntimeBroken
 from kvflow.logs import logger_of
+from kvflow.runtime.load.flight import Flight, Gear, Read
 from kvflow.runtime.store.disk import EntryFile
+from kvflow.runtime.store.moves import Moves, opened_file
 from kvflow.runtime.store.requests import PHASES, SaveRequest
 from kvflow.runtime.store.shelf import Shelf
-from kvflow.runtime.store.transit import Transit
-from kvflow.transport.base import TransportError
-from kvflow.transport.files import MoveFailed
+from kvflow.transport.files import Direction, Files, MoveFailed
 
 logger = logger_of(__name__)
 
 _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A save or restore under way."""
+class Wanted(NamedTuple):
+    """A save or restore, checked as far as that needs no file."""
 
     request: SaveRequest
     key: bytes
+    direction: Direction
     tables: Sequence[BlockIds]
-    transit: Transit
-    timeout: asyncio.Timeout
-    over: asyncio.Future[None]
-    """Done when its file is put away and its blocks are given back."""
-    phase: str = PHASES[0]
-    since_s: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    timed: bool = False
-    """Whether its time runs: it has begun, and has no outcome yet."""
-    outcome: str = "failed"
-    """Unless something better is known."""
-    reserved: Entry | None = None
-    """The entry that it writes; its room is reserved."""
-    read: Entry | None = None
-    """The entry that it reads."""
-    file: EntryFile | None = None
+    """Its blocks, by group."""
+    entries: BlockIds
+    """The same, as the ledger counts them."""
+
+
+class Job:
+    """A save or restore under way. Of a restore that has ended while bytes may still land it is the `quarantine`.
+
+    The blocks of a restore are claimed by its flight. Those of a save are leased, and given back when the flight is
+    safe: it writes none of them.
+    """
+
+    def __init__(
+        self, wanted: Wanted, timeout: asyncio.Timeout, gear: Gear, files: Files, on_safe: Callable[[Job], None]
+    ) -> None:
+        """Raises BlocksBusy. `on_safe`: called when none of its moves is under way any more."""
+        request, self.key, direction, self.tables, entries = wanted
+        self.request, self.direction = request, direction
+        self.timeout = timeout
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when its file is put away and its blocks are given back."""
+        self.moves = Moves(files, direction, self.hurry, self._all_stopped)
+        self.leased = entries if direction is Direction.SAVE else entries[:0]
+        gear.ledger.lease(self.leased)
+        written, gear = entries[len(self.leased) :], replace(gear, poller=self.moves)
+        self.flight = Flight(request.request_id, written, (), request.priority, gear)
+        self.flight.on_safe = lambda _: on_safe(self)
+        self.phase, self.since_s = PHASES[0], gear.clock.now_s()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.timed = False
+        """The deadline counts: it has begun, and has no outcome yet."""
+        self.outcome = "failed"
+        """Unless something better is known."""
+        self.reserved: Entry | None = None
+        """The entry that it writes; its room is reserved."""
+        self.read: Entry | None = None
+        """The entry that it reads."""
+        self.file: EntryFile | None = None
+
+    def __repr__(self) -> str:
+        return f"<Job {self.direction} {self.flight!r}>"
 
     def enter(self, phase: str, now_s: float) -> None:
         self.seconds[self.phase] += now_s - self.since_s
         self.phase, self.since_s = phase, now_s
 
+    def hurry(self) -> None:
+        """End soon, as if the deadline had passed."""
+        if self.timed and not self.timeout.expired():
+            self.timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def move(self, slices: Iterable[Descriptors]) -> None:
+        """Move everything. Raises the first TransportError. Cancelling posts no more."""
+        file = opened_file()
+        await self.flight.fly(Read(file, descriptors) for descriptors in slices)
+
+    async def stop(self, grace_s: float) -> None:
+        """Wait until its moves have stopped and its file is put away, or for `grace_s`: see `Flight.stop`."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + grace_s
+        try:
+            await self.flight.stop(grace_s)
+        finally:
+            self._all_stopped()
+        if not self.over.done():
+            await asyncio.wait([self.over], timeout=until_s - loop.time())
+
+    def _all_stopped(self) -> None:
+        if self.moves.stopped:
+            self.flight.all_stopped()
+
     @property
     def counts(self) -> tuple[int, ...]:
         return tuple(map(len, self.tables))
+
+    # --- as a quarantine
+
+    @property
+    def quarantined(self) -> bool:
+        return self.flight.state is TransferState.QUARANTINED and self.direction is Direction.RESTORE
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """Its blocks, by group."""
+        return tuple(tuple(ids.tolist()) for ids in self.tables)
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Its blocks; those of the first group, if there are several."""
+        return self.block_tables[0]
+
+    @property
+    def safe(self) -> bool:
+        """True once no byte can land in its blocks any more."""
+        return self.flight.safe
+
+    async def settled(self) -> None:
+        """Return once no byte can land any more. RuntimeBroken if that can never be known.
+
+        UsageError off the runtime's loop.
+        """
+        await self.flight.settled()
 
 
 class Jobs:
     """All of one store."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Shelf, ledger: BlockLedger) -> None:
+        self._ledger = ledger
         self.outcomes = dict.fromkeys(_OUTCOMES, 0)
-        """How many have ended how."""
+        """Jobs that have ended, by outcome."""
         self._directory, self._index, self._files = shelf.directory, shelf.index, shelf.files
         self._under_way: dict[Job, None] = {}
         self._quiet = asyncio.Event()
@@ -79,37 +165,23 @@ class Jobs:
         return [job.request.request_id for job in self._under_way]
 
     @property
-    def quarantines(self) -> tuple[Transit, ...]:
+    def quarantines(self) -> tuple[Job, ...]:
         """Restores that have ended and whose blocks are not safe yet."""
-        return tuple(job.transit for job in self._under_way if job.transit.quarantined)
+        return tuple(job for job in self._under_way if job.quarantined)
 
     def add(self, job: Job) -> None:
         self._under_way[job] = None
         self._quiet.clear()
 
     def hurry(self) -> None:
-        """Make all end soon, as if their deadline had passed."""
-        now_s = asyncio.get_running_loop().time()
+        """Make all end soon."""
         for job in self._under_way:
-            if job.timed and not job.timeout.expired():
-                job.timeout.reschedule(now_s)
+            job.hurry()
 
     async def end(self, job: Job, grace_s: float) -> None:
-        """It has its outcome: wait until its moves have stopped and its file is put away, or for `grace_s`; then
-        quarantine. Holds a cancellation back until then, as a load's flight does.
-        """
+        """Count its outcome, and wait for its end: see `Job.stop`."""
         self.outcomes[job.outcome] += 1
-        job.transit.abandon()
-        loop, cancelled = asyncio.get_running_loop(), False
-        deadline_s = loop.time() + grace_s
-        while not job.over.done() and (left_s := deadline_s - loop.time()) > 0:
-            try:
-                await asyncio.wait([job.over], timeout=left_s)
-            except asyncio.CancelledError:
-                cancelled = True
-        job.transit.quarantine()
-        if cancelled:
-            raise asyncio.CancelledError
+        await job.stop(grace_s)
 
     async def drained(self) -> None:
         """Wait until nothing is under way and no block is quarantined."""
@@ -118,13 +190,13 @@ class Jobs:
     def all_stopped(self) -> None:
         """The store's thread has ended in good order, and has put all files away."""
         for job in list(self._under_way):
-            job.transit.all_stopped()
+            job.moves.all_stopped()
             self._over(job)
 
     def never_known(self, problem: str) -> None:
         """Nobody will tell when bytes have stopped."""
         for job in self._under_way:
-            job.transit.never_known(RuntimeBroken(problem))
+            job.moves.give_up(RuntimeBroken(problem))
 
     def put_all_away(self) -> None:
         """On the thread, at its end."""
@@ -134,7 +206,10 @@ class Jobs:
         self._directory.close()
 
     def put_away(self, job: Job) -> None:
-        """Its blocks are safe: put its file away, after what the thread may still do to it."""
+        """Its moves have stopped: give back what a save has leased, and put the file away after what the thread may
+        still do to it.
+        """
+        self._ledger.release(job.leased)
         if job.file is None:
             self._over(job)
             return
@@ -150,7 +225,7 @@ class Jobs:
         if replaced is not None:
             self._remove(replaced)
 
-    def note_failure(self, job: Job, error: TransportError | None) -> None:
+    def note_failure(self, job: Job, error: BaseException | None) -> None:
         """If its file could not be read nobody is to try that again: the entry is set aside."""
         if job.read is not None and isinstance(error, MoveFailed) and self._index.set_aside(job.read):
             path = f"{self._directory.path}/{job.read.file}"
@@ -163,7 +238,7 @@ class Jobs:
         if job not in self._under_way:
             return
         del self._under_way[job]
-        self.note_failure(job, job.transit.error)  # it may have ended before that was known
+        self.note_failure(job, job.moves.error)  # it may have ended before that was known
         if job.file is not None and job.file.victims:  # they are still there
             for replaced in self._index.put_back(job.file.victims):
                 self._remove(replaced)

@@ -50,21 +50,21 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What one save did. `seconds` has an entry for each of: check, queued, move, sync."""
+    """The report of one save. `seconds` has an entry for each of: check, queued, move, sync."""
 
     request_id: str
     bytes: int
-    """Of the file."""
+    """Size of the file."""
     blocks: int
     tokens: int
     evicted: int
-    """How many entries made room for it."""
+    """Entries that made room for it."""
     seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What one restore did. `seconds` has an entry for each of: check, queued, move, sync."""
+    """The report of one restore. `seconds` has an entry for each of: check, queued, move, sync."""
 
     request_id: str
     bytes: int
@@ -75,11 +75,11 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatistics:
-    """What the store has now, and what it has done since the cache was registered."""
+    """The store's contents now, and its counts since the cache was registered."""
 
     entries: int
     bytes: int
-    """Of all files, what is being written and what is still read included."""
+    """Size of all files, those being written and those still read included."""
     bytes_max: int
     open_requests: int
     """Saves and restores under way, and those that have ended and whose files are not put away yet."""

@@ -15,7 +15,7 @@ from kvflow.transport.files import Files
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """What a store's files are on."""
+    """Directory, index and thread of a store's files."""
 
     directory: Directory
     index: StoreIndex

@@ -40,7 +40,7 @@ from kvflow.runtime.load.flight import Gear
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.store.disk import EntryFile
-from kvflow.runtime.store.jobs import Job, Jobs
+from kvflow.runtime.store.jobs import Job, Jobs, Wanted
 from kvflow.runtime.store.requests import (
     RestoreReport,
     RestoreRequest,
@@ -50,7 +50,6 @@ from kvflow.runtime.store.requests import (
     checked,
 )
 from kvflow.runtime.store.shelf import Shelf, open_shelf
-from kvflow.runtime.store.transit import MoveGear, Transit
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import Direction, Files
 
@@ -65,7 +64,7 @@ class StoredCache(NamedTuple):
     """The cache whose blocks are saved: its own memory, also where peers read host buffers."""
 
     sets: Sequence[tuple[int, Regions]]
-    """Of each set of layers its group and its regions."""
+    """Group and regions of each set of layers."""
     groups: Sequence[GroupFacts]
     fingerprint: bytes
 
@@ -80,8 +79,7 @@ class BlockStore:
         self._gear = gear
         self._directory, self._index, self._files = shelf.directory, shelf.index, shelf.files
         self._cache = cache
-        self._moves = MoveGear(gear.ledger, gear.queue, shelf.files, context.clock.now_s, gear.reads_max)
-        self._jobs = Jobs(shelf)
+        self._jobs = Jobs(shelf, gear.ledger)
         self._closed = self._unregistered = False
         self._evicted = 0
 
@@ -102,7 +100,7 @@ class BlockStore:
         return self._jobs.requests
 
     @property
-    def quarantines(self) -> tuple[Transit, ...]:
+    def quarantines(self) -> tuple[Job, ...]:
         """Restores that have ended and whose blocks are not safe yet."""
         return self._jobs.quarantines
 
@@ -173,10 +171,9 @@ class BlockStore:
             raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
         loop = asyncio.get_running_loop()
         deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
-        over: asyncio.Future[None] = loop.create_future()
-        transit = Transit(given.request_id, tables, entries, direction, self._moves, lambda: self._jobs.put_away(job))
-        job = Job(given, key, tables, transit, asyncio.timeout_at(loop.time() + deadline_s), over)
-        job.since_s = self._now_s()
+        timeout = asyncio.timeout_at(loop.time() + deadline_s)
+        wanted = Wanted(given, key, direction, tables, entries)
+        job = Job(wanted, timeout, self._gear, self._files, self._jobs.put_away)
         self._jobs.add(job)
         return job
 
@@ -185,20 +182,20 @@ class BlockStore:
         try:
             try:
                 report = await self._within(job, work)
-                job.transit.land()
-                job.outcome = "saved" if job.transit.direction is Direction.SAVE else "restored"
+                job.flight.land()
+                job.outcome = "saved" if job.direction is Direction.SAVE else "restored"
             finally:
                 await self._jobs.end(job, self._config.cancel_grace_s)
         except KVFlowError as error:
-            logger.info("%s %s failed in phase %s: %s", job.transit.direction, job.request.request_id, job.phase, error)
-            error.quarantine = job.transit if job.transit.quarantined else None
+            logger.info("%s %s failed in phase %s: %s", job.direction, job.request_id, job.phase, error)
+            error.quarantine = job if job.quarantined else None
             raise
         return report
 
     async def _within(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
         """Its work, within its deadline, and its errors as the caller knows them."""
         request_id, path = job.request.request_id, self._directory.path
-        what = f"request {request_id!r}: {job.transit.direction} in {path!r}"
+        what = f"request {request_id!r}: {job.direction} in {path!r}"
         try:
             async with job.timeout:
                 job.timed = True
@@ -208,16 +205,15 @@ class BlockStore:
                     return await work(job)
                 finally:
                     job.timed = False
-        except OSError as error:  # a TimeoutError among them
-            if job.timeout.expired() and self._closed:
-                raise self._closed_error(job) from None
-            if job.timeout.expired():
+        except (OSError, TransportError) as error:  # a TimeoutError among them
+            cause = job.moves.error or error  # a move that was lost has ended it early
+            if cause is error and job.timeout.expired():
+                if self._closed:
+                    raise self._closed_error(job) from None
                 late = f"{what}: deadline exceeded in phase {job.phase!r}"
                 raise DeadlineExceeded(late, request_id=request_id, peer=path, phase=job.phase) from None
-            raise StorageFailed(f"{what}: {error}", request_id=request_id) from error
-        except TransportError as error:
-            self._jobs.note_failure(job, error)
-            raise StorageFailed(f"{what}: {error}", request_id=request_id) from error
+            self._jobs.note_failure(job, cause)
+            raise StorageFailed(f"{what}: {cause}", request_id=request_id) from cause
 
     async def _save(self, job: Job) -> SaveReport:
         header = EntryHeader(
@@ -294,14 +290,14 @@ class BlockStore:
         self._index.touch(entry)
         return RestoreReport(
             request_id=request_id,
-            bytes=job.transit.size_bytes,
+            bytes=job.flight.size_bytes,
             blocks=sum(job.counts),
             tokens=job.request.num_tokens,
             seconds=job.seconds,
         )
 
     def _judge(self, job: Job, header: EntryHeader) -> None:
-        """Whether a file's header is of the entry that was looked for, and of what was asked for."""
+        """EntryDamaged or RequestError unless a file's header is of the entry, and of what was asked for."""
         expected = self._cache.fingerprint, job.key, data_bytes(self._cache.sets, header.block_counts)
         if (header.fingerprint, header.key, header.data_bytes) != expected:
             raise self._damaged(job, "it is of another cache, or of another key")
@@ -335,13 +331,13 @@ class BlockStore:
             bytes_max=limits.slice_bytes_max,
             descriptors_max=limits.slice_descriptors_max,
         )
-        await job.transit.run(slices, job.request.priority)
-        queued_s = job.transit.queued_s
+        await job.move(slices)
+        queued_s = job.flight.queued_s
         job.seconds["queued"] += queued_s
         job.seconds["move"] -= queued_s
 
     async def _digests(self, job: Job) -> bytes:
-        """Of every byte of its blocks, wherever they are in the prompt."""
+        """Digests of every byte of its blocks, wherever they are in the prompt."""
         asked = []
         for at, (group, regions) in enumerate(self._cache.sets):
             ids, size = job.tables[group], self._cache.groups[group].block_size

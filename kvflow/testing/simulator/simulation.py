@@ -20,7 +20,7 @@ from typing import Any
 
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.logs import logger_of
-from kvflow.runtime.producer.lease import LeaseOutcome
+from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick
 from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import SimEngine

@@ -29,13 +29,13 @@ def terms(number: int = 0, *, ttl_s: float = 1.0, readers: int = 1, blocks: bool
 def test_a_lease_is_read_by_all_its_readers_and_held_for_a_moment() -> None:
     leases = book()
     entry = leases.open(terms(readers=2), 100.0)
-    assert leases.read("lease 0", "a", (1, 2), 100.1) is Counted.NOTED
-    assert leases.read("lease 0", "a", (1, 2), 100.1) is Counted.DUPLICATE
-    assert leases.read("lease 0", "b", (1, 2), 100.2) is Counted.NOTED
+    assert leases.read("lease 0", "a", (1, 2), 100.1)[0] is Counted.NOTED
+    assert leases.read("lease 0", "a", (1, 2), 100.1)[0] is Counted.DUPLICATE
+    assert leases.read("lease 0", "b", (1, 2), 100.2)[0] is Counted.NOTED
     assert entry.is_open
-    assert leases.read("lease 0", "c", (1, 1), 100.3) is Counted.NOTED
+    assert leases.read("lease 0", "c", (1, 1), 100.3)[0] is Counted.NOTED
     assert (entry.state, entry.ended_s) == (LeaseState.READ, 100.3)
-    assert leases.read("lease 0", "d", (1, 1), 100.3) is Counted.LATE
+    assert leases.read("lease 0", "d", (1, 1), 100.3)[0] is Counted.LATE
     assert leases.next_s == pytest.approx(100.3 + HOLD_S)
     assert list(leases.release(100.3 + HOLD_S / 2)) == []
     assert list(leases.release(100.3 + HOLD_S)) == [entry]
@@ -46,7 +46,7 @@ def test_a_lease_is_read_by_all_its_readers_and_held_for_a_moment() -> None:
 def test_a_share_that_cannot_be_changes_nothing(share: tuple[int, int]) -> None:
     leases = book()
     entry = leases.open(terms(), 0.0)
-    assert leases.read("lease 0", "a", share, 0.0) is Counted.MALFORMED
+    assert leases.read("lease 0", "a", share, 0.0)[0] is Counted.MALFORMED
     assert (entry.is_open, entry.readers) == (True, {})
 
 
@@ -139,7 +139,7 @@ class BookMachine(RuleBasedStateMachine):
         if entry is None:
             return
         was_open, known = entry.is_open, reader in entry.readers
-        counted = self.book.read(entry.terms.lease_id, reader, (1, whole), self.now_s)
+        counted, _ = self.book.read(entry.terms.lease_id, reader, (1, whole), self.now_s)
         assert counted is (Counted.LATE if not was_open else Counted.DUPLICATE if known else Counted.NOTED)
         if was_open and not entry.is_open:
             assert sum(entry.readers.values(), Fraction()) >= entry.terms.reader_count

@@ -28,7 +28,6 @@ from kvflow.core.policy.states import (
     TransferState,
     fire,
     knows,
-    lease_open,
     request_blocks_held,
     transfer_blocks_safe,
 )
@@ -152,7 +151,6 @@ def test_a_ticket_that_is_out_stays_out() -> None:
 
 
 def test_a_lease_is_open_exactly_until_its_one_end() -> None:
-    assert [state for state in LeaseState if lease_open(state)] == [LeaseState.OFFERED]
     ends = {fire(LEASE_TABLE, LeaseState.OFFERED, event) for event in LeaseEvent}
     assert len(ends) == len(LeaseEvent), "a different one for each reason"
     assert {state for state, _ in LEASE_TABLE} == {LeaseState.OFFERED}

@@ -13,10 +13,10 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.protocol.messages import WireError, decode_notification
 from kvflow.core.stock.hashing import compatibility_hash
 from kvflow.core.stock.params import is_stock, needed_blocks, read_stock
-from kvflow.core.stock.texts import Heartbeat, Read, decode_text, heartbeat_texts, is_text, read_text
+from kvflow.core.stock.texts import Heartbeat, ReadText, decode_text, heartbeat_texts, is_text, read_text
 from kvflow.core.stock.versions import line_of
 from kvflow.core.stock.wire import (
-    Question,
+    RankQuestion,
     StockMetadata,
     agent_of,
     decode_answer,
@@ -39,7 +39,7 @@ def test_the_fixture_is_of_the_newest_line_that_was_installed() -> None:
 @pytest.mark.parametrize(("pp_rank", "tp_rank", "frame"), GOLDEN["questions"])
 def test_questions(pp_rank: int, tp_rank: int, frame: str) -> None:
     assert encode_question(pp_rank, tp_rank).hex() == frame
-    assert decode_question(bytes.fromhex(frame)) == Question(pp_rank, tp_rank)
+    assert decode_question(bytes.fromhex(frame)) == RankQuestion(pp_rank, tp_rank)
 
 
 def test_metadata() -> None:
@@ -58,7 +58,7 @@ def test_answers(clock_s: float, frame: str) -> None:
 def test_texts() -> None:
     request_id, readers, text = GOLDEN["read"]
     assert read_text(request_id, readers).hex() == text
-    assert decode_text(bytes.fromhex(text)) == Read(request_id, readers)
+    assert decode_text(bytes.fromhex(text)) == ReadText(request_id, readers)
     named, text = GOLDEN["heartbeat"]
     (beat,) = heartbeat_texts(named)
     assert beat.hex() == text

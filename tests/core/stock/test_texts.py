@@ -16,7 +16,7 @@ from kvflow.core.stock.texts import (
     HEARD_BYTES_MAX,
     TEXT_BYTES_MAX,
     Heartbeat,
-    Read,
+    ReadText,
     can_be_told,
     decode_text,
     heartbeat_texts,
@@ -55,7 +55,7 @@ def test_a_number_of_readers_that_cannot_be_is_never_sent(readers: int) -> None:
 def test_whatever_is_sent_is_read_by_a_stock_producer_as_it_was_meant(request_id: str, readers: int) -> None:
     if can_be_told(request_id) and 1 <= readers <= RANKS_MAX:
         assert as_stock_reads(read_text(request_id, readers)) == (request_id, readers)
-        assert decode_text(read_text(request_id, readers)) == Read(request_id, readers)
+        assert decode_text(read_text(request_id, readers)) == ReadText(request_id, readers)
 
 
 @given(st.lists(st.text("abc-:0#", min_size=1, max_size=900).filter(can_be_told), max_size=60, unique=True))
@@ -121,7 +121,7 @@ def test_noise_is_refused_or_read() -> None:
 
 def test_what_is_written_behind_an_id_is_taken_off() -> None:
     """Stock readers name a request by the whole of what they were given."""
-    assert decode_text(b"cmpl~kvflow~1#secret~kvflow~AbC-_==:2") == Read("cmpl~kvflow~1#secret", 2)
+    assert decode_text(b"cmpl~kvflow~1#secret~kvflow~AbC-_==:2") == ReadText("cmpl~kvflow~1#secret", 2)
     assert decode_text(b"HB:a~kvflow~AAAA,b,a") == Heartbeat(("a", "b"))
     many = [f"cmpl-{number}#secret{MARK}" + "A" * 400 for number in range(4000)]
     heard = decode_text(f"HB:{','.join(many)}".encode())

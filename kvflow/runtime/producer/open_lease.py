@@ -1,0 +1,62 @@
+"""A lease between its opening and its end, as this rank's own services know it: `lease.Lease` is its owner's handle."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvflow.core.policy.lease_book import LeaseEntry
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.runtime.producer.blocks import HeldBlocks
+
+
+class LeaseOutcome(enum.StrEnum):
+    """How a lease ended; in every case the blocks may be reused."""
+
+    READ = "read"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class OpenLease:
+    """A lease that is open or holds its blocks: what it has taken, and who waits for its end."""
+
+    entry: LeaseEntry
+    ticket: Ticket
+    held: HeldBlocks
+    outcome: asyncio.Future[LeaseOutcome]
+    payload: bytes | None
+    """None: promised, and not given yet."""
+    reason: str = ""
+    """Why its prompt could not be computed."""
+
+    @property
+    def complete(self) -> bool:
+        """Readers have nothing to wait for any more."""
+        return not self.held.missing and self.payload is not None
+
+    def extended_digest(self) -> Iterator[bytes]:
+        """The digest of the blocks that it has by now, if it has got more than its ticket names."""
+        if list(map(len, self.held.tables)) != list(map(len, self.ticket.block_tables)):
+            tables = tuple(tuple(ids.tolist()) for ids in self.held.tables)
+            yield messages.digest_of(tables if len(tables) > 1 else tables[0])
+
+    def found(self, now_s: float) -> messages.LeaseFound:
+        """The lease as a reader needs it that does not have its ticket."""
+        own, held = self.ticket.first, self.held
+        return messages.LeaseFound(
+            incarnation=own.incarnation,
+            clock_s=now_s,
+            expires_s=self.entry.expires_s,
+            lease_id=own.lease_id,
+            seal_index=own.seal_index,
+            block_ids=own.block_ids,
+            more_block_ids=own.more_block_ids,
+            pending=held.computed < held.num_tokens or self.ticket.extends,
+            payload=own.payload,
+        )

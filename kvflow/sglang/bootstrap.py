@@ -1,0 +1,46 @@
+"""SGLang's bootstrap server, which also keeps how kvflow reaches each rank of the prefill server.
+
+A rank that registers adds an introduction to what SGLang sends (`KVFlowManager`); who asks for the rank gets it with
+SGLang's answer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from aiohttp import web
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+INTRODUCTION = "kvflow"
+"""The key of it in a registration and in the answer about a rank."""
+
+_Place = tuple[int, int, int, int]
+
+
+class KVFlowBootstrapServer(CommonKVBootstrapServer):
+    """SGLang's, with introductions by (DP, CP, TP, PP) rank."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._introductions: dict[_Place, Any] = {}
+        super().__init__(host, port)
+
+    async def _handle_route_put(self, request: web.Request) -> web.Response:
+        response: web.Response = await super()._handle_route_put(request)
+        data = await request.json()
+        if response.status == 200 and INTRODUCTION in data:
+            dp_rank = data["attn_dp_rank"] if data["system_dp_size"] == 1 else data["system_dp_rank"]
+            place = (dp_rank, data["attn_cp_rank"], data["attn_tp_rank"], data["pp_rank"])
+            self._introductions[place] = data[INTRODUCTION]
+        return response
+
+    async def _handle_route_get(self, request: web.Request) -> web.Response:
+        response: web.Response = await super()._handle_route_get(request)
+        if response.status != 200:
+            return response
+        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+        dp_rank, cp_rank, tp_rank, pp_rank = (int(request.query[name]) for name in names)
+        known = self._introductions.get((dp_rank, cp_rank, tp_rank, pp_rank))
+        if known is None:
+            return response
+        return web.json_response({**json.loads(response.text or "{}"), INTRODUCTION: known})

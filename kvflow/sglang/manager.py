@@ -1,0 +1,279 @@
+"""What one rank of a prefill or decode server has for all of its requests: a runtime for each pool, and the one thread
+that hears from decode servers.
+
+SGLang's order is kept: a decode rank tells the prefill ranks of a room (`Wanted`), and then they begin to send. It
+names no addresses: a decode rank reads, so all it has to say is how much it has already, and the name under which it
+waits for the offer. That name is a secret of the two servers, made by the decode server; the room that routers see in
+clear is only part of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+import json
+import os
+import secrets
+import threading
+from typing import Any, TypeAlias
+
+import msgspec
+import torch.distributed
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
+
+from kvflow.blocking import Runtime
+from kvflow.config import Config
+from kvflow.errors import ConfigError
+from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
+from kvflow.logs import logger_of
+from kvflow.runtime.producer.lease import ServeRequest
+from kvflow.sglang.bootstrap import INTRODUCTION
+from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, kv_buffers, state_buffers
+
+logger = logger_of(__name__)
+
+SETTINGS = "KVFLOW_SGLANG_CONFIG"
+"""Fields of `kvflow.Config` as JSON, for all ranks of a server."""
+
+_WANTED = b"KVFLOW"
+_REFUSED_MAX = 1 << 12
+
+Introduction: TypeAlias = "list[dict[str, Any]]"
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a decode rank tells a prefill rank about a room."""
+
+    room: int
+    name: str
+    """The request id of its offers."""
+    reader: str
+    """Which rank it is."""
+    readers: int
+    """From how many ranks this prefill rank hears about the room."""
+    decode_prefix_len: int
+    is_dummy: bool = False
+    """As of SGLang: whether it reads from another rank, and only lets this one come to an end."""
+
+
+class KVFlowManager(CommonKVManager):
+    """The manager that SGLang makes in each scheduler process."""
+
+    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
+        self._prepare(args, mode, server_args, bool(is_mla_backend))
+        super().__init__(args, mode, server_args, is_mla_backend)
+        if mode == DisaggregationMode.PREFILL:
+            threading.Thread(target=self._hear, name="kvflow-sglang-hear", daemon=True).start()
+        else:
+            self._heartbeat = self._start_heartbeat_checker_thread()
+
+    def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
+        """All that registering at the bootstrap server needs, which SGLang's constructor does."""
+        parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
+        for name in ("attn_cp_size", "pp_size", "attn_dcp_size"):
+            if getattr(parallel, name) > 1:
+                raise ConfigError(f"kvflow for SGLang: {name} is {getattr(parallel, name)}, carried is 1")
+        if policy != "early":
+            raise ConfigError(
+                f"kvflow for SGLang: disaggregation_decode_allocation_policy is {policy}, carried is early"
+            )
+        self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
+        self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
+        """Whether metadata is too much for a payload, as with hidden states: then it is the last of the pools."""
+        self.secret = _agreed(secrets.token_hex(16))
+        self.serials = itertools.count()
+        self.senders: dict[int, Any] = {}
+        """By room: who serves it."""
+        self._refused: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._rooms_lock = threading.Lock()
+        producer = mode == DisaggregationMode.PREFILL
+        latent = is_mla or args.is_hybrid_mla_backend
+        model_heads = 0 if latent else _model_heads(args, server_args)
+        heads = max(1, model_heads // parallel.attn_tp_size) if model_heads else 0
+        found = [kv_buffers(args, heads=heads), *state_buffers(args, heads=heads)]
+        if self.aux_moves:
+            found.append(aux_buffers(args))
+        self.pools = [_Pool(one, model_heads, producer, self.secret) for one in found]
+        if producer:
+            _hear_refusals()
+
+    # --- what both sides have
+
+    def name_of(self, room: int) -> str:
+        """A name for the next request of a room. Ranks see requests in one order, so theirs are the same."""
+        serial = next(self.serials)
+        digest = hashlib.blake2b(f"{room}:{serial}".encode(), key=bytes.fromhex(self.secret), digest_size=16)
+        return f"sglang-{room}-{digest.hexdigest()}"
+
+    def teardown(self) -> None:
+        """Close all runtimes."""
+        for pool in self.pools:
+            pool.runtime.close()
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        introduction: Introduction = [pool.introduction for pool in self.pools]
+        super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
+
+    def items_of(self, pages: Any, state_indices: Any, aux_index: int) -> list[Any]:
+        """What a request has in each pool; None of one in which it has nothing."""
+        aux = [[aux_index]] if self.aux_moves else []
+        states = state_indices or [None] * (len(self.pools) - 1 - len(aux))
+        return [pages, *states, *aux]
+
+    # --- decode
+
+    def build_receiver_registration_message(self) -> list[bytes]:
+        """Nothing: prefill servers need not know where a decode server's pools are."""
+        return []
+
+    # --- prefill
+
+    def refuse(self, room: int, reason: str) -> None:
+        """A request will not be computed: whoever waits for it is told, or will be when it asks."""
+        with self._rooms_lock:
+            wanted = self.transfer_infos.get(room)
+            if not wanted:
+                self._refused[room] = reason
+                if len(self._refused) > _REFUSED_MAX:
+                    self._refused.popitem(last=False)
+                return
+        self._decline(next(iter(wanted.values())).name, reason)
+        self._forget(room)
+
+    def opens(self, room: int, sender: Any) -> None:
+        """A sender of a room is there: an earlier request of the same room is over."""
+        with self._rooms_lock:
+            self._refused.pop(room, None)
+            self.senders[room] = sender
+
+    def closes(self, room: int, sender: Any) -> None:
+        """A sender of a room has gone."""
+        with self._rooms_lock:
+            if self.senders.get(room) is sender:
+                del self.senders[room]
+
+    def _decline(self, name: str, reason: str) -> None:
+        for pool in self.pools:
+            pool.runtime.decline(name, reason)
+
+    def _forget(self, room: int) -> None:
+        for table in (self.transfer_infos, self.req_to_decode_prefix_len, self.request_status):
+            table.pop(room, None)
+
+    def _hear(self) -> None:
+        """The thread. What cannot be read is dropped: anybody can connect to the socket."""
+        while True:
+            frames = self.server_socket.recv_multipart()
+            try:
+                if frames[0] == _WANTED:
+                    self._want(msgspec.json.decode(frames[1], type=Wanted))
+                elif (told := AbortNotification.from_zmq(frames)) is not None:
+                    self._abandon(told.room)
+            except Exception:
+                logger.exception("a message of a decode server was dropped")
+
+    def _want(self, wanted: Wanted) -> None:
+        with self._rooms_lock:
+            reason = self._refused.pop(wanted.room, None)
+        if reason is not None:
+            self._decline(wanted.name, reason)
+            return
+        readers = dict(self.transfer_infos.get(wanted.room, ()))
+        if any(other.name != wanted.name for other in readers.values()):
+            readers = {}  # of an earlier request of the room, which never came
+        readers[wanted.reader] = wanted
+        self.transfer_infos[wanted.room] = readers
+        if len(readers) == wanted.readers:
+            self.req_to_decode_prefix_len[wanted.room] = wanted.decode_prefix_len
+            self.update_status(wanted.room, KVPoll.WaitingForInput)
+
+    def _abandon(self, room: int) -> None:
+        """The decode server does not want a room any more."""
+        sender = self.senders.get(room)
+        if sender is None:
+            self._forget(room)
+        else:
+            if self.request_status.get(room) != KVPoll.Failed:
+                self.record_failure(room, "the decode server has aborted the request")
+                self.update_status(room, KVPoll.Failed)
+            sender.give_up("the decode server has aborted the request")
+
+
+def wanted_message(wanted: Wanted) -> list[bytes]:
+    """The frames that a decode rank sends."""
+    return [_WANTED, msgspec.json.encode(wanted)]
+
+
+class _Pool:
+    """One pool and the runtime that moves its items."""
+
+    def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:
+        parallel = get_parallel()
+        self.name = buffers.name
+        self.page_size = buffers.tokens
+        self.cut = buffers.cut
+        """Whether the ranks of a server are one engine of kvflow's. Else each is one by itself, and is read whole."""
+        place = f"dp{parallel.attn_dp_rank}" if self.cut else f"dp{parallel.attn_dp_rank}-tp{parallel.attn_tp_rank}"
+        settings: dict[str, Any] = {
+            "engine_id": f"sglang-{secret[:16]}-{place}-{buffers.name}",
+            "model": buffers.format,
+            "listen": f"tcp://{_own_ip()}:0",
+            "tp_rank": parallel.attn_tp_rank if self.cut else 0,
+            "tp_size": parallel.attn_tp_size if self.cut else 1,
+            "num_kv_heads": model_heads if buffers.heads else None,
+            "role": "producer" if producer else "consumer",
+            **json.loads(os.environ.get(SETTINGS, "{}")),
+        }
+        self.runtime = Runtime(Config(**settings))
+        self.runtime.open()
+        self.runtime.register_kv_caches([buffers.group("cpu" if buffers.host else get_device().device)])
+        self.introduction: dict[str, Any] = {}
+        if producer:
+            nothing = self.runtime.serve_blocks(ServeRequest("introduction", [], 0))
+            self.introduction = nothing.ticket.to_params()
+
+
+def _own_ip() -> str:
+    from sglang.srt.utils.network import get_local_ip_auto
+
+    address: str = get_local_ip_auto()
+    return f"[{address}]" if ":" in address else address
+
+
+def _agreed(value: str) -> str:
+    """Rank 0's value, on all ranks of the server."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return value
+    agreed: str = get_parallel().world_group.broadcast_object(value, src=0)
+    return agreed
+
+
+def _model_heads(args: Any, server_args: Any) -> int:
+    """KV heads of the model. SGLang tells its prefill side only."""
+    known = getattr(args, "total_kv_head_num", None)
+    if known is None:
+        from sglang.srt.configs.model_config import ModelConfig
+
+        known = ModelConfig.from_server_args(server_args).get_total_num_kv_heads()
+    return int(known)
+
+
+def _hear_refusals() -> None:
+    """Hook the prefill server's door: a prompt that it refuses gets no sender, and its decode server would wait."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
+    if target not in HookRegistry._hooks:
+        HookRegistry.register(target, _refused_at_the_door, HookType.AFTER)
+        HookRegistry.apply_hooks()
+
+
+def _refused_at_the_door(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    manager = queue.kv_manager
+    if req.disagg_kv_sender is None and req.bootstrap_room is not None and isinstance(manager, KVFlowManager):
+        reason = req.finished_reason or req.to_finish
+        manager.refuse(req.bootstrap_room, getattr(reason, "message", None) or "the prefill server refused the prompt")

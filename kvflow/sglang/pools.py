@@ -1,0 +1,188 @@
+"""SGLang's pools as caches of kvflow: the KV pool, and each component of state (windows, recurrent state, indexes).
+
+SGLang hands over addresses: a list of buffers, each of so many equal items, of which index i is the i-th. A request
+names items of a pool on either side, in the same order. So each pool is a cache of its own, an item is a block, and
+what a request's items mean is SGLang's affair. Of a KV pool that is divided by heads an item is a page (tokens, heads,
+bytes of a head), which kvflow cuts for another tensor parallelism; anything else moves item by item.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvflow.core.cache.groups import CacheGroup
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.errors import ConfigError
+
+_DRAFTS = 1 << 13
+"""Where the numbers of a draft model's layers begin: above those of any model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """One pool, as `KVArgs` describes it. `layers` numbers the buffers: a number is the same one on both sides."""
+
+    name: str
+    pointers: Sequence[int]
+    sizes: Sequence[int]
+    item_sizes: Sequence[int]
+    layers: Sequence[int]
+    tokens: int
+    """Of an item that is cut by heads; 1 of what moves whole."""
+    heads: int
+    """Of one rank; 0 where items are not cut by heads, and each rank has all of them."""
+    format: str
+    """What its bytes mean; both sides have the same."""
+    cut: bool
+    """Whether another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
+
+    host: bool = False
+    """Whether it is in host memory, wherever the others are."""
+
+    def group(self, device: str) -> CacheGroup:
+        """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items."""
+        layers = {}
+        alike: dict[int, list[int]] = {}
+        for at, (pointer, size, item) in enumerate(zip(self.pointers, self.sizes, self.item_sizes, strict=True)):
+            layers[f"{self.name}.{at}"] = _bytes_at(pointer, size, device).view(size // item, *self._shape(item))
+            alike.setdefault(item, []).append(at)
+        layouts = []
+        for places in alike.values():
+            names = {f"{self.name}.{at}": layers[f"{self.name}.{at}"] for at in places}
+            numbers = [self.layers[at] for at in places]
+            style = "fused" if self.heads else "mla"
+            layouts.append(
+                CacheLayout.infer(
+                    names,
+                    order="NHD",
+                    block_size=self.tokens,
+                    style=style,
+                    layer_indices=numbers,
+                )
+            )
+        return CacheGroup("kv", layers, layouts)
+
+    def _shape(self, item: int) -> tuple[int, ...]:
+        parts = self.tokens * max(self.heads, 1)
+        if item % parts:
+            raise ConfigError(
+                f"pool {self.name!r}: an item of {item} bytes is not {self.tokens} tokens of {self.heads} heads"
+            )
+        return (self.tokens, self.heads, item // parts) if self.heads else (self.tokens, item // parts)
+
+
+def kv_buffers(args: Any, *, heads: int) -> Buffers:
+    """The KV pool; `heads` of a rank, 0 of latents."""
+    count = len(args.kv_data_ptrs)
+    return Buffers(
+        name="kv",
+        pointers=args.kv_data_ptrs,
+        sizes=args.kv_data_lens,
+        item_sizes=args.kv_item_lens,
+        layers=_numbers(args.kv_layer_ids, count, args.num_draft_entries, parts=2 if heads else 1),
+        tokens=args.page_size,
+        heads=heads,
+        format=f"{args.kv_cache_dtype_str}.{args.kv_layout or 'plain'}",
+        cut=True,
+    )
+
+
+def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
+    """The components of state, in SGLang's order. Windows of a pool that has heads are cut as its pages are."""
+    found = []
+    for at, kind in enumerate(args.state_types):
+        pointers, sizes = args.state_data_ptrs[at], args.state_item_lens[at]
+        cut = kind.value == "swa" and heads > 0 and args.swa_kv_cache_layout == "nhd"
+        cut = cut and not any(size % (args.page_size * heads) for size in sizes)
+        found.append(
+            Buffers(
+                name=f"{kind.value}.{at}",
+                pointers=pointers,
+                sizes=args.state_data_lens[at],
+                item_sizes=sizes,
+                layers=range(len(pointers)),
+                tokens=args.page_size if cut else 1,
+                heads=heads if cut else 0,
+                cut=cut,
+                format=f"{args.kv_cache_dtype_str}.{kind.value}",
+            )
+        )
+    return found
+
+
+def aux_buffers(args: Any) -> Buffers:
+    """The metadata buffers, where a row of them is too much for a payload."""
+    return Buffers(
+        name="aux",
+        pointers=args.aux_data_ptrs,
+        sizes=args.aux_data_lens,
+        item_sizes=args.aux_item_lens,
+        layers=range(len(args.aux_data_ptrs)),
+        tokens=1,
+        heads=0,
+        format="aux",
+        cut=False,
+        host=True,
+    )
+
+
+def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:
+    """A number for each buffer: its layer and which part of it, K or V.
+
+    Without ids SGLang has all K, then all V; then those of a draft model in the same way.
+    """
+    if layer_ids:
+        seen: dict[int, int] = {}
+        numbers = []
+        for layer in layer_ids:
+            part = seen[layer] = seen.get(layer, -1) + 1
+            numbers.append(layer * parts + part)
+        return numbers
+    model = max((count - drafts) // parts, 1)
+    numbers = [at % model * parts + at // model for at in range(count - drafts)]
+    return [*numbers, *range(_DRAFTS, _DRAFTS + drafts)]
+
+
+class _DeviceBytes:
+    """Bytes of a CUDA device as torch takes them from others."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def _bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
+    """A view of memory that is SGLang's, and that SGLang keeps as long as the server lives."""
+    if device == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(pointer), dtype=torch.uint8)
+    return torch.as_tensor(_DeviceBytes(pointer, size), device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class AuxRows:
+    """SGLang's metadata buffers: a row of each belongs to a request, in host memory. They go as a lease's payload."""
+
+    pointers: Sequence[int]
+    item_sizes: Sequence[int]
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self.item_sizes)
+
+    def read(self, row: int) -> bytes:
+        """The row of all buffers, one behind the other."""
+        places = zip(self.pointers, self.item_sizes, strict=True)
+        return b"".join(ctypes.string_at(pointer + row * size, size) for pointer, size in places)
+
+    def write(self, row: int, data: bytes) -> None:
+        """Fill the row. ConfigError if the two servers have other buffers."""
+        if len(data) != self.row_bytes:
+            raise ConfigError(f"metadata of a request: ours {self.row_bytes} bytes, theirs {len(data)}")
+        start = 0
+        for pointer, size in zip(self.pointers, self.item_sizes, strict=True):
+            ctypes.memmove(pointer + row * size, data[start : start + size], size)
+            start += size

@@ -1,0 +1,151 @@
+"""The decode side of one request: a load for each pool, started as soon as the pages are known.
+
+The scheduler's thread calls all of this. `poll` says Success or Failed only when no byte can land in the pages any
+more, so SGLang may do with them what it likes afterwards, whatever has happened; until then a request that was
+aborted, or has failed, is still Transferring.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+from kvflow.blocking import Load
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.errors import KVFlowError, PeerError
+from kvflow.runtime.load.load import LoadRequest
+from kvflow.sglang.bootstrap import INTRODUCTION
+from kvflow.sglang.manager import Wanted, wanted_message
+
+
+class KVFlowReceiver(CommonKVReceiver):
+    """What SGLang makes for each request of a decode server."""
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self._loads: list[Load] = []
+        self._aux_index = 0
+        self._name = mgr.name_of(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+
+    def _register_kv_args(self) -> bool:
+        """The prefill ranks are known since now: connect to them, so that the first request need not."""
+        tickets = [self._introduction(at) for at in range(len(self.kv_mgr.pools))]
+        for pool, ticket in zip(self.kv_mgr.pools, tickets, strict=True):
+            pool.runtime.start(lambda runtime, ticket=ticket: runtime.prewarm([ticket]))
+        return True
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        **others: Any,
+    ) -> None:
+        """The pages are there: tell the prefill ranks how much is wanted, and start to read."""
+        self._aux_index = aux_index or 0
+        if not self.bootstrap_infos or not all(map(partial(self._want, decode_prefix_len or 0), self.bootstrap_infos)):
+            self.invalidate_cached_bootstrap_infos()
+            return
+        self.init_time = time.time()
+        items = self.kv_mgr.items_of(kv_indices, state_indices, self._aux_index)
+        for at, (pool, wanted) in enumerate(zip(self.kv_mgr.pools, items, strict=True)):
+            if at == 0 or (wanted is not None and len(wanted)):
+                self._load(at, pool, list(wanted))
+
+    def _want(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
+        """Tell one prefill rank; SGLang's own failure if it cannot be told."""
+        wanted = Wanted(
+            room=self.bootstrap_room,
+            name=self._name,
+            reader=f"{self.kv_mgr.secret[:16]}.{self.kv_mgr.attn_tp_rank}",
+            readers=self.required_dst_info_num,
+            decode_prefix_len=decode_prefix_len,
+            is_dummy=info["is_dummy"],
+        )
+        message = wanted_message(wanted)
+        told: bool = self._send_bootstrap_message(bootstrap_info=info, message=message, operation="send_metadata")
+        return told
+
+    def _load(self, at: int, pool: Any, items: Any) -> None:
+        patience_s = float(self.kv_mgr.waiting_timeout)
+        ticket = Ticket.rendezvous(self._introduction(at), self._name, ttl_s=patience_s)
+        tokens = len(items) * pool.page_size
+        request = LoadRequest(self._name, ticket, items, deadline_s=patience_s, num_tokens=tokens)
+        self._loads.append(pool.runtime.start_load(request))
+
+    def _introduction(self, at: int) -> Ticket:
+        ranks = [info[INTRODUCTION] for info in self.bootstrap_infos]
+        if not self.kv_mgr.pools[at].cut:  # one rank's is a whole one
+            ranks = [info[INTRODUCTION] for info in self.bootstrap_infos if not info["is_dummy"]][:1]
+        return merge_tickets([Ticket.from_params(rank[at]) for rank in ranks])
+
+    def _poll(self) -> Any:
+        """Never blocks: whether loads are over, and safe, is known."""
+        if self.conclude_state is None and self._loads:
+            failed = self.kv_mgr.request_status.get(self.bootstrap_room, KVPoll.Failed) == KVPoll.Failed
+            if failed or any(map(_error_of, self._loads)):
+                self._cancel()
+            if not all(load.safe for load in self._loads):
+                return KVPoll.Transferring
+            if not failed:
+                self._judge()
+        return super()._poll()
+
+    def _judge(self) -> None:
+        """All loads are over, and no byte can land any more."""
+        errors = [error for error in map(_error_of, self._loads) if error is not None]
+        if not errors:
+            try:
+                payload = self._loads[0].result(0).payload
+                if not self.kv_mgr.aux_moves:
+                    self.kv_mgr.aux.write(self._aux_index, payload)
+            except KVFlowError as error:
+                errors.append(error)
+        if errors:
+            first = next((error for error in errors if isinstance(error, KVFlowError)), errors[0])
+            self.kv_mgr.record_failure(self.bootstrap_room, f"kvflow: {type(first).__name__}: {first}")
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self._tell_prefill(first)
+        else:
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def _tell_prefill(self, error: BaseException) -> None:
+        """Nobody reads what it offers. One that is gone, or has restarted, is asked for anew by the next request."""
+        self.ensure_abort_notified()
+        if isinstance(error, PeerError):
+            self.invalidate_cached_bootstrap_infos()
+            self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
+
+    def abort(self) -> None:
+        """End it; pages are held, by `poll`, until no byte can land in them."""
+        super().abort()
+        self._cancel()
+        if not all(load.safe for load in self._loads):
+            self.conclude_state = None
+
+    def clear(self) -> None:
+        """SGLang forgets the request. A load that goes on is kvflow's to end."""
+        self._cancel()
+        super().clear()
+
+    def _cancel(self) -> None:
+        for load in self._loads:
+            if not load.done:
+                load.cancel()
+
+
+def _error_of(load: Load) -> BaseException | None:
+    """How a load has failed; None of one that has not, or not yet."""
+    if not load.done:
+        return None
+    try:
+        load.result(0)
+    except (KVFlowError, CancelledError) as error:
+        return error
+    return None

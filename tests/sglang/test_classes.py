@@ -1,0 +1,355 @@
+"""Senders and receivers on SGLang's pools, stepped by hand: what moves, in which states, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is not installed: python3 dev.py sglang")
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from kvflow import blocking
+from kvflow.errors import ConfigError
+from kvflow.sglang.manager import KVFlowManager
+from tests.sglang.sides import Request, Server, configured, use, wait_until
+
+
+class Site:
+    """Servers of one test."""
+
+    def __init__(self) -> None:
+        self.servers: list[Server] = []
+
+    def pair(
+        self, kind: str = "mha", prefill_tp: int = 1, decode_tp: int = 1, hidden: int = 16
+    ) -> tuple[Server, Server]:
+        prefill = self.prefill(kind, prefill_tp, hidden=hidden)
+        decode = Server(DisaggregationMode.DECODE, kind, decode_tp, hidden=hidden)
+        self.servers.append(decode.open())
+        return prefill, decode
+
+    def prefill(self, kind: str = "mha", tp_size: int = 1, port: int = 0, hidden: int = 16) -> Server:
+        prefill = Server(DisaggregationMode.PREFILL, kind, tp_size, port, hidden).open()
+        prefill.fill(seed=7)
+        self.servers.append(prefill)
+        return prefill
+
+    def quiet(self) -> None:
+        """Nothing is left of any request."""
+        for rank in (rank for server in self.servers for rank in server.ranks):
+            manager = rank.manager
+            assert not manager.request_status
+            assert not manager.failure_records
+            assert not manager.senders
+            assert not getattr(manager, "transfer_infos", None)
+            for pool in manager.pools:
+                wait_until(lambda pool=pool: is_quiet(pool.runtime))
+
+
+def is_quiet(runtime: blocking.Runtime) -> bool:
+    now = runtime.statistics()
+    return not (now.loading.open_loads or now.loading.quarantines or now.serving.open_leases)
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with configured():
+        site = Site()
+        try:
+            yield site
+        finally:
+            for server in reversed(site.servers):
+                server.close()
+
+
+@pytest.fixture(scope="module")
+def pair(site: Site) -> tuple[Server, Server]:
+    return site.pair()
+
+
+def finish(request: Request) -> None:
+    request.until_receivers(KVPoll.Success)
+    request.until_senders(KVPoll.Success)
+    request.check_bytes()
+    request.clear()
+
+
+def test_pages_and_the_first_token_arrive_chunk_by_chunk(site: Site) -> None:
+    """A chunk of some MB is read while the prefill goes on; smaller ones are put together."""
+    request = Request(*site.pair("wide"), room=11, pages=[*range(1, 31)], targets=[*range(30, 0, -1)])
+    request.begin()
+    request.send(0, 20)
+    request.until_receivers(KVPoll.Transferring)
+    (load,) = request.receivers[0]._loads
+    assert next(progress.tokens for progress in load if progress.tokens >= 20 * 16) == 20 * 16
+    request.send(20, 25)
+    request.send(25)
+    assert request.senders[0].poll() in (KVPoll.Transferring, KVPoll.Success)
+    finish(request)
+    site.quiet()
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_tensor_parallelism(site: Site, kind: str, prefill_tp: int, decode_tp: int) -> None:
+    servers = site.pair(kind, prefill_tp, decode_tp)
+    request = Request(*servers, room=12, pages=[3, 9, 4], targets=[5, 6, 7])
+    request.begin()
+    request.send(0, 2)
+    request.send(2)
+    finish(request)
+    site.quiet()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_windows_have_pages_of_their_own(site: Site, prefill_tp: int, decode_tp: int) -> None:
+    servers = site.pair("swa", prefill_tp, decode_tp)
+    places = {"pages": [3, 9, 4, 8], "targets": [5, 6, 7, 1], "state": [11, 12], "target_state": [2, 21]}
+    request = Request(*servers, room=13, **places)
+    request.begin()
+    request.send(0, 2)
+    request.send(2)
+    finish(request)
+    site.quiet()
+
+
+def test_a_prefix_that_decode_has_is_told(site: Site, pair: tuple[Server, Server]) -> None:
+    request = Request(*pair, room=14, pages=[4, 20], targets=[5, 6])
+    request.begin(prefix=48)
+    request.send()
+    finish(request)
+    site.quiet()
+
+
+def test_a_prompt_whose_pages_are_all_there_still_brings_its_first_token(
+    site: Site, pair: tuple[Server, Server]
+) -> None:
+    request = Request(*pair, room=15, pages=[], targets=[])
+    request.begin(prefix=48)
+    request.send()
+    finish(request)
+    site.quiet()
+
+
+def test_hidden_states_go_as_pages_do(site: Site) -> None:
+    """Metadata that is too much for a payload, as for speculative decoding."""
+    servers = site.pair(hidden=4096)
+    request = Request(*servers, pages=[4, 20], targets=[5, 6])
+    request.begin()
+    servers[0].ranks[0].aux.output_hidden_states[request.row] = 2.5
+    request.send()
+    finish(request)
+    assert (servers[1].ranks[0].aux.output_hidden_states[request.target_row] == 2.5).all()
+    site.quiet()
+
+
+def test_decode_may_come_first(site: Site, pair: tuple[Server, Server]) -> None:
+    request = Request(*pair, room=16, pages=[4, 20], targets=[5, 6])
+    request.make_receivers()
+    request.want()
+    request.until_receivers(KVPoll.Transferring, KVPoll.WaitingForInput)
+    request.make_senders()
+    request.until_senders(KVPoll.WaitingForInput)
+    request.senders[0].pop_decode_prefix_len()
+    request.senders[0].init(2, request.row)
+    request.send()
+    finish(request)
+    site.quiet()
+
+
+def test_other_numbers_of_pages_fail_on_both_sides(site: Site, pair: tuple[Server, Server]) -> None:
+    request = Request(*pair, room=17, pages=[4, 20, 21], targets=[5, 6])
+    request.begin()
+    request.send()
+    request.until_receivers(KVPoll.Failed)
+    assert_fails(request.receivers[0], "PromptMismatch")
+    request.until_senders(KVPoll.Failed)
+    assert_fails(request.senders[0], "decode server has aborted")
+    request.clear()
+    site.quiet()
+
+
+def assert_fails(one: object, *words: str) -> None:
+    with pytest.raises(KVTransferError) as caught:
+        one.failure_exception()  # type: ignore[attr-defined]
+    for word in words:
+        assert word in str(caught.value)
+
+
+# When something ends a request: before prefill may send, with an offer that is empty, between chunks, with the last.
+MOMENTS = ["known", "offered", "computing", "complete"]
+
+
+def reach(request: Request, moment: str) -> None:
+    if moment == "known":
+        request.make_receivers()
+        request.make_senders()
+        request.want()
+        request.until_senders(KVPoll.WaitingForInput)
+        return
+    request.begin()
+    if moment == "computing":
+        request.send(0, 1)
+    elif moment == "complete":
+        request.send()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_decode_aborts(site: Site, pair: tuple[Server, Server], moment: str) -> None:
+    request = Request(*pair, pages=[4, 20], targets=[5, 6])
+    reach(request, moment)
+    request.receivers[0].abort()
+    request.until_receivers(KVPoll.Failed, KVPoll.Success)
+    assert all(load.safe for load in request.receivers[0]._loads), "whatever comes now into the pages is SGLang's"
+    request.until_senders(KVPoll.Failed, KVPoll.Success)
+    for one in (*request.receivers, *request.senders):
+        if one.conclude_state == KVPoll.Failed:
+            assert_fails(one, "borted")
+    request.clear()
+    site.quiet()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_prefill_aborts(site: Site, pair: tuple[Server, Server], moment: str) -> None:
+    request = Request(*pair, pages=[4, 20], targets=[5, 6])
+    reach(request, moment)
+    request.senders[0].abort()
+    request.until_senders(KVPoll.Failed, KVPoll.Success)
+    assert all(lease.done for lease in request.senders[0]._leases), "its pages may be reused"
+    request.until_receivers(KVPoll.Failed, KVPoll.Success)
+    if moment != "complete":
+        assert_fails(request.receivers[0], "PrefillFailed", "aborted")
+        assert_fails(request.senders[0], "Aborted")
+    elif request.receivers[0].conclude_state == KVPoll.Success:
+        request.check_bytes()
+    for one in (*request.receivers, *request.senders):
+        if one.conclude_state == KVPoll.Failed:
+            one.kv_mgr.failure_records.pop(request.room, None)
+    request.clear()
+    site.quiet()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_clear_at_any_moment_leaves_nothing(site: Site, pair: tuple[Server, Server], moment: str) -> None:
+    request = Request(*pair, pages=[4, 20], targets=[5, 6])
+    reach(request, moment)
+    request.receivers[0].clear()
+    request.senders[0].clear()
+    pair[0].ranks[0].manager.failure_records.pop(request.room, None)
+    site.quiet()
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_refused_prompt_fails_at_once(site: Site, pair: tuple[Server, Server], first: str) -> None:
+    """A prefill server that refuses a prompt makes no sender: its door tells the manager (`_refused_at_the_door`)."""
+    request = Request(*pair, pages=[4, 20], targets=[5, 6])
+    manager = pair[0].ranks[0].manager
+    request.make_receivers()
+    if first == "prefill":
+        manager.refuse(request.room, "the prompt is too long")
+        request.want()
+    else:
+        request.want()
+        wait_until(lambda: request.room in manager.transfer_infos)
+        manager.refuse(request.room, "the prompt is too long")
+    request.until_receivers(KVPoll.Failed)
+    assert_fails(request.receivers[0], "PrefillFailed", "the prompt is too long")
+    request.clear()
+    site.quiet()
+
+
+def test_a_room_is_used_again_after_success_and_after_failure(site: Site, pair: tuple[Server, Server]) -> None:
+    for turn in range(6):
+        request = Request(*pair, room=22, pages=[4 + turn, 20], targets=[5, 6])
+        request.begin()
+        if turn % 2:
+            request.senders[0].abort()
+            request.until_receivers(KVPoll.Failed)
+            assert_fails(request.receivers[0], "PrefillFailed")
+            request.until_senders(KVPoll.Failed)
+            assert_fails(request.senders[0], "Aborted")
+            request.clear()
+        else:
+            request.send()
+            finish(request)
+        site.quiet()
+
+
+def test_a_prefill_server_restarts_and_decode_goes_on(site: Site) -> None:
+    prefill, decode = site.pair()
+    request = Request(prefill, decode, room=23, pages=[4, 20], targets=[5, 6])
+    request.begin()
+    request.send()
+    finish(request)
+    prefill.close()
+    site.servers.remove(prefill)
+    again = site.prefill(port=prefill.port)
+    first = Request(again, decode, room=24, pages=[8, 9], targets=[5, 6])
+    first.make_receivers()
+    first.want()
+    first.until_receivers(KVPoll.Failed)  # it was told of the ranks before
+    assert_fails(first.receivers[0])
+    first.clear()
+    second = Request(again, decode, room=25, pages=[8, 9], targets=[5, 6])
+    second.begin()
+    second.send()
+    finish(second)
+
+
+def test_poll_asks_nobody(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads flags: no call of the runtime's thread, in no state."""
+    request = Request(*pair, room=26, pages=[4, 20], targets=[5, 6])
+    request.begin()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a poll has waited for the runtime's thread")
+
+    def poll_all() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(blocking._Host, "call", refuse)
+            patched.setattr(blocking._Host, "start", refuse)
+            for one in (*request.senders, *request.receivers):
+                one.poll()
+
+    poll_all()
+    request.send(0, 1)
+    poll_all()
+    request.send(1)
+    wait_until(lambda: (poll_all(), request.senders[0].poll())[1] == KVPoll.Success)
+    request.until_receivers(KVPoll.Success)
+    poll_all()
+    request.clear()
+
+
+@pytest.mark.parametrize(
+    "name", ["pp_size", "attn_cp_size", "attn_dcp_size", "disaggregation_decode_allocation_policy"]
+)
+def test_what_is_not_carried_is_refused_at_the_start(
+    pair: tuple[Server, Server], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = pair[1].ranks[0]
+    manager = rank.manager
+    setting = name.replace("decode", "disaggregation_decode")
+    monkeypatch.setattr(rank.configuration, setting, 2)
+    with use(rank), pytest.raises(ConfigError, match=f"{name} is 2"):
+        KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
+
+
+def test_many_at_once(site: Site, pair: tuple[Server, Server]) -> None:
+    requests = [
+        Request(*pair, room=100 + at, pages=[at * 4, at * 4 + 1], targets=[at * 4, at * 4 + 1], row=at, target_row=at)
+        for at in range(8)
+    ]
+    for request in requests:
+        request.begin()
+    for request in requests:
+        request.send(0, 1)
+    for request in reversed(requests):
+        request.send(1)
+    for request in requests:
+        finish(request)
+    site.quiet()
