@@ -13,9 +13,9 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
+from kvflow import LeaseOutcome, ServeRequest
 from kvflow.blocking import Lease
 from kvflow.errors import KVFlowError
-from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
 
 
 class KVFlowSender(CommonKVSender):

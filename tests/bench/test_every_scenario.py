@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -198,7 +199,8 @@ def test_every_scenario_runs_with_its_smallest_settings_and_prints_a_table_and_j
     path = tmp_path / "bench.json"
     program = ["kvflow.cli.main", "bench"] if name in installed.SCENARIOS else ["tests.bench"]
     command = [sys.executable, "-m", *program, name, *SMALLEST[name].split(), "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=880)
+    wide = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(command, cwd=ROOT, env=wide, capture_output=True, text=True, check=False, timeout=880)
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text(encoding="utf-8"))
     check, words = CHECKS[name]
