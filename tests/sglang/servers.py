@@ -218,7 +218,7 @@ def own_router(router: Router) -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         while True:
             with contextlib.suppress(httpx.HTTPError):
-                if router.decode.client.get(f"{url}/health", timeout=5.0).status_code == 200:
+                if router.decode.client.get(f"{url}/readiness", timeout=5.0).status_code == 200:
                     break
             assert process.poll() is None
             assert time.monotonic() < deadline_s, "SGLang's router did not come up"
