@@ -13,9 +13,10 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from kvflow import LeaseOutcome, ServeRequest
 from kvflow.blocking import Lease
 from kvflow.errors import KVFlowError
+from kvflow.runtime.producer.lease import ServeRequest
+from kvflow.runtime.producer.open_lease import LeaseOutcome
 
 
 class KVFlowSender(CommonKVSender):

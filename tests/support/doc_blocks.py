@@ -184,12 +184,14 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_typer(app, rest, complete=complete)
         case ["python3", "dev.py", *rest]:
             check_command(started_by_dev(rest))
-        case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
+        case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff" | "sglang_router.launch_router", *_]:
             pass
         case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
             pass
         case ["python", "-m", "tests.bench", *rest]:
             check_typer(bench, rest, complete=complete)
+        case ["python", "-m", module, *_] if module.startswith("tests."):
+            assert (ROOT / module.replace(".", "/") / "__main__.py").is_file(), words
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
             check_command([Path(command).name, *rest])
         case ["python", script, *rest]:
