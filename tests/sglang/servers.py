@@ -212,7 +212,7 @@ def own_router(router: Router) -> Iterator[str]:
         "--prometheus-port",
         str(free_port()),
     ]
-    process = subprocess.Popen([*command, *more], start_new_session=True)
+    process = subprocess.Popen([*command, *more], start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         deadline_s = time.monotonic() + 120
         url = f"http://127.0.0.1:{port}"
