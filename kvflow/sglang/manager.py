@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import torch.distributed
+import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -68,7 +69,7 @@ class KVFlowManager(CommonKVManager):
         if mode == DisaggregationMode.PREFILL:
             threading.Thread(target=self._hear, name="kvflow-sglang-hear", daemon=True).start()
         else:
-            self._heartbeat = self._start_heartbeat_checker_thread()
+            self._start_heartbeat_checker_thread()
 
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
         """All that registering at the bootstrap server needs, which SGLang's constructor does."""
@@ -109,9 +110,13 @@ class KVFlowManager(CommonKVManager):
         return f"sglang-{room}-{digest.hexdigest()}"
 
     def teardown(self) -> None:
-        """Close all runtimes."""
+        """Close all runtimes, and end the thread."""
         for pool in self.pools:
             pool.runtime.close()
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self._heartbeat_shutdown.set()
+            self.server_socket.close(0)  # of the prefill side the thread does it
+        self._zmq_ctx.term()
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         introduction: Introduction = [pool.introduction for pool in self.pools]
@@ -166,7 +171,11 @@ class KVFlowManager(CommonKVManager):
     def _hear(self) -> None:
         """The thread. What cannot be read is dropped: anybody can connect to the socket."""
         while True:
-            frames = self.server_socket.recv_multipart()
+            try:
+                frames = self.server_socket.recv_multipart()
+            except zmq.ContextTerminated:
+                self.server_socket.close(0)
+                return
             try:
                 if frames[0] == _WANTED:
                     self._want(msgspec.json.decode(frames[1], type=Wanted))

@@ -212,13 +212,13 @@ def own_router(router: Router) -> Iterator[str]:
         "--prometheus-port",
         str(free_port()),
     ]
-    process = subprocess.Popen([*command, *more], start_new_session=True)
+    process = subprocess.Popen([*command, *more], start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         deadline_s = time.monotonic() + 120
         url = f"http://127.0.0.1:{port}"
         while True:
             with contextlib.suppress(httpx.HTTPError):
-                if router.decode.client.get(f"{url}/health", timeout=5.0).status_code == 200:
+                if router.decode.client.get(f"{url}/readiness", timeout=5.0).status_code == 200:
                     break
             assert process.poll() is None
             assert time.monotonic() < deadline_s, "SGLang's router did not come up"

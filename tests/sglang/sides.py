@@ -176,8 +176,6 @@ class Server:
     def close(self) -> None:
         for rank in self.ranks:
             rank.manager.teardown()
-            if self.mode is DisaggregationMode.DECODE:
-                rank.manager._heartbeat_shutdown.set()
         if self.bootstrap is not None:
             self.bootstrap.close()
 
