@@ -78,7 +78,7 @@ def test_everything_is_drawn() -> None:
 
 
 def test_what_grows_is_told() -> None:
-    flat = {"rss_mib": 300.0, "pss_mib": 290.0, "objects": 9e5, "kvflow_objects": 2e3}
+    flat = {"heap_mib": 300.0, "objects": 9e5, "kvflow_objects": 2e3}
     flat |= {"fds": 90, "threads": 40, "sockets": 12, "tasks": 30}
     for name in flat:
         rising = [{**flat, name: flat[name] * (1.0 + step / 20)} for step in range(20)]
