@@ -49,7 +49,10 @@ def do_nothing(*_: object, **__: object) -> None:
 
 def give_back_without_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free early: blocks come back in the moment in which the lease ends."""
-    monkeypatch.setattr(LeaseBook, "_free_s", lambda self, entry: entry.ended_s)
+    make = LeaseBook.__init__
+    monkeypatch.setattr(
+        LeaseBook, "__init__", lambda self, *, lifetime_s, **_: make(self, hold_s=0.0, lifetime_s=lifetime_s)
+    )
 
 
 def leave_seals(monkeypatch: pytest.MonkeyPatch) -> None:
