@@ -13,7 +13,14 @@ from kvflow.runtime.statistics import RuntimeStatistics
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
     """Free + leased + in flight + quarantined blocks are all blocks, and each count has somebody to answer for it.
 
-    `leases` are those that the engine has made and not seen end; legal at any moment, also while loads are under way.
+    Legal at any moment, also while loads are under way.
+
+    Args:
+        runtime: Whose books.
+        leases: Those that its engine has made and not seen end.
+
+    Raises:
+        AssertionError: A count is wrong; it says which, and both numbers.
     """
     statistics = runtime.statistics()
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -48,7 +55,14 @@ def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
 
 
 def assert_quiet(statistics: RuntimeStatistics) -> None:
-    """Nothing is under way: all blocks free, no load, lease, quarantine or read (invariant I5)."""
+    """Nothing is under way: all blocks free, no load, lease, quarantine or read (invariant I5).
+
+    Args:
+        statistics: As `Runtime.statistics` gave them.
+
+    Raises:
+        AssertionError: Something is; it says what.
+    """
     assert statistics.buffers_used == 0, f"buffers in use: {statistics.buffers_used}"
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
     if blocks is not None:
@@ -64,7 +78,14 @@ def assert_quiet(statistics: RuntimeStatistics) -> None:
 
 
 def assert_closed(statistics: RuntimeStatistics) -> None:
-    """A closed runtime has left nothing behind: no task, thread, peer, registration or read."""
+    """A closed runtime has left nothing behind: no task, thread, peer, registration or read.
+
+    Args:
+        statistics: As `Runtime.statistics` gave them after closing.
+
+    Raises:
+        AssertionError: Something is left, or under way; it says what.
+    """
     assert_quiet(statistics)
     transport = statistics.transport
     left = (statistics.tasks, transport.open_peers, transport.open_spans, transport.open_threads, len(statistics.peers))

@@ -43,7 +43,15 @@ class PatternCache:
         return ("latent",) if self.layout.latent else ("K", "V")
 
     def slots(self, layer: int, part: int) -> torch.Tensor:
-        """K (0) or V (1), or the latent, of the `layer`th tensor: a view of integers (block, slot, head, element)."""
+        """One part of one layer, whatever the layout.
+
+        Args:
+            layer: Which of the registered tensors, from 0.
+            part: K (0) or V (1); 0 for the latent.
+
+        Returns:
+            A view of integers of the dtype's size: (block, slot, head, element).
+        """
         layout, tensors = self.layout, self._layers[layer]
         whole, axes = tensors[part % len(tensors)], axes_of(layout.style, layout.order)
         if "kv" in axes:
@@ -57,13 +65,25 @@ class PatternCache:
         return whole.view(_INTEGERS[layout.itemsize])
 
     def fill(self, block_ids: Sequence[int] | None = None) -> None:
-        """Write the pattern into all blocks, or into some."""
+        """Write the pattern into blocks.
+
+        Args:
+            block_ids: Which; None for all.
+        """
         for layer, part in self._regions():
             ids = self._ids(block_ids)
             self.slots(layer, part)[ids] = self._pattern(layer, part, ids)
 
     def assert_untouched(self, block_ids: Sequence[int] | None = None, *, first_slot: int = 0) -> None:
-        """All blocks, or some, hold what `fill` wrote, from `first_slot` on; AssertionError names the place."""
+        """Blocks hold what `fill` wrote.
+
+        Args:
+            block_ids: Which; None for all.
+            first_slot: Slots of each block before this one may hold anything.
+
+        Raises:
+            AssertionError: They do not; it names the first place.
+        """
         ids = self._ids(block_ids)
         for layer, part in self._regions():
             found = self.slots(layer, part)[ids]
@@ -74,7 +94,14 @@ class PatternCache:
                 raise AssertionError(f"{place} was written to, and {len(wrong) - 1} elements more")
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A number for each slot (layer, part, block, slot), which changes with any one element of it."""
+        """A number for each slot, which changes with any one element of it.
+
+        Args:
+            block_ids: Whose slots.
+
+        Returns:
+            Int64, (layer, part, block, slot), blocks in the order given.
+        """
         layout = self.layout
         weights = 2 * torch.arange(layout.num_kv_heads * layout.kv_head_size) * _PRIMES[0] + 1
         weights = weights.view(layout.num_kv_heads, layout.kv_head_size)
@@ -86,13 +113,31 @@ class PatternCache:
         return torch.stack(rows).view(len(self._layers), len(self.parts), len(ids), layout.block_size)
 
     def name_of(self, layer: int, part: int, block: int, slot: int, head: int | None = None) -> str:
-        """A place, as messages name it; `head` counts from the rank's first."""
+        """A place, as messages name it.
+
+        Args:
+            layer: Which of the registered tensors, from 0.
+            part: K (0) or V (1); 0 for the latent.
+            block: The block's id.
+            slot: In the block, from 0.
+            head: From the rank's first, which is 0; None names no head.
+
+        Returns:
+            The place in words, layer by name and head by the model's number.
+        """
         of_head = "" if head is None else f" head {self.heads[head]}"
         name = self.layout.layer_names[layer]
         return f"engine {self.engine_id!r}, layer {name!r}, {self.parts[part]}, block {block}, slot {slot}{of_head}"
 
     def find(self, elements: torch.Tensor) -> str | None:
-        """The first place that holds these elements of one head of one slot; None if no place does."""
+        """Look for the elements of one head of one slot.
+
+        Args:
+            elements: As they lie in `slots`: (element,).
+
+        Returns:
+            The name of the first place that holds them; None if no place does.
+        """
         for layer, part in self._regions():
             held = (self.slots(layer, part).cpu() == elements.cpu()).all(-1).nonzero().tolist()
             if held:
@@ -138,7 +183,14 @@ class StateCache:
         self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A number for each slot (layer, tensor, slot, 1), which changes with any one byte of it."""
+        """A number for each slot, which changes with any one byte of it.
+
+        Args:
+            block_ids: The slots, of one request's state each.
+
+        Returns:
+            Int64, (layer, tensor, slot, 1), slots in the order given.
+        """
         rows = []
         for tensor in (tensor for tensors in self._layers for tensor in tensors):
             ids = torch.tensor([int(block) for block in block_ids], dtype=torch.int64, device=tensor.device)
@@ -148,7 +200,17 @@ class StateCache:
         return torch.stack(rows).view(len(self._layers), -1, len(block_ids), 1)
 
     def name_of(self, layer: int, part: int, block: int, slot: int) -> str:
-        """A place, as messages name it; a block of state is one slot, `slot` is 0."""
+        """A place, as messages name it.
+
+        Args:
+            layer: Which of the registered layers, from 0.
+            part: Which of the layer's tensors of state, from 0.
+            block: The block's id.
+            slot: 0, since a block of state is one slot.
+
+        Returns:
+            The place in words, layer and tensor by name.
+        """
         name, tensor = self.layout.layer_names[layer], self.layout.tensors[part].name
         return f"engine {self.engine_id!r}, layer {name!r}, {tensor}, block {block}, slot {slot}"
 
@@ -214,7 +276,18 @@ def assert_blocks_equal(
     *,
     num_tokens: int | None = None,
 ) -> None:
-    """AssertionError with what `compare_blocks` says, unless every element is right."""
+    """Loaded blocks hold what was offered, as by `compare_blocks`.
+
+    Args:
+        ours: The consumer's cache.
+        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
+        theirs: The producer's cache.
+        their_ids: The blocks that were offered.
+        num_tokens: How long the prompt is; None stands for full blocks.
+
+    Raises:
+        AssertionError: Some element is wrong; it says what `compare_blocks` does.
+    """
     problem = compare_blocks(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     assert problem is None, problem
 
@@ -227,7 +300,19 @@ def assert_loaded(
     *,
     num_tokens: int | None = None,
 ) -> None:
-    """The blocks are equal, as by `assert_blocks_equal`, and everything else in `ours` still holds its own pattern."""
+    """Loaded blocks hold what was offered, and everything else in `ours` its own pattern.
+
+    Args:
+        ours: The consumer's cache; it was filled with its pattern before the load.
+        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
+        theirs: The producer's cache.
+        their_ids: The blocks that were offered.
+        num_tokens: How long the prompt is; slots of the last block behind it count as everything else. None stands for
+            full blocks.
+
+    Raises:
+        AssertionError: Some element is wrong; it names the first place.
+    """
     assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     wanted = set(our_ids)
     ours.assert_untouched([block for block in range(ours.layout.num_blocks) if block not in wanted])

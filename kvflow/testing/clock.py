@@ -31,9 +31,23 @@ class ManualClock:
         self._counter = itertools.count()
 
     def now_s(self) -> float:
+        """The time now.
+
+        Returns:
+            Seconds, as the clock was made with and moved by since.
+        """
         return self._now_s
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> ManualTimer:
+        """Set a timer, which `advance` fires.
+
+        Args:
+            delay_s: Seconds from now; a negative one counts as 0.
+            callback: What is called then.
+
+        Returns:
+            The timer, to be cancelled.
+        """
         timer = ManualTimer(callback)
         heapq.heappush(self._timers, (self._now_s + max(delay_s, 0.0), next(self._counter), timer))
         return timer
@@ -44,7 +58,11 @@ class ManualClock:
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
     def advance(self, seconds: float) -> None:
-        """Move on, and call what is due on the way, each at its time and in order."""
+        """Move on, and call what is due on the way, each at its time and in order.
+
+        Args:
+            seconds: How far.
+        """
         end_s = self._now_s + seconds
         while self._timers and self._timers[0][0] <= end_s:
             due_s, _, timer = heapq.heappop(self._timers)
@@ -64,7 +82,21 @@ class LoopClock:
         self._rate = rate
 
     def now_s(self) -> float:
+        """The time now.
+
+        Returns:
+            Seconds: the loop's time at the clock's rate, and its offset.
+        """
         return self._offset_s + self._loop.time() * self._rate
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """Set a timer on the loop.
+
+        Args:
+            delay_s: Seconds from now, by this clock.
+            callback: What is called then.
+
+        Returns:
+            The timer, to be cancelled.
+        """
         return self._loop.call_later(delay_s / self._rate, callback)

@@ -105,7 +105,14 @@ class InprocCluster:
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
-        """What a runtime needs to be part of the cluster. Copies run on the event loop: keep caches small."""
+        """What a runtime needs to be part of the cluster. Copies run on the event loop: keep caches small.
+
+        Args:
+            clock: Makes the runtime's clock, in its loop.
+
+        Returns:
+            A world for one runtime or several.
+        """
         if self._faults is not None:
             return replace(self._faults.world(clock), transport=self._make, forgives=False)
         return World(
@@ -118,7 +125,15 @@ class InprocCluster:
         )
 
     def transport(self, engine_id: str, rank: Rank = _FIRST_RANK) -> InprocTransport:
-        """The transport of a rank's latest runtime: hold its reads, perform them, and script its `faults`."""
+        """The transport of a rank's latest runtime: hold its reads, perform them, and script its `faults`.
+
+        Args:
+            engine_id: Whose.
+            rank: Which of the engine's ranks; the first if not given.
+
+        Returns:
+            The one that was made last.
+        """
         return self._transports[engine_id, rank]
 
     @contextlib.asynccontextmanager
@@ -127,7 +142,17 @@ class InprocCluster:
     ) -> AsyncIterator[TestEngine]:
         """An open runtime with a small registered cache, filled with its pattern (`TestEngine.cache`).
 
-        `config` gives limits and timeouts. After a clean exit nothing may be left (`assert_closed`).
+        Args:
+            engine_id: Its name.
+            config: Limits and timeouts; the name, address and transport are the cluster's.
+            size: Of the cache; one layer if not given.
+
+        Returns:
+            A context manager; its block gets the engine.
+
+        Raises:
+            AssertionError: On a clean exit, if something is left (`assert_closed`).
+            UsageError: The cluster has a seed, and the loop is not virtual.
         """
         base = config or Config(engine_id=engine_id, drain_timeout_s=1.0)
         async with open_engine(engine_id, base, self._make, world=self.world(), size=size) as engine:

@@ -68,7 +68,12 @@ class LoadWatch:
         self._begun: list[_WatchedLoad] = []
 
     def begun(self, load: Load, where: str) -> None:
-        """A load is under way, or was refused, which keeps nothing."""
+        """A load is under way, or was refused, which keeps nothing.
+
+        Args:
+            load: As `start_load` returned it; it is watched from here on.
+            where: The line that has begun it, as messages name it.
+        """
         if not load.done:
             load.__class__ = _WatchedLoad
             assert isinstance(load, _WatchedLoad)
@@ -83,7 +88,11 @@ class LoadWatch:
         return tuple(load for load in self._begun if not (load.cared_for or load.waiting))
 
     def assert_none_forgotten(self) -> None:
-        """AssertionError names the first load that is forgotten, and where it was begun."""
+        """No load is `forgotten`.
+
+        Raises:
+            AssertionError: One is; it names the first, and where it was begun.
+        """
         for load in self._begun:
             if load in self.forgotten:
                 state = "went on to its end" if load.done else "is under way"
@@ -103,6 +112,9 @@ def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
 
     Args:
         runtime: The reader's; its `start_load` is watched from here on, under any name that is looked up later.
+
+    Returns:
+        A context manager; its block gets the watch, and is how long loads are watched.
 
     Raises:
         AssertionError: At the end, if a load was forgotten, also when an error of the engine comes through; it names

@@ -36,7 +36,15 @@ class CacheSize(NamedTuple):
     head_size: int = 8
 
     def make(self, engine_id: str) -> tuple[dict[str, torch.Tensor], PatternCache]:
-        """The tensors of a cache, filled with the engine's pattern."""
+        """Make the tensors of a cache, filled with the engine's pattern.
+
+        Args:
+            engine_id: Whose pattern.
+
+        Returns:
+            Tensors by layer name, of torch's default dtype, and the `PatternCache` over them. Each is (2, num_blocks,
+            kv_heads, block_size, head_size) in order HND; in NHD heads and tokens of a block change places.
+        """
         inner = (self.block_size, self.kv_heads) if self.order == "NHD" else (self.kv_heads, self.block_size)
         shape = (2, self.num_blocks, *inner, self.head_size)
         kv_caches = {f"layers.{index}": torch.empty(shape) for index in range(self.layers)}
@@ -73,7 +81,20 @@ class Pair(Generic[TransportT]):
     def offer(
         self, block_ids: Sequence[int], request_id: str = "req", *, ttl_s: float | None = None, reader_count: int = 1
     ) -> Lease:
-        """Serve full blocks."""
+        """Serve full blocks of the producer.
+
+        Args:
+            block_ids: The producer's, in prompt order.
+            request_id: Whose prompt.
+            ttl_s: As in `ServeRequest`.
+            reader_count: As in `ServeRequest`.
+
+        Returns:
+            The lease.
+
+        Raises:
+            RequestError, RuntimeUnavailable: As `Runtime.serve_blocks`.
+        """
         request = ServeRequest(
             request_id,
             block_ids=block_ids,
@@ -85,23 +106,45 @@ class Pair(Generic[TransportT]):
 
     @staticmethod
     def wanted(lease: Lease, block_ids: Sequence[int], *, deadline_s: float | None = None) -> LoadRequest:
-        """The request that loads a lease's blocks into `block_ids`, its ticket as a router would hand it over."""
+        """The request that loads what a lease offers.
+
+        Args:
+            lease: The producer's.
+            block_ids: The consumer's, to fill.
+            deadline_s: As in `LoadRequest`.
+
+        Returns:
+            The request, its ticket as a router would hand it over.
+        """
         return LoadRequest(
             lease.request_id, ticket=lease.ticket.to_params(), block_ids=block_ids, deadline_s=deadline_s
         )
 
     def assert_loaded(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
-        """The consumer's `local_ids` equal the producer's `remote_ids`; all its other blocks are untouched."""
+        """Loaded blocks are equal to those that were offered, and all other blocks of the consumer untouched.
+
+        Args:
+            local_ids: The consumer's.
+            remote_ids: The producer's, full ones.
+
+        Raises:
+            AssertionError: Some element is wrong; it names the first place.
+        """
         assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
 
 def block_by_block(config: Config) -> Config:
-    """`config` with reads of a block each, so that loads of leases that grow do in small caches what they do in large
-    ones. For the consumer.
+    """Have reads of a block each, so that loads of leases that grow do in small caches what they do in large ones.
 
     A load takes what is computed once it is worth a read, 128 KiB or more, and at most a slice. All of a test's cache
     is less, so nothing would land before the last step, and one `Progress` would be told. Here each block is read as
     it is computed (or several, if they come together), and told of.
+
+    Args:
+        config: The consumer's.
+
+    Returns:
+        A copy with `Limits.slice_bytes_max` 1.
     """
     return replace(config, limits=replace(config.limits, slice_bytes_max=1))
 
@@ -124,11 +167,22 @@ async def inproc_pair(
     producer_world: World = _WORLD,
     consumer_world: World = _WORLD,
 ) -> AsyncIterator[InprocPair]:
-    """An open, registered pair. `config` gives limits and timeouts; names, addresses and transports are the pair's own.
+    """An open, registered pair, over the in-process transport.
 
-    Another world may have another clock, such as a `ManualClock`.
+    Args:
+        num_blocks: Of each cache.
+        block_size: Tokens in a block.
+        layers: Of each cache.
+        config: Limits and timeouts; names, addresses and transports are the pair's own.
+        observers: Of both runtimes.
+        producer_world: The producer's, such as one with a `ManualClock`; its transport is not used.
+        consumer_world: The consumer's, likewise.
 
-    On a clean exit everything must be quiet and everything closed, or AssertionError says what is not.
+    Returns:
+        A context manager; its block gets the pair.
+
+    Raises:
+        AssertionError: On a clean exit, if something is under way or not closed; it says what.
     """
     base, network = replace(config, transport="inproc"), InprocNetwork()
     size = CacheSize(layers, num_blocks, block_size)
@@ -145,7 +199,19 @@ async def inproc_pair(
 
 @contextlib.asynccontextmanager
 async def nixl_pair(*, config: Config = _QUICK, size: CacheSize = _SIZE) -> AsyncIterator[NixlPair]:
-    """The same over real NIXL, for what only that shows; ConfigError where it is not installed."""
+    """The same as `inproc_pair` over real NIXL, for what only that shows.
+
+    Args:
+        config: Limits and timeouts; names and addresses are the pair's own.
+        size: Of each cache.
+
+    Returns:
+        A context manager; its block gets the pair.
+
+    Raises:
+        ConfigError: NIXL is not installed.
+        AssertionError: As for `inproc_pair`.
+    """
     base = replace(config, transport="nixl")
     async with (
         open_engine("producer", base, make_transport, size=size) as producer,

@@ -149,12 +149,27 @@ class VirtualLoop(BaseEventLoop):
         return f"<VirtualLoop at {self._now_s:.6f} s, {len(self._ready)} ready, {len(self._timers)} timers>"
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """The virtual time now.
+
+        Returns:
+            Seconds since the loop was made.
+        """
         return self._now_s
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
+        """Set a timer, as asyncio's.
+
+        Args:
+            when: Virtual seconds, as `time` counts them; one that is past is due at once.
+            callback: What is called then.
+            args: What it is called with.
+            context: What it runs in, which says whose life it belongs to; None for the present one.
+
+        Returns:
+            The timer, to be cancelled.
+        """
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
@@ -162,23 +177,66 @@ class VirtualLoop(BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
+        """Have something called in the next turns, as asyncio's, but from the loop's own thread only.
+
+        Args:
+            callback: What is called.
+            args: What it is called with.
+            context: What it runs in, which says whose life it belongs to; None for the present one.
+
+        Returns:
+            The call, to be cancelled.
+
+        Raises:
+            RuntimeError: Called from another thread.
+        """
         if threading.current_thread() is not self._thread:
             raise RuntimeError("a virtual loop has one thread: what other threads do has no place in its time")
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
+        """Refused: there are no threads.
+
+        Args:
+            executor: Ignored.
+            func: Ignored.
+            args: Ignored.
+
+        Returns:
+            Nothing, ever.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         raise NotImplementedError("a virtual loop has one thread")
 
     def create_task(
         self, coro: Awaited[T], *, name: object = None, context: Context | None = None, eager_start: bool | None = None
     ) -> asyncio.Task[T]:
-        """As asyncio's. From Python 3.14 on it may ask for an eager start, which has no place in an order by time."""
+        """Start a task, as asyncio's.
+
+        Args:
+            coro: What it runs.
+            name: Its name; None numbers it.
+            context: What it runs in, which says whose life it belongs to; None for a copy of the present one.
+            eager_start: Ignored. Python 3.14 and later may ask for it; it has no place in an order by time.
+
+        Returns:
+            The task; its hash is its number, so that sets of tasks have the same order in every run.
+        """
         task = _Task(coro, self, name, copy_context() if context is None else context)
         self._tasks.add(task)
         return task
 
     def tasks(self, life: Life | None = None) -> list[asyncio.Task[Any]]:
-        """All tasks that are not done, or those of one life, oldest first."""
+        """Tasks that are not done.
+
+        Args:
+            life: Whose; None for all.
+
+        Returns:
+            The tasks, oldest first.
+        """
         found = [task for task in self._tasks if not task.done() and (life is None or task.life is life)]
         return sorted(found, key=hash)
 
@@ -239,12 +297,27 @@ class VirtualLoop(BaseEventLoop):
 
 
 def new_virtual_loop() -> VirtualLoop:
-    """A loop; what it lacks (sockets, threads, processes) asyncio answers with NotImplementedError."""
+    """Make a loop; what it lacks (sockets, threads, processes) asyncio answers with NotImplementedError.
+
+    Returns:
+        The loop, at time 0.
+    """
     return VirtualLoop()
 
 
 def run_virtual(body: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time. Raises what it raises, or Deadlock."""
+    """Run a coroutine to its end in virtual time.
+
+    Args:
+        body: Not started yet.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        Deadlock: It would wait forever; the error names the tasks that wait.
+        Exception: What the coroutine raises.
+    """
     with asyncio.Runner(loop_factory=new_virtual_loop) as runner:
         try:
             return runner.run(body)

@@ -116,13 +116,24 @@ class OfferWatch:
         self._offered: dict[Lease, list[_Slots]] = {}
 
     def assert_unchanged(self) -> None:
-        """No offer has changed so far; AssertionError names the first place that has. Legal at any moment."""
+        """No offer has changed so far. Legal at any moment.
+
+        Raises:
+            AssertionError: One has; it names the first place.
+        """
         for lease in self._offered:
             self._compare(lease, "while it was offered")
         self._findings.assert_none()
 
     def offer(self, lease: Lease) -> None:
-        """Remember what a new lease offers."""
+        """Remember what a new lease offers.
+
+        Args:
+            lease: As the watched runtime's `serve_blocks` returned it.
+
+        Raises:
+            UsageError: It offers another number of groups of layers than are watched; it is revoked.
+        """
         tables = lease.block_tables
         if len(tables) != len(self._caches):
             lease.revoke()
@@ -138,7 +149,11 @@ class OfferWatch:
             self._remember(lease)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """See `Observer`: told in the step that gives the blocks back, before anybody else can know."""
+        """See `Observer`: told in the step that gives the blocks back, before anybody else can know.
+
+        Args:
+            record: How the lease has ended; its outcome is named in what is found.
+        """
         for lease in [lease for lease in self._offered if lease.done]:
             try:
                 self._compare(lease, f"before its lease was over ({record.outcome})")
@@ -147,7 +162,11 @@ class OfferWatch:
             del self._offered[lease]
 
     def load_ended(self, record: LoadRecord) -> None:
-        """See `Observer`."""
+        """See `Observer`; loads change no offer.
+
+        Args:
+            record: Ignored.
+        """
 
     def _remember(self, lease: Lease) -> None:
         held = _held(lease)
@@ -190,6 +209,9 @@ def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache |
         cache: What it has registered, or a cache for each of several groups, in their order (a `StateCache` for state);
             the content is the engine's own and need not be a pattern.
 
+    Returns:
+        A context manager; its block gets the watch, and is how long offers are watched.
+
     Raises:
         AssertionError: At the end, if an offer has changed, also when an error of the engine comes through; it names
             engine, layer, block, slot, token and request.
@@ -218,7 +240,14 @@ class BlockWatch:
         self._findings = Findings()
 
     def take(self, block_ids: Iterable[int]) -> None:
-        """The allocator gives blocks out; AssertionError if one is not its to give."""
+        """The allocator gives blocks out.
+
+        Args:
+            block_ids: Those it gives out.
+
+        Raises:
+            AssertionError: One is taken already, in use by the runtime, or was not free when the watch began.
+        """
         where = _caller()
         for block in block_ids:
             if block in self._taken:
@@ -230,7 +259,14 @@ class BlockWatch:
             self._taken[block] = where
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """The allocator gets blocks back; AssertionError if one is free already, or in use by the runtime."""
+        """The allocator gets blocks back.
+
+        Args:
+            block_ids: Those it gets.
+
+        Raises:
+            AssertionError: One is free already, or in use by the runtime; or something was found before.
+        """
         where = _caller()
         for block in block_ids:
             taken = self._taken.pop(block, None)
@@ -241,11 +277,19 @@ class BlockWatch:
         self._findings.assert_none()
 
     def assert_nothing_found(self) -> None:
-        """Nothing was wrong so far with what was taken and freed."""
+        """Nothing was wrong so far with what was taken and freed.
+
+        Raises:
+            AssertionError: Something was; it says what was found first.
+        """
         self._findings.assert_none()
 
     def assert_conserved(self) -> None:
-        """Free and taken blocks are all blocks, each once, and the runtime uses taken ones. Legal at any moment."""
+        """Free and taken blocks are all blocks, each once, and the runtime uses taken ones. Legal at any moment.
+
+        Raises:
+            AssertionError: A block is neither, or both, or used while it is free; or something was found before.
+        """
         self._findings.assert_none()
         free = sorted(self._free_blocks())
         for block in sorted(self._all):
@@ -256,7 +300,11 @@ class BlockWatch:
                 self._fail(block, f"is free, but {use}")
 
     def assert_all_free(self) -> None:
-        """Every block has come back; AssertionError says where the first that has not was taken."""
+        """Every block has come back.
+
+        Raises:
+            AssertionError: One has not, and where it was taken; or as `assert_conserved`.
+        """
         self.assert_conserved()
         for block, where in sorted(self._taken.items()):
             self._fail(block, f"was taken at {where} and never freed, as {len(self._taken) - 1} others")
@@ -283,6 +331,9 @@ def watch_blocks(
         take: The name of its method that returns the ids of blocks it gives out.
         free: The name of its method that gets them back: its first argument.
         free_blocks: Returns those that are free now. All of the allocator's must be, or are not watched.
+
+    Returns:
+        A context manager; its block gets the watch, and is how long the allocator is watched.
 
     Raises:
         AssertionError: Where blocks are given out twice, freed twice, or freed while the runtime uses them; at the end

@@ -132,6 +132,11 @@ class InprocTransport:
         """Events that came while nobody took any."""
 
     async def open(self) -> None:
+        """Join the network.
+
+        Raises:
+            TransportError: An agent of that name is on it.
+        """
         if self.name in self._network.agents:
             raise TransportError(f"agent name {self.name!r} is taken")
         self._loop = asyncio.get_running_loop()
@@ -140,6 +145,18 @@ class InprocTransport:
         self._open = True
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
+        """Let memory be read by peers, written by reads, or both.
+
+        Args:
+            spans: Addresses and sizes in bytes, of this process.
+            device: Where they are; the CPU's memory only.
+            keepalive: Owns the memory; held until the transport is closed.
+            use: Which of the two.
+
+        Raises:
+            TransportError: The device is another one.
+            TransportBroken: The transport is not open.
+        """
         self._require_open()
         if device.kind != "cpu":
             raise TransportError(f"the in-process transport cannot reach device {device.kind!r}")
@@ -148,10 +165,31 @@ class InprocTransport:
         self._keepalive.append(keepalive)
 
     async def metadata(self) -> bytes:
+        """What a reader needs to add this agent as a peer.
+
+        Returns:
+            JSON with its name.
+
+        Raises:
+            TransportBroken: The transport is not open.
+        """
         self._require_open()
         return json.dumps({"name": self.name}).encode()
 
     async def add_peer(self, metadata: bytes) -> AgentName:
+        """Learn a peer.
+
+        Args:
+            metadata: As the peer's own `metadata` gave it.
+
+        Returns:
+            The peer's name, for reads and notifications.
+
+        Raises:
+            TransportError: It is not the metadata of an in-process agent.
+            PeerGone: The agent is not on the network.
+            TransportBroken: The transport is not open.
+        """
         self._require_open()
         try:
             name = AgentName(json.loads(metadata)["name"])
@@ -163,11 +201,32 @@ class InprocTransport:
         return name
 
     async def remove_peer(self, name: AgentName) -> None:
+        """Forget a peer.
+
+        Args:
+            name: As `add_peer` gave it; one that is not known is fine.
+
+        Raises:
+            AssertionError: A read from it is under way.
+            TransportBroken: The transport is not open.
+        """
         self._require_open()
         assert not any(read.peer == name for read in self._reads), f"{name!r} is removed under a running read"
         self._peers.discard(name)
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
+        """Start to read; an event tells the end.
+
+        Args:
+            peer: Whom to read from.
+            descriptors: Local and remote ranges, in bytes; judged when the read is performed.
+
+        Returns:
+            The read, which its `ReadEnded` names. With `InprocFaults.hold` it is in `held` until `perform`.
+
+        Raises:
+            TransportBroken: The transport is not open.
+        """
         if not self._open:
             self._require_open()
         read = InprocRead(descriptors.size_bytes, peer, descriptors)
@@ -182,7 +241,14 @@ class InprocTransport:
         return read
 
     def perform(self, count: int | None = None) -> int:
-        """Perform `count` (or all) waiting reads, oldest first; returns how many."""
+        """Perform waiting reads, oldest first.
+
+        Args:
+            count: How many at most; None for all.
+
+        Returns:
+            How many were performed, those included that have failed.
+        """
         todo = len(self.held) if count is None else min(count, len(self.held))
         for _ in range(todo):
             read = self.held.popleft()
@@ -199,11 +265,26 @@ class InprocTransport:
         return todo
 
     def end(self, read: InprocRead, error: TransportError | None) -> None:
-        """A read that a carrier has is stopped for good."""
+        """A read that a carrier has is stopped for good.
+
+        Args:
+            read: As the carrier got it.
+            error: Why it has failed; None if all bytes have landed.
+        """
         assert self._carrier is not None, "it says so"
         self._carrier.wake(partial(self._tell, ReadEnded(read, error, 0.0)))
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
+        """Send a notification; returns at once. One to a peer that is gone, cut off or not added is counted as failed.
+
+        Args:
+            peer: To whom.
+            payload: What arrives there.
+            join: Ignored: notifications are sent one by one.
+
+        Raises:
+            TransportBroken: The transport is not open.
+        """
         if not self._open:
             self._require_open()
         target = self._network.agents.get(peer)
@@ -220,7 +301,11 @@ class InprocTransport:
             target.deliver(payload)
 
     def deliver(self, payload: bytes) -> None:
-        """Let a notification arrive here, as if a peer had sent it; from any thread."""
+        """Let a notification arrive here, as if a peer had sent it; from any thread.
+
+        Args:
+            payload: What arrives.
+        """
         tell = partial(self._tell, Notified(payload))
         if self._carrier is not None:
             self._carrier.wake(tell)
@@ -232,6 +317,14 @@ class InprocTransport:
         return self.faults.behind
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
+        """Hand out events, those first that were kept while nobody took any, until cancelled.
+
+        Args:
+            deliver: Called on the loop with each.
+
+        Raises:
+            TransportBroken: The transport was closed or has died, or `deliver` has raised.
+        """
         self._deliver = deliver
         try:
             while self._kept:
@@ -241,7 +334,11 @@ class InprocTransport:
             self._deliver = None
 
     def die(self, cause: BaseException) -> None:
-        """Fault: the transport itself breaks; nothing more is performed or reported."""
+        """Fault: the transport itself breaks; nothing more is performed or reported.
+
+        Args:
+            cause: What has broken it, as the TransportBroken that `run` raises says.
+        """
         self._network.agents.pop(self.name, None)
         self._fail(cause)
 
@@ -268,7 +365,14 @@ class InprocTransport:
             self._over.exception()  # seen: there may be nobody who takes events
 
     async def aclose(self, timeout_s: float) -> None:
-        """Reads that are still held count as under way: TransportError at once, since only a test can end them."""
+        """Leave the network and let go of the memory. Closing twice is fine.
+
+        Args:
+            timeout_s: How long a carrier's reads are waited for. Held reads are not: only a test can end them.
+
+        Raises:
+            TransportError: Reads are under way; the memory stays registered.
+        """
         if not self._open and not self._reads:
             return
         self._open = False
@@ -293,6 +397,11 @@ class InprocTransport:
         self._keepalive.clear()
 
     def abandon(self, wait_s: float) -> None:
+        """Leave the network and let go of the memory at once, without the loop.
+
+        Args:
+            wait_s: Ignored: nothing is waited for.
+        """
         self._network.agents.pop(self.name, None)
         self._open = False
         for held in (self._reads, self._peers, self._served, self._read_into, self._keepalive):
@@ -314,7 +423,14 @@ class InprocTransport:
         )
 
     def refusal(self, read: InprocRead) -> TransportError | None:
-        """Why a read cannot be performed, if so."""
+        """Why a read cannot be performed, if so. An error of `InprocFaults.fail_next` is used up by this.
+
+        Args:
+            read: One that was posted here.
+
+        Returns:
+            PeerGone, the next scripted error, or that a range is not registered; None if it can be performed.
+        """
         target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:
             return PeerGone(f"agent {read.peer!r} is gone")
@@ -332,6 +448,11 @@ class InprocTransport:
 
     @staticmethod
     def copy(rows: Iterable[Row]) -> None:
+        """Copy the bytes of a read, or of a part of it.
+
+        Args:
+            rows: Local address, remote address, size in bytes; from remote to local.
+        """
         for local, remote, size in rows:
             ctypes.memmove(local, remote, size)
 
