@@ -41,6 +41,9 @@ class Buffers:
     cut: bool
     """Whether another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
 
+    alike: bool = False
+    """Of what is not cut: whether all ranks have the same, so that any one's will do. Else each has a share of its own,
+    which goes to no other tensor parallelism."""
     host: bool = False
     """Whether it is in host memory, wherever the others are."""
 
@@ -49,7 +52,8 @@ class Buffers:
         layers = {}
         alike: dict[int, list[int]] = {}
         for at, (pointer, size, item) in enumerate(zip(self.pointers, self.sizes, self.item_sizes, strict=True)):
-            layers[f"{self.name}.{at}"] = _bytes_at(pointer, size, device).view(size // item, *self._shape(item))
+            items = size // item
+            layers[f"{self.name}.{at}"] = _bytes_at(pointer, items * item, device).view(items, *self._shape(item))
             alike.setdefault(item, []).append(at)
         layouts = []
         for places in alike.values():
@@ -93,26 +97,39 @@ def kv_buffers(args: Any, *, heads: int) -> Buffers:
 
 
 def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
-    """The components of state, in SGLang's order. Windows of a pool that has heads are cut as its pages are."""
+    """The components of state, in SGLang's order. Windows of a pool that has heads are cut as its pages are.
+
+    A layer that has no items is in SGLang's lists all the same, as items of no bytes.
+    """
     found = []
     for at, kind in enumerate(args.state_types):
-        pointers, sizes = args.state_data_ptrs[at], args.state_item_lens[at]
+        held = [number for number, size in enumerate(args.state_item_lens[at]) if size]
+        sizes = [args.state_item_lens[at][number] for number in held]
         cut = kind.value == "swa" and heads > 0 and args.swa_kv_cache_layout == "nhd"
         cut = cut and not any(size % (args.page_size * heads) for size in sizes)
         found.append(
             Buffers(
                 name=f"{kind.value}.{at}",
-                pointers=pointers,
-                sizes=args.state_data_lens[at],
+                pointers=[args.state_data_ptrs[at][number] for number in held],
+                sizes=[args.state_data_lens[at][number] for number in held],
                 item_sizes=sizes,
-                layers=range(len(pointers)),
+                layers=held,
                 tokens=args.page_size if cut else 1,
                 heads=heads if cut else 0,
                 cut=cut,
+                alike=heads == 0 and kind.value != "mamba",
                 format=f"{args.kv_cache_dtype_str}.{kind.value}",
             )
         )
     return found
+
+
+def items_named(kind: str, indices: Any) -> Any:
+    """The items of a component that a request has; None if it has none.
+
+    Of a DSA tail SGLang names the request's item, and then which part of it is live: the item moves whole.
+    """
+    return indices[:1] if kind == "dsa_tail" and indices is not None else indices
 
 
 def aux_buffers(args: Any) -> Buffers:
@@ -127,6 +144,7 @@ def aux_buffers(args: Any) -> Buffers:
         heads=0,
         format="aux",
         cut=False,
+        alike=True,
         host=True,
     )
 
