@@ -125,11 +125,12 @@ class KVFlowManager(CommonKVManager):
         introduction: Introduction = [pool.introduction for pool in self.pools]
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
-    def items_of(self, pages: Any, state_indices: Any, aux_index: int) -> list[Any]:
-        """What a request has in each pool; None of one in which it has nothing."""
+    def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
+        """What a request brings in each pool; None of one in which it has nothing."""
         aux = [[aux_index]] if self.aux_moves else []
-        states = state_indices or [None] * len(self.state_kinds)
-        return [pages, *map(items_named, self.state_kinds, states), *aux]
+        prefix_pages = decode_prefix_len // self.kv_args.page_size
+        states = zip(self.state_kinds, state_indices or [None] * len(self.state_kinds), strict=True)
+        return [pages, *(items_named(kind, indices, prefix_pages) for kind, indices in states), *aux]
 
     # --- decode
 

@@ -19,6 +19,7 @@ from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.errors import ConfigError
 
+_WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 _DRAFTS = 1 << 13
 """Where the numbers of a draft model's layers begin: above those of any model."""
 
@@ -48,11 +49,14 @@ class Buffers:
     """Whether it is in host memory, wherever the others are."""
 
     def group(self, device: str) -> CacheGroup:
-        """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items."""
+        """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items.
+
+        An index is one of all buffers, so those that all have are its items.
+        """
+        items = min((size // item for size, item in zip(self.sizes, self.item_sizes, strict=True)), default=0)
         layers = {}
         alike: dict[int, list[int]] = {}
-        for at, (pointer, size, item) in enumerate(zip(self.pointers, self.sizes, self.item_sizes, strict=True)):
-            items = size // item
+        for at, (pointer, item) in enumerate(zip(self.pointers, self.item_sizes, strict=True)):
             layers[f"{self.name}.{at}"] = _bytes_at(pointer, items * item, device).view(items, *self._shape(item))
             alike.setdefault(item, []).append(at)
         layouts = []
@@ -81,15 +85,16 @@ class Buffers:
 
 
 def kv_buffers(args: Any, *, heads: int) -> Buffers:
-    """The KV pool; `heads` of a rank, 0 of latents."""
+    """The KV pool; `heads` of a rank, 0 of latents, whose pages may be of no whole number of bytes a token."""
     count = len(args.kv_data_ptrs)
+    by_token = heads or not any(size % args.page_size for size in args.kv_item_lens)
     return Buffers(
         name="kv",
         pointers=args.kv_data_ptrs,
         sizes=args.kv_data_lens,
         item_sizes=args.kv_item_lens,
         layers=_numbers(args.kv_layer_ids, count, args.num_draft_entries, parts=2 if heads else 1),
-        tokens=args.page_size,
+        tokens=args.page_size if by_token else 1,
         heads=heads,
         format=f"{args.kv_cache_dtype_str}.{args.kv_layout or 'plain'}",
         cut=True,
@@ -124,12 +129,16 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
     return found
 
 
-def items_named(kind: str, indices: Any) -> Any:
-    """The items of a component that a request has; None if it has none.
+def items_named(kind: str, indices: Any, prefix_pages: int) -> Any:
+    """The items of a component that a request brings; None if it has none.
 
-    Of a DSA tail SGLang names the request's item, and then which part of it is live: the item moves whole.
+    Of what goes with each page SGLang names all pages of the prompt, also those that the decode server had: they may be
+    in use, and go with KV of its own. Of a DSA tail it names the request's item, then which part of it is live: the
+    item moves whole.
     """
-    return indices[:1] if kind == "dsa_tail" and indices is not None else indices
+    if indices is None:
+        return None
+    return indices[prefix_pages:] if kind in _WITH_EACH_PAGE else indices[:1] if kind == "dsa_tail" else indices
 
 
 def aux_buffers(args: Any) -> Buffers:

@@ -77,7 +77,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.invalidate_cached_bootstrap_infos()
             return
         self.init_time = time.time()
-        items = self.kv_mgr.items_of(kv_indices, state_indices, self._aux_index)
+        items = self.kv_mgr.items_of(kv_indices, state_indices, self._aux_index, decode_prefix_len or 0)
         for at, (pool, wanted) in enumerate(zip(self.kv_mgr.pools, items, strict=True)):
             if at == 0 or (wanted is not None and len(wanted)):
                 self._load(at, pool, list(wanted))

@@ -23,7 +23,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers, setup_state_kv_args
-from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache import deepseek_v4_memory_pool, memory_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -57,8 +57,9 @@ def use(rank: Rank) -> Iterator[None]:
 def configured() -> Iterator[None]:
     """SGLang's configuration is `current()`, wherever the classes read it."""
     kept = {}
-    for module in (conn, manager_module, memory_pool):
-        for name in ("get_parallel", "get_disagg", "get_serving", "get_observability", "get_device"):
+    names = ("get_parallel", "get_disagg", "get_serving", "get_observability", "get_device", "get_exec", "get_spec")
+    for module in (conn, manager_module, memory_pool, deepseek_v4_memory_pool):
+        for name in names:
             if hasattr(module, name):
                 kept[module, name] = getattr(module, name)
                 setattr(module, name, current)
@@ -79,6 +80,9 @@ def configuration(tp_rank: int, tp_size: int, port: int, secret: str) -> SimpleN
         **dict.fromkeys(("attn_cp_rank", "attn_dcp_rank", "attn_dp_rank"), 0),
         **dict.fromkeys(("enable_kv_cache_sharding", "enable_cp_tp_group_sharing", "enable_trace"), False),
         enable_dsa_cache_layer_split=False,
+        kernel=SimpleNamespace(dsv4_attn_backend="flashmla", enable_deepseek_v4_fp4_indexer=False),
+        features=SimpleNamespace(enable_encoder_swa_bounded_replay=False),
+        speculative_algorithm=None,
         dist_init_addr=None,
         pp_group=None,
         nnodes=1,

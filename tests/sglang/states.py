@@ -6,7 +6,7 @@ What a request has in a component is named as `send_kv_chunk` of SGLang's prefil
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.utils import (
     get_dsa_tail_state_indices,
     get_qsa_pending_state_indices,
 )
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     HybridLinearKVPool,
@@ -45,6 +46,8 @@ _LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
 _INDEX = {"index_head_dim": 128, "kv_cache_dim": 32}
 _TAIL = {"index_kpool": 4, "index_kpool_compress": True, "tail_extra_slots": 2, "max_running_requests": REQUESTS}
 _HYBRID = {"full_attention_layer_ids": [1, 3]}
+WITH_EACH_PAGE = (StateType.BLOCK_SCALE, StateType.MINIMAX_DENSE_KV, StateType.QSA_COMPRESSED)
+"""Of which SGLang names all pages of a prompt, whatever of it decode has."""
 RING = 5
 """Rows of a request, where a window's ring has an item for each of its tokens."""
 
@@ -118,12 +121,24 @@ def minimax(tp_size: int) -> Made:
     return Made(MiniMaxSparseKVPool(size, 16, **_COMMON, **shape, **layers, start_layer=0, end_layer=LAYERS))
 
 
+def deepseek_v4() -> Made:
+    """Compressed latents, windows whose buffers are of unlike items and numbers of them, and state of a request."""
+    sizes = {"swa_size": (ALL_PAGES - 1) * 256, "c4_size": 1024, "c128_size": 64, "c4_state_pool_size": 96}
+    heads = {"qk_nope_head_dim": 448, "qk_rope_head_dim": 64, "indexer_head_dim": 128}
+    states = {"c128_state_pool_size": 64, "c4_state_dtype": torch.float32, "c128_state_dtype": torch.float32}
+    pages = {"page_size": 256, "swa_page_size": 256, "layer_num": 4, "compression_ratios": [0, 4, 128, 4]}
+    common = {**_COMMON, "dtype": torch.float8_e4m3fn, "max_num_reqs": REQUESTS}
+    return Made(DeepSeekV4TokenToKVPool(**sizes, **heads, **states, **pages, **common), 256, True)
+
+
 def rows() -> Made:
-    """Latents with the components of DeepSeek-V4, whose own pool cannot be made without CUDA: plain tensors instead."""
+    """Latents with two more components of DeepSeek-V4, as plain tensors in the shape that `setup_state_kv_args` gives.
+
+    SGLang has the ring only with the attention kernels of ROCm, and the row only with a draft model.
+    """
     size = (ALL_PAGES - 1) * 16
     pool = MLATokenToKVPool(size, page_size=16, **_COMMON, **_LATENT, layer_num=LAYERS)
-    shapes = {StateType.SWA_RING: (REQUESTS * RING, 40), StateType.DSV4_REQUEST_STATE: (REQUESTS, 3, 24)}
-    shapes[StateType.REQUEST_ROW] = (REQUESTS,)
+    shapes = {StateType.SWA_RING: (REQUESTS * RING, 40), StateType.REQUEST_ROW: (REQUESTS,)}
     held = {kind: [torch.zeros(shape, dtype=torch.float32) for _ in range(LAYERS)] for kind, shape in shapes.items()}
     pool.held_by_the_test = held
 
@@ -148,6 +163,7 @@ KINDS: dict[str, Callable[[int], Made]] = {
     "qsa": qsa,
     "mxfp8": mxfp8,
     "minimax": minimax,
+    "v4": lambda tp: deepseek_v4(),
     "rows": lambda tp: rows(),
 }
 
@@ -194,6 +210,10 @@ class StateRequest(Request):
     slot: int = 3
     target_slot: int = 5
     tokens: int = 43
+    prefix: Sequence[int] = ()
+    """Pages of the prompt that decode has already, on either side."""
+    alone: bool = True
+    """Whether no other request moves bytes."""
     before: dict[Rank, list[list[torch.Tensor]]] = field(default_factory=dict)
 
     def want(self, prefix: int = 0) -> None:
@@ -216,11 +236,12 @@ class StateRequest(Request):
             StateType.QSA_PENDING: lambda: get_qsa_pending_state_indices(request),
             StateType.DSA_TAIL: lambda: get_dsa_tail_state_indices(rank.pool, slot, self.tokens),
             StateType.SWA_RING: lambda: (slot * RING + positions % RING).astype(np.int32),
-            StateType.DSV4_REQUEST_STATE: lambda: np.array([slot], np.int32),
+            StateType.DSV4_REQUEST_STATE: lambda: rank.pool.request_state_transfer_indices(slot, self.tokens),
             StateType.REQUEST_ROW: lambda: np.array([slot], np.int32),
         }
-        every_page = np.array(pages, np.int32)
-        return [named.get(kind, lambda: every_page)() for kind in rank.manager.kv_args.state_types]
+        suffix, all_pages = (np.array(places, np.int32) for places in (pages, [*self.prefix, *pages]))
+        named |= dict.fromkeys(WITH_EACH_PAGE, lambda: all_pages)
+        return [named.get(kind, lambda: suffix)() for kind in rank.manager.kv_args.state_types]
 
     def check_bytes(self) -> None:
         """Each item of the request is what the prefill rank has, and no other byte has changed."""
@@ -230,12 +251,15 @@ class StateRequest(Request):
             ours, theirs = [self.targets, *self.wanted_state(rank)], [self.pages, *self.sent_state(source)]
             four = (names, components(rank), components(source), self.before[rank])
             for name, has, there, before, items, named in zip(*four, ours, theirs, strict=True):
-                first = slice(0, 1) if name == "dsa_tail" else slice(None)  # then what part of it is live
-                places, origins = [int(one) for one in items[first]], [int(one) for one in named[first]]
+                moved = slice(0, 1) if name == "dsa_tail" else slice(None)  # then what part of it is live
+                if name in WITH_EACH_PAGE:
+                    moved = slice(len(self.prefix), None)
+                places, origins = [int(one) for one in items[moved]], [int(one) for one in named[moved]]
+                looked_at = slice(None) if self.alone else [*self.prefix, *places]
                 assert has, name
                 for number, (buffer, origin, expected) in enumerate(zip(has, there, before, strict=True)):
                     expected[places] = origin[origins]
-                    assert torch.equal(buffer, expected), f"{name}: buffer {number}"
+                    assert torch.equal(buffer[looked_at], expected[looked_at]), f"{name}: buffer {number}"
             assert rank.aux.output_ids[self.target_row, 0] == 1000 + self.room
             self._check_tail(rank, source)
 

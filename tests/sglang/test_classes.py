@@ -146,9 +146,11 @@ def test_windows_have_pages_of_their_own(site: Site, prefill_tp: int, decode_tp:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("kind", ["gdn", "ple", "kda", "kda-dsa", "dsa", "dsa-tail", "qsa", "mxfp8", "minimax", "rows"])
+@pytest.mark.parametrize(
+    "kind", ["gdn", "ple", "kda", "kda-dsa", "dsa", "dsa-tail", "qsa", "mxfp8", "minimax", "v4", "rows"]
+)
 def test_state_goes_with_the_pages(fresh: Site, kind: str, tp_size: int) -> None:
-    """All components that SGLang has, in its own pools; `rows` are plain tensors as of a pool that needs CUDA.
+    """All components that SGLang has, in its own pools; `rows` are plain tensors: see there.
 
     What SGLang gives as a request's items is not changed: an array of no dimension for recurrent state, six numbers
     for a DSA tail.
@@ -162,8 +164,27 @@ def test_state_goes_with_the_pages(fresh: Site, kind: str, tp_size: int) -> None
     fresh.quiet()
 
 
+@pytest.mark.parametrize("kind", ["qsa", "mxfp8", "minimax"])
+def test_state_of_a_prefix_that_decode_has_stays_as_it_is(fresh: Site, kind: str) -> None:
+    """SGLang names it with the rest. Two requests with the same prefix do not get into each other's way."""
+    servers = fresh.states(kind)
+    requests = [
+        StateRequest(*servers, pages=[3, 9], targets=[5, 6], prefix=[1], alone=False),
+        StateRequest(
+            *servers, pages=[4, 8], targets=[2, 7], prefix=[1], alone=False, slot=4, target_slot=6, row=3, target_row=4
+        ),
+    ]
+    for request in requests:
+        request.begin(prefix=16)
+    for request in requests:
+        request.send()
+    for request in requests:
+        finish(request)
+    fresh.quiet()
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("kind", ["dsa", "dsa-tail", "rows"])
+@pytest.mark.parametrize("kind", ["dsa", "dsa-tail", "v4", "rows"])
 def test_state_of_latents_goes_to_another_tensor_parallelism(
     fresh: Site, kind: str, prefill_tp: int, decode_tp: int
 ) -> None:
