@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvflow.core.cache.groups import CacheGroup
@@ -129,7 +130,7 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
     return found
 
 
-def items_named(kind: str, indices: Any, prefix_pages: int) -> Any:
+def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
     """The items of a component that a request brings; None if it has none.
 
     Of what goes with each page SGLang names all pages of the prompt, also those that the decode server had: they may be
@@ -138,7 +139,8 @@ def items_named(kind: str, indices: Any, prefix_pages: int) -> Any:
     """
     if indices is None:
         return None
-    return indices[prefix_pages:] if kind in _WITH_EACH_PAGE else indices[:1] if kind == "dsa_tail" else indices
+    items: list[int] = np.asarray(indices).tolist()  # also of a list of arrays, as for recurrent state
+    return items[prefix_pages:] if kind in _WITH_EACH_PAGE else items[:1] if kind == "dsa_tail" else items
 
 
 def aux_buffers(args: Any) -> Buffers:

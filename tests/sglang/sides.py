@@ -278,10 +278,10 @@ class Request:
             sender.send(np.array(self.pages[start:end], np.int32), state, num_kv_tokens=(end - start) * PAGE)
 
     def until_senders(self, *wanted: int) -> None:
-        wait_until(lambda: all(sender.poll() in wanted for sender in self.senders))
+        wait_until(lambda: all(stands(sender, *wanted) for sender in self.senders))
 
     def until_receivers(self, *wanted: int) -> None:
-        wait_until(lambda: all(receiver.poll() in wanted for receiver in self.receivers))
+        wait_until(lambda: all(stands(receiver, *wanted) for receiver in self.receivers))
 
     def clear(self) -> None:
         for one in (*self.senders, *self.receivers):
@@ -306,6 +306,14 @@ class Request:
         if self.prefill.kind == "mla":
             return ranks[0]
         return [torch.cat(parts, dim=2) for parts in zip(*ranks, strict=True)]
+
+
+def stands(one: Any, *wanted: int) -> bool:
+    """Whether a sender or receiver has come to one of these states; if it has failed instead, why."""
+    state = one.poll()
+    if state == KVPoll.Failed and state not in wanted:
+        one.failure_exception()
+    return state in wanted
 
 
 def free_port() -> int:

@@ -200,7 +200,7 @@ def components(rank: Rank) -> list[list[torch.Tensor]]:
 
 def _view(pointer: int, size: int, item: int) -> torch.Tensor:
     whole = torch.frombuffer((ctypes.c_uint8 * size).from_address(pointer), dtype=torch.uint8)
-    return whole.view(size // item, item)
+    return whole[: size // item * item].view(-1, item)
 
 
 @dataclass(eq=False)
@@ -234,7 +234,7 @@ class StateRequest(Request):
         named: dict[StateType, Callable[[], Any]] = {
             StateType.MAMBA: lambda: [_recurrent(rank, slot).cpu().numpy()],
             StateType.QSA_PENDING: lambda: get_qsa_pending_state_indices(request),
-            StateType.DSA_TAIL: lambda: get_dsa_tail_state_indices(rank.pool, slot, self.tokens),
+            StateType.DSA_TAIL: lambda: get_dsa_tail_state_indices(_hybrid_of(rank.pool), slot, self.tokens),
             StateType.SWA_RING: lambda: (slot * RING + positions % RING).astype(np.int32),
             StateType.DSV4_REQUEST_STATE: lambda: rank.pool.request_state_transfer_indices(slot, self.tokens),
             StateType.REQUEST_ROW: lambda: np.array([slot], np.int32),
@@ -278,6 +278,11 @@ class StateRequest(Request):
             )
             assert copies
             assert all(ctypes.string_at(here, size) == ctypes.string_at(there, size) for there, here, size in copies)
+
+
+def _hybrid_of(pool: Any) -> Any:
+    """The tail's indices can be had of a hybrid pool only: of a DSA pool by itself, SGLang 0.5.23 fails at it."""
+    return pool if hasattr(pool, "full_kv_pool") else SimpleNamespace(use_dsa=True, full_kv_pool=pool)
 
 
 def _recurrent(rank: Rank, slot: int) -> torch.Tensor:
