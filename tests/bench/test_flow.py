@@ -266,7 +266,7 @@ def _heed_interrupts() -> None:
 def test_a_run_that_is_interrupted_leaves_no_network_behind(cables: None) -> None:
     """Thorough: see `test_a_prompt_over_the_cable_and_a_reader_that_is_killed` of this file."""
     options = ["--link", "1gbit", "--prompts", "2048", "--rounds", "50", "--chunk-ms", "200"]
-    command = [sys.executable, "-m", "kvflow.cli.main", "bench", "flow", *options]
+    command = [sys.executable, "-m", "tests.bench", "flow", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts) as bench:
         assert bench.stderr is not None
         for line in bench.stderr:
