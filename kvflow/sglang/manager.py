@@ -209,7 +209,7 @@ class KVFlowManager(CommonKVManager):
         if sender is None:
             self._forget(room)
         else:
-            if self.request_status.get(room) != KVPoll.Failed:
+            if room not in self.failure_records:  # else it has failed here, and that is why decode gives it up
                 self.record_failure(room, "the decode server has aborted the request")
                 self.update_status(room, KVPoll.Failed)
             sender.give_up("the decode server has aborted the request")
