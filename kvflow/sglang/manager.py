@@ -32,13 +32,15 @@ from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
-from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, kv_buffers, state_buffers
+from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, items_named, kv_buffers, state_buffers
 
 logger = logger_of(__name__)
 
 SETTINGS = "KVFLOW_SGLANG_CONFIG"
 """Fields of `kvflow.Config` as JSON, for all ranks of a server."""
 
+_CARRIED = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
+"""How a server may be divided beside tensor and data parallelism."""
 _WANTED = b"KVFLOW"
 _REFUSED_MAX = 1 << 12
 
@@ -57,7 +59,7 @@ class Wanted(msgspec.Struct, frozen=True):
     """From how many ranks this prefill rank hears about the room."""
     decode_prefix_len: int
     is_dummy: bool = False
-    """As of SGLang: whether it reads from another rank, and only lets this one come to an end."""
+    """Whether it reads from another rank what is not cut."""
 
 
 class KVFlowManager(CommonKVManager):
@@ -74,9 +76,9 @@ class KVFlowManager(CommonKVManager):
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
         """All that registering at the bootstrap server needs, which SGLang's constructor does."""
         parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
-        for name in ("attn_cp_size", "pp_size", "attn_dcp_size"):
-            if getattr(parallel, name) > 1:
-                raise ConfigError(f"kvflow for SGLang: {name} is {getattr(parallel, name)}, carried is 1")
+        for name, carried in _CARRIED.items():
+            if getattr(parallel, name) > carried:
+                raise ConfigError(f"kvflow for SGLang: {name} is {getattr(parallel, name)}, carried is {carried}")
         if policy != "early":
             raise ConfigError(
                 f"kvflow for SGLang: disaggregation_decode_allocation_policy is {policy}, carried is early"
@@ -84,6 +86,7 @@ class KVFlowManager(CommonKVManager):
         self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
         """Whether metadata is too much for a payload, as with hidden states: then it is the last of the pools."""
+        self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _agreed(secrets.token_hex(16))
         self.serials = itertools.count()
         self.senders: dict[int, Any] = {}
@@ -122,11 +125,12 @@ class KVFlowManager(CommonKVManager):
         introduction: Introduction = [pool.introduction for pool in self.pools]
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
-    def items_of(self, pages: Any, state_indices: Any, aux_index: int) -> list[Any]:
-        """What a request has in each pool; None of one in which it has nothing."""
+    def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
+        """What a request brings in each pool; None of one in which it has nothing."""
         aux = [[aux_index]] if self.aux_moves else []
-        states = state_indices or [None] * (len(self.pools) - 1 - len(aux))
-        return [pages, *states, *aux]
+        prefix_pages = decode_prefix_len // self.kv_args.page_size
+        states = zip(self.state_kinds, state_indices or [None] * len(self.state_kinds), strict=True)
+        return [pages, *(items_named(kind, indices, prefix_pages) for kind, indices in states), *aux]
 
     # --- decode
 
@@ -205,7 +209,7 @@ class KVFlowManager(CommonKVManager):
         if sender is None:
             self._forget(room)
         else:
-            if self.request_status.get(room) != KVPoll.Failed:
+            if room not in self.failure_records:  # else it has failed here, and that is why decode gives it up
                 self.record_failure(room, "the decode server has aborted the request")
                 self.update_status(room, KVPoll.Failed)
             sender.give_up("the decode server has aborted the request")
@@ -225,6 +229,8 @@ class _Pool:
         self.page_size = buffers.tokens
         self.cut = buffers.cut
         """Whether the ranks of a server are one engine of kvflow's. Else each is one by itself, and is read whole."""
+        self.shared_out = not (buffers.cut or buffers.alike)
+        """Whether a rank has a share that goes to no other tensor parallelism."""
         place = f"dp{parallel.attn_dp_rank}" if self.cut else f"dp{parallel.attn_dp_rank}-tp{parallel.attn_tp_rank}"
         settings: dict[str, Any] = {
             "engine_id": f"sglang-{secret[:16]}-{place}-{buffers.name}",

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.errors import ConfigError
 
+_WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 _DRAFTS = 1 << 13
 """Where the numbers of a draft model's layers begin: above those of any model."""
 
@@ -41,15 +43,22 @@ class Buffers:
     cut: bool
     """Whether another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
 
+    alike: bool = False
+    """Of what is not cut: whether all ranks have the same, so that any one's will do. Else each has a share of its own,
+    which goes to no other tensor parallelism."""
     host: bool = False
     """Whether it is in host memory, wherever the others are."""
 
     def group(self, device: str) -> CacheGroup:
-        """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items."""
+        """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items.
+
+        An index is one of all buffers, so those that all have are its items.
+        """
+        items = min((size // item for size, item in zip(self.sizes, self.item_sizes, strict=True)), default=0)
         layers = {}
         alike: dict[int, list[int]] = {}
-        for at, (pointer, size, item) in enumerate(zip(self.pointers, self.sizes, self.item_sizes, strict=True)):
-            layers[f"{self.name}.{at}"] = _bytes_at(pointer, size, device).view(size // item, *self._shape(item))
+        for at, (pointer, item) in enumerate(zip(self.pointers, self.item_sizes, strict=True)):
+            layers[f"{self.name}.{at}"] = _bytes_at(pointer, items * item, device).view(items, *self._shape(item))
             alike.setdefault(item, []).append(at)
         layouts = []
         for places in alike.values():
@@ -77,15 +86,16 @@ class Buffers:
 
 
 def kv_buffers(args: Any, *, heads: int) -> Buffers:
-    """The KV pool; `heads` of a rank, 0 of latents."""
+    """The KV pool; `heads` of a rank, 0 of latents, whose pages may be of no whole number of bytes a token."""
     count = len(args.kv_data_ptrs)
+    by_token = heads or not any(size % args.page_size for size in args.kv_item_lens)
     return Buffers(
         name="kv",
         pointers=args.kv_data_ptrs,
         sizes=args.kv_data_lens,
         item_sizes=args.kv_item_lens,
         layers=_numbers(args.kv_layer_ids, count, args.num_draft_entries, parts=2 if heads else 1),
-        tokens=args.page_size,
+        tokens=args.page_size if by_token else 1,
         heads=heads,
         format=f"{args.kv_cache_dtype_str}.{args.kv_layout or 'plain'}",
         cut=True,
@@ -93,26 +103,44 @@ def kv_buffers(args: Any, *, heads: int) -> Buffers:
 
 
 def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
-    """The components of state, in SGLang's order. Windows of a pool that has heads are cut as its pages are."""
+    """The components of state, in SGLang's order. Windows of a pool that has heads are cut as its pages are.
+
+    A layer that has no items is in SGLang's lists all the same, as items of no bytes.
+    """
     found = []
     for at, kind in enumerate(args.state_types):
-        pointers, sizes = args.state_data_ptrs[at], args.state_item_lens[at]
+        held = [number for number, size in enumerate(args.state_item_lens[at]) if size]
+        sizes = [args.state_item_lens[at][number] for number in held]
         cut = kind.value == "swa" and heads > 0 and args.swa_kv_cache_layout == "nhd"
         cut = cut and not any(size % (args.page_size * heads) for size in sizes)
         found.append(
             Buffers(
                 name=f"{kind.value}.{at}",
-                pointers=pointers,
-                sizes=args.state_data_lens[at],
+                pointers=[args.state_data_ptrs[at][number] for number in held],
+                sizes=[args.state_data_lens[at][number] for number in held],
                 item_sizes=sizes,
-                layers=range(len(pointers)),
+                layers=held,
                 tokens=args.page_size if cut else 1,
                 heads=heads if cut else 0,
                 cut=cut,
+                alike=heads == 0 and kind.value != "mamba",
                 format=f"{args.kv_cache_dtype_str}.{kind.value}",
             )
         )
     return found
+
+
+def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
+    """The items of a component that a request brings; None if it has none.
+
+    Of what goes with each page SGLang names all pages of the prompt, also those that the decode server had: they may be
+    in use, and go with KV of its own. Of a DSA tail it names the request's item, then which part of it is live: the
+    item moves whole.
+    """
+    if indices is None:
+        return None
+    items: list[int] = np.asarray(indices).tolist()  # also of a list of arrays, as for recurrent state
+    return items[prefix_pages:] if kind in _WITH_EACH_PAGE else items[:1] if kind == "dsa_tail" else items
 
 
 def aux_buffers(args: Any) -> Buffers:
@@ -127,6 +155,7 @@ def aux_buffers(args: Any) -> Buffers:
         heads=0,
         format="aux",
         cut=False,
+        alike=True,
         host=True,
     )
 

@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvflow.blocking import Load
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
-from kvflow.errors import KVFlowError, PeerError
+from kvflow.errors import KVFlowError, PeerError, PeerIncompatible
 from kvflow.runtime.load.load import LoadRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.manager import Wanted, wanted_message
@@ -33,11 +33,35 @@ class KVFlowReceiver(CommonKVReceiver):
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
     def _register_kv_args(self) -> bool:
-        """The prefill ranks are known since now: connect to them, so that the first request need not."""
+        """The prefill ranks are known since now: connect to them, so that the first request need not.
+
+        False, and the request has failed, where none of their pools could go into ours.
+        """
+        problem = self._problem()
+        if problem is not None:
+            text = f"prefill server {self.bootstrap_addr}: {problem}"
+            self._fail(PeerIncompatible(text, peer=self.bootstrap_addr))
+            self.conclude_state = KVPoll.Failed
+            return False
         tickets = [self._introduction(at) for at in range(len(self.kv_mgr.pools))]
         for pool, ticket in zip(self.kv_mgr.pools, tickets, strict=True):
             pool.runtime.start(lambda runtime, ticket=ticket: runtime.prewarm([ticket]))
         return True
+
+    def _problem(self) -> str | None:
+        """Why the pools of the prefill server do not go with ours, as far as it can be seen before they are asked."""
+        pools = self.kv_mgr.pools
+        for info in self.bootstrap_infos:
+            theirs = len(info.get(INTRODUCTION, ()))
+            if not theirs:
+                return "its transfer backend is not kvflow"
+            if theirs != len(pools):
+                return f"it has {theirs} pools, this decode server has {len(pools)}: {_names(pools)}"
+        ours, theirs = self.kv_mgr.attn_tp_size, self.prefill_info.attn_tp_size
+        shares = [pool for pool in pools if pool.shared_out]
+        if shares and ours != theirs:
+            return f"its tensor parallelism is {theirs}, ours {ours}; {_names(shares)} cannot be cut for another one"
+        return None
 
     def send_metadata(
         self,
@@ -53,7 +77,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.invalidate_cached_bootstrap_infos()
             return
         self.init_time = time.time()
-        items = self.kv_mgr.items_of(kv_indices, state_indices, self._aux_index)
+        items = self.kv_mgr.items_of(kv_indices, state_indices, self._aux_index, decode_prefix_len or 0)
         for at, (pool, wanted) in enumerate(zip(self.kv_mgr.pools, items, strict=True)):
             if at == 0 or (wanted is not None and len(wanted)):
                 self._load(at, pool, list(wanted))
@@ -66,7 +90,7 @@ class KVFlowReceiver(CommonKVReceiver):
             reader=f"{self.kv_mgr.secret[:16]}.{self.kv_mgr.attn_tp_rank}",
             readers=self.required_dst_info_num,
             decode_prefix_len=decode_prefix_len,
-            is_dummy=info["is_dummy"],
+            is_dummy=info is not self._whole,
         )
         message = wanted_message(wanted)
         told: bool = self._send_bootstrap_message(bootstrap_info=info, message=message, operation="send_metadata")
@@ -80,10 +104,13 @@ class KVFlowReceiver(CommonKVReceiver):
         self._loads.append(pool.runtime.start_load(request))
 
     def _introduction(self, at: int) -> Ticket:
-        ranks = [info[INTRODUCTION] for info in self.bootstrap_infos]
-        if not self.kv_mgr.pools[at].cut:  # one rank's is a whole one
-            ranks = [info[INTRODUCTION] for info in self.bootstrap_infos if not info["is_dummy"]][:1]
-        return merge_tickets([Ticket.from_params(rank[at]) for rank in ranks])
+        ranks = self.bootstrap_infos if self.kv_mgr.pools[at].cut else [self._whole]
+        return merge_tickets([Ticket.from_params(rank[INTRODUCTION][at]) for rank in ranks])
+
+    @property
+    def _whole(self) -> dict[str, Any]:
+        """The prefill rank that is read where pools are not cut."""
+        return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
     def _poll(self) -> Any:
         """Never blocks: whether loads are over, and safe, is known."""
@@ -108,12 +135,14 @@ class KVFlowReceiver(CommonKVReceiver):
             except KVFlowError as error:
                 errors.append(error)
         if errors:
-            first = next((error for error in errors if isinstance(error, KVFlowError)), errors[0])
-            self.kv_mgr.record_failure(self.bootstrap_room, f"kvflow: {type(first).__name__}: {first}")
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-            self._tell_prefill(first)
+            self._fail(next((error for error in errors if isinstance(error, KVFlowError)), errors[0]))
         else:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def _fail(self, error: BaseException) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, f"kvflow: {type(error).__name__}: {error}")
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self._tell_prefill(error)
 
     def _tell_prefill(self, error: BaseException) -> None:
         """Nobody reads what it offers. One that is gone, or has restarted, is asked for anew by the next request."""
@@ -138,6 +167,10 @@ class KVFlowReceiver(CommonKVReceiver):
         for load in self._loads:
             if not load.done:
                 load.cancel()
+
+
+def _names(pools: list[Any]) -> str:
+    return ", ".join(pool.name for pool in pools)
 
 
 def _error_of(load: Load) -> BaseException | None:

@@ -17,6 +17,7 @@ from kvflow.blocking import Lease
 from kvflow.errors import KVFlowError
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.sglang.manager import Wanted
 
 
 class KVFlowSender(CommonKVSender):
@@ -62,14 +63,16 @@ class KVFlowSender(CommonKVSender):
 
     def _end(self, state_indices: Any, ready: Any) -> None:
         """The last chunk: state, then what comes with the end."""
-        for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index)):
+        wanted = self._wanted()
+        prefix_len = 0 if wanted is None else wanted.decode_prefix_len
+        for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
             if items is not None and len(items):
                 self._offer(at, list(items), len(items) * self.kv_mgr.pools[at].page_size)
         self._leases[0].complete(b"." if self.kv_mgr.aux_moves else self.kv_mgr.aux.read(self.aux_index), ready)
         self._complete = True
 
     def _offer(self, at: int, blocks: Any, tokens: int, **how: Any) -> None:
-        wanted = next(iter(self.kv_mgr.transfer_infos.get(self.bootstrap_room, {}).values()), None)
+        wanted = self._wanted()
         if wanted is None:
             self._fail("the decode server has given the request up")
             return
@@ -82,6 +85,11 @@ class KVFlowSender(CommonKVSender):
             self._leases.append(pool.runtime.serve_blocks(request))
         except KVFlowError as error:
             self._fail(f"it could not be offered: {error}")
+
+    def _wanted(self) -> Wanted | None:
+        """What a decode rank has told of the room; None once it has given it up."""
+        told: dict[str, Wanted] = self.kv_mgr.transfer_infos.get(self.bootstrap_room, {})
+        return next(iter(told.values()), None)
 
     def _poll_with_status(self, check_status: Any) -> Any:
         """Never blocks: whether leases are over is known."""

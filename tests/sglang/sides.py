@@ -23,6 +23,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers, setup_state_kv_args
+from sglang.srt.mem_cache import deepseek_v4_memory_pool, memory_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -56,8 +57,9 @@ def use(rank: Rank) -> Iterator[None]:
 def configured() -> Iterator[None]:
     """SGLang's configuration is `current()`, wherever the classes read it."""
     kept = {}
-    for module in (conn, manager_module):
-        for name in ("get_parallel", "get_disagg", "get_serving", "get_observability", "get_device"):
+    names = ("get_parallel", "get_disagg", "get_serving", "get_observability", "get_device", "get_exec", "get_spec")
+    for module in (conn, manager_module, memory_pool, deepseek_v4_memory_pool):
+        for name in names:
             if hasattr(module, name):
                 kept[module, name] = getattr(module, name)
                 setattr(module, name, current)
@@ -78,6 +80,9 @@ def configuration(tp_rank: int, tp_size: int, port: int, secret: str) -> SimpleN
         **dict.fromkeys(("attn_cp_rank", "attn_dcp_rank", "attn_dp_rank"), 0),
         **dict.fromkeys(("enable_kv_cache_sharding", "enable_cp_tp_group_sharing", "enable_trace"), False),
         enable_dsa_cache_layer_split=False,
+        kernel=SimpleNamespace(dsv4_attn_backend="flashmla", enable_deepseek_v4_fp4_indexer=False),
+        features=SimpleNamespace(enable_encoder_swa_bounded_replay=False),
+        speculative_algorithm=None,
         dist_init_addr=None,
         pp_group=None,
         nnodes=1,
@@ -107,18 +112,20 @@ def pool_of(kind: str, tp_size: int) -> Any:
     return MHATokenToKVPool(size, **common, head_num=heads, head_dim=head_dim, layer_num=LAYERS)
 
 
-def arguments(pool: Any, kind: str, tp_rank: int, aux: MetadataBuffers) -> KVArgs:
-    """As `PrefillBootstrapQueue._init_kv_manager` fills them in."""
+def arguments(
+    pool: Any, tp_rank: int, aux: MetadataBuffers, *, heads: int = HEADS, page_size: int = PAGE, slots: Any = None
+) -> KVArgs:
+    """As `PrefillBootstrapQueue._init_kv_manager` fills them in. `heads` are the model's."""
     args = KVArgs()
     args.engine_rank, args.pp_rank, args.system_dp_rank, args.rust_http_port = tp_rank, 0, 0, None
-    args.kv_cache_dtype_str, args.kv_layout, args.page_size = "float32", None, PAGE
+    args.kv_cache_dtype_str, args.kv_layout, args.page_size = "float32", None, page_size
     args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = pool.get_contiguous_buf_infos()
-    args.kv_layer_ids, args.num_draft_entries = [], 0
+    args.kv_layer_ids, args.num_draft_entries = getattr(pool, "get_kv_layer_ids", list)(), 0
     args.prefill_start_layer, args.prefill_end_layer = 0, LAYERS
     args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = aux.get_buf_infos()
     args.ib_device, args.gpu_id = "", 0
-    args.total_kv_head_num = 1 if kind == "mla" else HEADS
-    setup_state_kv_args(args, pool, None, LAYERS)
+    args.total_kv_head_num = heads
+    setup_state_kv_args(args, pool, None, LAYERS, req_to_token_pool=slots)
     return args
 
 
@@ -139,6 +146,8 @@ class Rank:
     aux: MetadataBuffers
     manager: Any
     configuration: SimpleNamespace
+    slots: Any = None
+    """Of requests and their recurrent state, where there is some."""
 
 
 @dataclass(eq=False)
@@ -162,12 +171,20 @@ class Server:
         secret = secrets.token_hex(16)
         for tp_rank in range(self.tp_size):
             _now[0] = configuration(tp_rank, self.tp_size, self.port, secret)
-            pool, aux = pool_of(self.kind, self.tp_size), MetadataBuffers(ROWS, self.hidden, torch.float32, 16)
-            args = arguments(pool, self.kind, tp_rank, aux)
-            options = SimpleNamespace(enable_pd_role_switch=False)
-            manager = KVFlowManager(args, self.mode, options, self.kind == "mla")
-            self.ranks.append(Rank(pool, aux, manager, current()))
+            self.ranks.append(self.make_rank(tp_rank))
         return self
+
+    def make_rank(self, tp_rank: int) -> Rank:
+        pool, aux = pool_of(self.kind, self.tp_size), self.make_aux()
+        latent = self.kind == "mla"
+        manager = self.make_manager(arguments(pool, tp_rank, aux, heads=1 if latent else HEADS), latent)
+        return Rank(pool, aux, manager, current())
+
+    def make_aux(self) -> MetadataBuffers:
+        return MetadataBuffers(ROWS, self.hidden, torch.float32, 16)
+
+    def make_manager(self, args: KVArgs, latent: bool) -> KVFlowManager:
+        return KVFlowManager(args, self.mode, SimpleNamespace(enable_pd_role_switch=False), latent)
 
     @property
     def address(self) -> str:
@@ -231,8 +248,13 @@ class Request:
         """The decode server has pages."""
         for rank, receiver in zip(self.decode.ranks, self.receivers, strict=True):
             rank.aux.clear_slot(self.target_row)
-            state = None if self.target_state is None else [np.array(self.target_state, np.int32)]
-            receiver.send_metadata(np.array(self.targets, np.int32), self.target_row, state, prefix)
+            receiver.send_metadata(np.array(self.targets, np.int32), self.target_row, self.wanted_state(rank), prefix)
+
+    def wanted_state(self, rank: Rank) -> list[Any] | None:
+        return None if self.target_state is None else [np.array(self.target_state, np.int32)]
+
+    def sent_state(self, rank: Rank) -> list[Any] | None:
+        return None if self.state is None else [np.array(self.state, np.int32)]
 
     def begin(self, prefix: int = 0) -> None:
         """Both know of it, and the prefill may begin to send."""
@@ -252,14 +274,14 @@ class Request:
             if last:
                 rank.aux.output_ids[self.row, 0] = 1000 + self.room
                 rank.aux.bootstrap_room[self.row, 0] = self.room
-            state = None if self.state is None or not last else [np.array(self.state, np.int32)]
+            state = self.sent_state(rank) if last else None
             sender.send(np.array(self.pages[start:end], np.int32), state, num_kv_tokens=(end - start) * PAGE)
 
     def until_senders(self, *wanted: int) -> None:
-        wait_until(lambda: all(sender.poll() in wanted for sender in self.senders))
+        wait_until(lambda: all(stands(sender, *wanted) for sender in self.senders))
 
     def until_receivers(self, *wanted: int) -> None:
-        wait_until(lambda: all(receiver.poll() in wanted for receiver in self.receivers))
+        wait_until(lambda: all(stands(receiver, *wanted) for receiver in self.receivers))
 
     def clear(self) -> None:
         for one in (*self.senders, *self.receivers):
@@ -284,6 +306,14 @@ class Request:
         if self.prefill.kind == "mla":
             return ranks[0]
         return [torch.cat(parts, dim=2) for parts in zip(*ranks, strict=True)]
+
+
+def stands(one: Any, *wanted: int) -> bool:
+    """Whether a sender or receiver has come to one of these states; if it has failed instead, why."""
+    state = one.poll()
+    if state == KVPoll.Failed and state not in wanted:
+        one.failure_exception()
+    return state in wanted
 
 
 def free_port() -> int:

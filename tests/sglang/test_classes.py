@@ -9,13 +9,14 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is not installed: python3 dev.py sglang")
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvflow import blocking
 from kvflow.errors import ConfigError
 from kvflow.sglang.manager import KVFlowManager
-from tests.sglang.sides import Request, Server, configured, use, wait_until
+from tests.sglang.sides import PAGE, PAGES, Request, Server, configured, pool_tensors, use, wait_until
+from tests.sglang.states import StateRequest, StateServer
 
 
 class Site:
@@ -37,6 +38,18 @@ class Site:
         prefill.fill(seed=7)
         self.servers.append(prefill)
         return prefill
+
+    def states(self, prefill: str, decode: str = "", prefill_tp: int = 1, decode_tp: int = 1) -> tuple[Server, Server]:
+        """Servers with state; the kind of `decode` is that of `prefill` unless it is another."""
+        one = StateServer(DisaggregationMode.PREFILL, prefill, prefill_tp).open()
+        other = StateServer(DisaggregationMode.DECODE, decode or prefill, decode_tp, one.port)
+        self.servers += [one, other.open()]
+        one.fill(seed=7)
+        return one, other
+
+    def close(self) -> None:
+        for server in reversed(self.servers):
+            server.close()
 
     def quiet(self) -> None:
         """Nothing is left of any request."""
@@ -62,13 +75,28 @@ def site() -> Iterator[Site]:
         try:
             yield site
         finally:
-            for server in reversed(site.servers):
-                server.close()
+            site.close()
+
+
+@pytest.fixture
+def fresh(site: Site) -> Iterator[Site]:
+    """For servers that no other test has use for."""
+    fresh = Site()
+    try:
+        yield fresh
+    finally:
+        fresh.close()
 
 
 @pytest.fixture(scope="module")
 def pair(site: Site) -> tuple[Server, Server]:
     return site.pair()
+
+
+@pytest.fixture(scope="module")
+def wide(site: Site) -> tuple[Server, Server]:
+    """Of heads so large that a chunk is read while the next one is computed."""
+    return site.pair("wide")
 
 
 def finish(request: Request) -> None:
@@ -78,9 +106,9 @@ def finish(request: Request) -> None:
     request.clear()
 
 
-def test_pages_and_the_first_token_arrive_chunk_by_chunk(site: Site) -> None:
+def test_pages_and_the_first_token_arrive_chunk_by_chunk(site: Site, wide: tuple[Server, Server]) -> None:
     """A chunk of some MB is read while the prefill goes on; smaller ones are put together."""
-    request = Request(*site.pair("wide"), room=11, pages=[*range(1, 31)], targets=[*range(30, 0, -1)])
+    request = Request(*wide, room=11, pages=[*range(1, 31)], targets=[*range(30, 0, -1)])
     request.begin()
     request.send(0, 20)
     request.until_receivers(KVPoll.Transferring)
@@ -117,6 +145,122 @@ def test_windows_have_pages_of_their_own(site: Site, prefill_tp: int, decode_tp:
     site.quiet()
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    "kind", ["gdn", "ple", "kda", "kda-dsa", "dsa", "dsa-tail", "qsa", "mxfp8", "minimax", "v4", "rows"]
+)
+def test_state_goes_with_the_pages(fresh: Site, kind: str, tp_size: int) -> None:
+    """All components that SGLang has, in its own pools; `rows` are plain tensors: see there.
+
+    What SGLang gives as a request's items is not changed: an array of no dimension for recurrent state, six numbers
+    for a DSA tail.
+    """
+    servers = fresh.states(kind, prefill_tp=tp_size, decode_tp=tp_size)
+    request = StateRequest(*servers, pages=[3, 9, 4], targets=[5, 6, 7])
+    request.begin()
+    request.send(0, 2)
+    request.send(2)
+    finish(request)
+    fresh.quiet()
+
+
+@pytest.mark.parametrize("kind", ["qsa", "mxfp8", "minimax"])
+def test_state_of_a_prefix_that_decode_has_stays_as_it_is(fresh: Site, kind: str) -> None:
+    """SGLang names it with the rest. Two requests with the same prefix do not get into each other's way."""
+    servers = fresh.states(kind)
+    requests = [
+        StateRequest(*servers, pages=[3, 9], targets=[5, 6], prefix=[1], alone=False),
+        StateRequest(
+            *servers, pages=[4, 8], targets=[2, 7], prefix=[1], alone=False, slot=4, target_slot=6, row=3, target_row=4
+        ),
+    ]
+    for request in requests:
+        request.begin(prefix=16)
+    for request in requests:
+        request.send()
+    for request in requests:
+        finish(request)
+    fresh.quiet()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["dsa", "dsa-tail", "v4", "rows"])
+def test_state_of_latents_goes_to_another_tensor_parallelism(
+    fresh: Site, kind: str, prefill_tp: int, decode_tp: int
+) -> None:
+    """All ranks have the same, so one of them is read."""
+    servers = fresh.states(kind, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    request = StateRequest(*servers, pages=[3, 9, 4], targets=[5, 6, 7])
+    request.begin()
+    request.send()
+    finish(request)
+    fresh.quiet()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["gdn", "ple", "kda", "kda-dsa", "qsa"])
+def test_recurrent_state_of_another_tensor_parallelism_is_refused(
+    fresh: Site, kind: str, prefill_tp: int, decode_tp: int
+) -> None:
+    """Before a byte has moved, and the prefill server is told."""
+    servers = fresh.states(kind, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    request = StateRequest(*servers, pages=[3], targets=[5])
+    request.make_senders()
+    request.make_receivers()
+    told = f"its tensor parallelism is {prefill_tp}, ours {decode_tp}; mamba.0"
+    for receiver in request.receivers:
+        assert receiver.poll() == KVPoll.Failed
+        assert_fails(receiver, "PeerIncompatible", servers[0].address, told)
+    request.until_senders(KVPoll.Failed)
+    for sender in request.senders:
+        assert_fails(sender, "the decode server has aborted")
+    request.clear()
+    fresh.quiet()
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "minimax"])
+def test_what_sglang_itself_refuses_of_another_tensor_parallelism(fresh: Site, kind: str) -> None:
+    request = StateRequest(*fresh.states(kind, prefill_tp=2), pages=[3], targets=[5])
+    with pytest.raises(RuntimeError, match="TP sizes"):
+        request.make_receivers()
+
+
+def test_servers_with_other_components_of_state_are_refused(fresh: Site) -> None:
+    request = StateRequest(*fresh.states("gdn", "qsa"), pages=[3], targets=[5])
+    request.make_receivers()
+    assert request.receivers[0].poll() == KVPoll.Failed
+    theirs, ours = "it has 2 pools", "this decode server has 4: kv, mamba.0, qsa_pending.1, qsa_compressed.2"
+    assert_fails(request.receivers[0], "PeerIncompatible", request.prefill.address, theirs, ours)
+    request.clear()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("gdn", "ple"), ("dsa-tail", "dsa-tail-longer")])
+def test_state_of_another_shape_is_refused(fresh: Site, prefill: str, decode: str) -> None:
+    """Such as a DSA tail that has room for speculative tokens on one side; SGLang's own backends copy what is live."""
+    request = StateRequest(*fresh.states(prefill, decode), pages=[3], targets=[5])
+    request.begin()
+    request.send()
+    request.until_receivers(KVPoll.Failed)
+    assert_fails(request.receivers[0], "PeerIncompatible")
+    request.until_senders(KVPoll.Failed)
+    assert_fails(request.senders[0], "decode server has aborted")
+    request.clear()
+    fresh.quiet()
+
+
+def test_a_prefill_server_of_another_backend_is_refused(fresh: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(KVFlowManager, "_register_topology_row", CommonKVManager._register_topology_row)
+        prefill = fresh.prefill()
+    decode = Server(DisaggregationMode.DECODE, port=prefill.port).open()
+    fresh.servers.append(decode)
+    request = Request(prefill, decode, pages=[3], targets=[5])
+    request.make_receivers()
+    assert request.receivers[0].poll() == KVPoll.Failed
+    assert_fails(request.receivers[0], "PeerIncompatible", prefill.address, "its transfer backend is not kvflow")
+    request.clear()
+
+
 def test_a_prefix_that_decode_has_is_told(site: Site, pair: tuple[Server, Server]) -> None:
     request = Request(*pair, room=14, pages=[4, 20], targets=[5, 6])
     request.begin(prefix=48)
@@ -135,16 +279,20 @@ def test_a_prompt_whose_pages_are_all_there_still_brings_its_first_token(
     site.quiet()
 
 
-def test_hidden_states_go_as_pages_do(site: Site) -> None:
-    """Metadata that is too much for a payload, as for speculative decoding."""
-    servers = site.pair(hidden=4096)
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+def test_hidden_states_go_as_pages_do(fresh: Site, kind: str, prefill_tp: int, decode_tp: int) -> None:
+    """Metadata that is too much for a payload, as for speculative decoding. All ranks have the same."""
+    servers = fresh.pair(kind, prefill_tp, decode_tp, hidden=4096)
     request = Request(*servers, pages=[4, 20], targets=[5, 6])
     request.begin()
-    servers[0].ranks[0].aux.output_hidden_states[request.row] = 2.5
+    for rank in servers[0].ranks:
+        rank.aux.output_hidden_states[request.row] = 2.5
     request.send()
     finish(request)
-    assert (servers[1].ranks[0].aux.output_hidden_states[request.target_row] == 2.5).all()
-    site.quiet()
+    for rank in servers[1].ranks:
+        assert (rank.aux.output_hidden_states[request.target_row] == 2.5).all()
+    fresh.quiet()
 
 
 def test_decode_may_come_first(site: Site, pair: tuple[Server, Server]) -> None:
@@ -231,6 +379,44 @@ def test_prefill_aborts(site: Site, pair: tuple[Server, Server], moment: str) ->
             one.kv_mgr.failure_records.pop(request.room, None)
     request.clear()
     site.quiet()
+
+
+@pytest.mark.parametrize(("sent", "is_read"), [(0, False), (20, False), (20, True), (31, False), (31, True)])
+def test_no_load_succeeds_after_an_abort_in_mid_prefill(
+    site: Site, wide: tuple[Server, Server], sent: int, is_read: bool
+) -> None:
+    """SGLang's scheduler frees the pages right after `abort`, whatever is read of them then.
+
+    So another prompt's bytes are in them at once, also where decode had all that was sent. And once decode knows that
+    it failed, its own pages may be another prompt's as well.
+    """
+    prefill, decode = wide
+    prefill.fill(seed=7)
+    request = Request(prefill, decode, pages=[*range(PAGES)], targets=[*range(PAGES)])
+    request.begin()
+    prefill.ranks[0].aux.output_ids[request.row], decode.ranks[0].aux.output_ids[request.target_row] = 7, 0
+    if sent:
+        request.send(0, sent)
+    (load,) = request.receivers[0]._loads
+    if is_read:
+        next(progress for progress in load if progress.tokens >= sent * PAGE)
+    request.senders[0].abort()
+    overwrite(prefill, -1.0)
+    request.until_receivers(KVPoll.Failed, KVPoll.Success)
+    overwrite(decode, 5.0)
+    assert request.receivers[0].conclude_state == KVPoll.Failed
+    assert_fails(request.receivers[0], "PrefillFailed")
+    assert (decode.ranks[0].aux.output_ids[request.target_row] == 0).all(), "there is no first token"
+    request.until_senders(KVPoll.Failed)
+    assert_fails(request.senders[0], "Aborted")
+    request.clear()
+    site.quiet()
+    assert all((tensor == 5.0).all() for tensor in pool_tensors(decode.ranks[0].pool, decode.kind))
+
+
+def overwrite(server: Server, value: float) -> None:
+    for tensor in pool_tensors(server.ranks[0].pool, server.kind):
+        tensor.fill_(value)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -326,7 +512,14 @@ def test_poll_asks_nobody(pair: tuple[Server, Server], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "name", ["pp_size", "attn_cp_size", "attn_dcp_size", "disaggregation_decode_allocation_policy"]
+    "name",
+    [
+        "pp_size",
+        "attn_cp_size",
+        "attn_dcp_size",
+        "enable_kv_cache_sharding",
+        "disaggregation_decode_allocation_policy",
+    ],
 )
 def test_what_is_not_carried_is_refused_at_the_start(
     pair: tuple[Server, Server], name: str, monkeypatch: pytest.MonkeyPatch
