@@ -83,9 +83,19 @@ class Pending(Generic[ResultT]):
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> ResultT:
-        """Wait for the result, or for what the work raised; CancelledError (concurrent.futures) if it was cancelled.
+        """Wait, in the calling thread, for what comes of the work.
 
-        TimeoutError after `timeout_s`; the work goes on then. UsageError on the loop's own thread, unless it is done.
+        Args:
+            timeout_s: how long, in seconds; 0 does not wait, None waits as long as it takes.
+
+        Returns:
+            What the work returned.
+
+        Raises:
+            BaseException: what the work raised.
+            concurrent.futures.CancelledError: it was cancelled.
+            TimeoutError: `timeout_s` has passed; the work goes on.
+            UsageError: on the loop's own thread, unless it is done; or `timeout_s` is no time.
         """
         self._require_another_thread()
         return self._future.result(_bound(timeout_s))
@@ -95,11 +105,25 @@ class Pending(Generic[ResultT]):
         _tell(self._loop, self._cancel)
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call `callback` with this once it is done: on the loop's thread, or here and now if it is done already."""
+        """Have a function called once the work is done.
+
+        Args:
+            callback: gets this handle, on the loop's thread, which it must not block; or here and now if it is done.
+        """
         self._future.add_done_callback(lambda _: callback(self))
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done; whether it is, after `timeout_s`. UsageError as of `result`."""
+        """Wait, in the calling thread, until it is done, in whatever way.
+
+        Args:
+            timeout_s: how long, as for `result`.
+
+        Returns:
+            Whether it is done; False if `timeout_s` has passed.
+
+        Raises:
+            UsageError: as for `result`.
+        """
         self._require_another_thread()
         return bool(concurrent.futures.wait([self._future], _bound(timeout_s)).done)
 
@@ -201,7 +225,13 @@ class Load(Pending[LoadReport]):
     def settled(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended and no byte can land in its blocks any more, however it ended.
 
-        TimeoutError after `timeout_s`. RuntimeBroken if that can never be known.
+        Args:
+            timeout_s: how long, as for `result`.
+
+        Raises:
+            TimeoutError: `timeout_s` has passed.
+            RuntimeBroken: that can never be known.
+            UsageError: as for `result`, unless it is `safe`.
         """
         if not self.safe:
             self._host.settle(self, self._settle, timeout_s)
@@ -296,35 +326,95 @@ class Lease:
         return self.outcome.done
 
     def wait(self, timeout_s: float | None = None) -> LeaseOutcome:
-        """Wait until the blocks may be reused. TimeoutError after `timeout_s`; the lease stays as it is then."""
+        """Wait until the blocks may be reused.
+
+        Args:
+            timeout_s: how long, in seconds; 0 does not wait, None waits as long as it takes.
+
+        Returns:
+            How the lease ended.
+
+        Raises:
+            TimeoutError: `timeout_s` has passed; the lease stays as it is.
+            RuntimeBroken: the loop has died.
+            UsageError: on the loop's own thread, unless it is done; or `timeout_s` is no time.
+        """
         return self.outcome.result(timeout_s)
 
     def revoke(self) -> Lease:
-        """Withdraw the offer; `wait` tells when the blocks may be reused, as in `lease.revoke().wait()`."""
+        """Withdraw the offer, some time soon: see `kvflow.Lease.revoke`. May be called on any thread, and never waits.
+
+        Returns:
+            The lease; `lease.revoke().wait()` gives how it ended once its blocks may be reused.
+        """
         _tell(self._loop, self._lease.revoke)
         return self
 
     @_lease_verb
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
-        """So many tokens are computed: see `kvflow.Lease.advance`. `ready` is of the caller's thread.
+        """So many tokens are computed: see `kvflow.Lease.advance`.
 
-        Returns when the loop has taken note; raises RuntimeClosed if it has been closed.
+        Returns when the loop has taken note, however long that takes.
+
+        Args:
+            num_tokens: how many, from the first one on.
+            ready: an event behind the step that computes them, of the caller's thread.
+
+        Raises:
+            RequestError: as `kvflow.Lease.advance` has it.
+            RuntimeClosed: the loop has been closed; RuntimeBroken if it has died.
+            UsageError: on the loop's own thread.
         """
 
     @_lease_verb
     def fail(self, reason: str = "") -> Lease:
-        """The prompt will never be computed: see `kvflow.Lease.fail`. Returns, and raises, as `advance` does."""
+        """The prompt will never be computed: see `kvflow.Lease.fail`. Returns when the loop has taken note.
+
+        Args:
+            reason: for logs, records and readers' errors.
+
+        Returns:
+            The lease; `wait` tells when its blocks may be reused.
+
+        Raises:
+            RequestError: `reason` is no text.
+            RuntimeClosed, RuntimeBroken, UsageError: as for `advance`.
+        """
 
     @_lease_verb
     def extend(self, block_ids: GivenBlockIds) -> None:
-        """These blocks follow: see `kvflow.Lease.extend`. Returns, and raises, as `advance` does."""
+        """These blocks follow: see `kvflow.Lease.extend`. Returns when the loop has taken note.
+
+        Args:
+            block_ids: the further blocks only, in prompt order, given as in `ServeRequest.block_ids`.
+
+        Raises:
+            RequestError, BlocksBusy: as `kvflow.Lease.extend` has it.
+            RuntimeClosed, RuntimeBroken, UsageError: as for `advance`.
+        """
 
     @_lease_verb
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
-        """All tokens are computed: see `kvflow.Lease.complete`. Returns, and raises, as `advance` does."""
+        """All tokens are computed: see `kvflow.Lease.complete`. Returns when the loop has taken note.
+
+        Args:
+            payload: goes to every load of the lease, at most 4 KiB.
+            ready: see `advance`.
+
+        Raises:
+            RequestError: as `kvflow.Lease.complete` has it.
+            RuntimeClosed, RuntimeBroken, UsageError: as for `advance`.
+        """
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Count its time from now on: see `kvflow.Lease.restart`."""
+        """Count its time from now on: see `kvflow.Lease.restart`. May be called on any thread, and never waits.
+
+        Args:
+            ttl_s: in seconds; Config.lease_ttl_s if None.
+
+        Raises:
+            RequestError: `ttl_s` is no time.
+        """
         _tell(self._loop, self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
 
 
@@ -376,9 +466,11 @@ def _verb(within: Callable[..., float] = lambda *_, **__: 0.0) -> Callable[[Verb
 class Runtime:
     """A `kvflow.Runtime` in a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
 
-    All methods may be called from any thread but the loop's own. `call_timeout_s` is how long a call waits for the
-    loop's thread beyond the time that what it asks for may take; it passes only if that thread is stuck. A runtime that
-    is dropped without being closed is closed in the background, with a ResourceWarning.
+    All methods may be called from any thread but the loop's own, where those that wait raise UsageError.
+    `call_timeout_s` is how long a call waits for the loop's thread beyond the time that what it asks for may take; it
+    passes only if that thread is stuck, and then the call raises TimeoutError. Verbs raise
+    RuntimeClosed if the runtime is closed, RuntimeBroken if its loop has died. A runtime that is dropped without being
+    closed is closed in the background, with a ResourceWarning.
     """
 
     def __init__(
@@ -409,14 +501,24 @@ class Runtime:
         self.close()
 
     def open(self) -> None:
-        """Start the thread and the runtime. Raises ConfigError if something that Config asks for cannot be had."""
+        """Start the thread and the runtime; returns when it is open.
+
+        Raises:
+            ConfigError: something that Config asks for cannot be had. The thread has ended then.
+            UsageError: it was opened, or closed, before.
+        """
         self._host.open(_closing_s(self.config) + self._call_timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the runtime (see `kvflow.Runtime.aclose`) and end the thread. Closing twice is fine.
 
-        Raises RuntimeBroken if reads could not be stopped or the loop had died; TimeoutError after `timeout_s`, by
-        default what Config allows for closing plus `call_timeout_s`.
+        Args:
+            timeout_s: how long to wait, in seconds; what Config allows for closing plus `call_timeout_s` if None.
+
+        Raises:
+            RuntimeBroken: reads could not be stopped, or the loop had died.
+            TimeoutError: `timeout_s` has passed; the closing goes on.
+            UsageError: on the loop's own thread; or `timeout_s` is no time.
         """
         bound_s = _bound(timeout_s)
         self._drop.detach()
@@ -430,7 +532,18 @@ class Runtime:
         copy_blocks: BlockCopier | None = None,
         timeout_s: float = 120.0,
     ) -> None:
-        """See `kvflow.Runtime.register_kv_caches`."""
+        """Make the cache readable by peers and writable by loads: see `kvflow.Runtime.register_kv_caches`.
+
+        Args:
+            kv_caches: a dict of tensors by layer name, or a list of `CacheGroup`s.
+            layout: what the tensors of a dict look like; groups have their own.
+            copy_blocks: copies between host buffers and the cache.
+            timeout_s: how long to wait, in seconds.
+
+        Raises:
+            LayoutError, ConfigError, UsageError: as `kvflow.Runtime.register_kv_caches` has it.
+            TimeoutError: `timeout_s` has passed; the registration is cancelled, and leaves no cache registered.
+        """
         self._host.call(
             lambda runtime: runtime.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s
         )
@@ -439,21 +552,47 @@ class Runtime:
     def unregister(self) -> None:
         """Give the cache back, as before an engine sleeps: see `kvflow.Runtime.unregister`.
 
-        TimeoutError if the loop's thread is stuck; the unregistering goes on then.
+        Raises:
+            RuntimeBroken, UsageError: as `kvflow.Runtime.unregister` has it.
+            TimeoutError: the loop's thread is stuck; the unregistering goes on.
         """
 
     @_verb()
     def serve_blocks(self, request: ServeRequest) -> Lease:
-        """Offer blocks to readers: see `kvflow.Runtime.serve_blocks`. The lease is in force when this returns."""
+        """Offer blocks to readers: see `kvflow.Runtime.serve_blocks`. The lease is in force when this returns.
+
+        Args:
+            request: the blocks, in prompt order, and what of a prompt they hold.
+
+        Returns:
+            The lease's handle; its `wait` gives how it ended.
+
+        Raises:
+            RequestError, RuntimeUnavailable: as `kvflow.Runtime.serve_blocks` has it.
+        """
 
     @_verb()
     def decline(self, request_id: str, reason: str = "") -> None:
-        """Tell readers that a request will not be served: see `kvflow.Runtime.decline`."""
+        """Tell readers that a request will not be served: see `kvflow.Runtime.decline`.
+
+        Args:
+            request_id: the one that the rendezvous names.
+            reason: what readers are told.
+
+        Raises:
+            RequestError: as `kvflow.Runtime.decline` has it.
+        """
 
     def start_load(self, request: LoadRequest) -> Load:
-        """Start to read the blocks that a ticket offers; returns at once and never raises: `result` does.
+        """Start to read the blocks that a ticket offers; returns at once.
 
-        Its blocks may be reused when `settled()` returns, however it has ended.
+        Never raises: whatever is wrong is raised by the handle's `result`.
+
+        Args:
+            request: the ticket, and the local blocks to fill.
+
+        Returns:
+            The load's handle. The blocks may be reused when its `settled()` returns, however it has ended.
         """
         return Load(self._host, request)
 
@@ -462,6 +601,17 @@ class Runtime:
 
         An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
         who may be interrupted uses `start_load`, whose handle tells.
+
+        Args:
+            request: the ticket, and the local blocks to fill.
+
+        Returns:
+            What was read, and how long each phase took.
+
+        Raises:
+            RequestError, PeerError, LoadError, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.load_blocks` has
+                it; a `quarantine` is a `Load` of this module.
+            TimeoutError: the loop's thread is stuck; the load is cancelled.
         """
         deadline_s = checked_load_request(request, self.config.limits.block_ids_max).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
@@ -476,7 +626,17 @@ class Runtime:
 
     @contextlib.contextmanager
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
-        """Keep what a ticket offers while a request waits for its load: see `kvflow.Runtime.keep_leases`."""
+        """Keep what a ticket offers while a request waits for its load: see `kvflow.Runtime.keep_leases`.
+
+        Args:
+            ticket: as it came from the router.
+
+        Returns:
+            A context manager; its block is how long the leases are kept. Leaving it never waits.
+
+        Raises:
+            RequestError: the ticket cannot be right; on entering the block.
+        """
         kept = contextlib.ExitStack()
         self._host.call_at_once(lambda runtime: kept.enter_context(runtime.keep_leases(ticket)), self._call_timeout_s)
         try:
@@ -486,13 +646,33 @@ class Runtime:
 
     @_verb(lambda config, *_, **__: config.lease_lifetime_s + config.handshake_timeout_s)
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
-        """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
+        """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`.
+
+        Args:
+            ticket: as it came from the router.
+
+        Returns:
+            Whether all ranks were told in time.
+
+        Raises:
+            RequestError: the ticket cannot be right.
+        """
 
     @_verb(_storing_s)
     def save_blocks(self, request: SaveRequest) -> SaveReport:
         """Save blocks to a file: see `kvflow.Runtime.save_blocks`. Bounded by the request's deadline.
 
         An interrupt in the calling thread cancels it.
+
+        Args:
+            request: the blocks, and the key to find them by.
+
+        Returns:
+            How much was saved, and how long it took.
+
+        Raises:
+            RequestError, StoreFull, StorageFailed, UsageError: as `kvflow.Runtime.save_blocks` has it.
+            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
         """
 
     @_verb(_storing_s)
@@ -500,40 +680,107 @@ class Runtime:
         """Fill blocks with what was saved: see `kvflow.Runtime.restore_blocks`. Bounded by the request's deadline.
 
         An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
+
+        Args:
+            request: the key, and the local blocks to fill.
+
+        Returns:
+            How much was restored, and how long it took.
+
+        Raises:
+            NotStored, EntryDamaged, StorageFailed, RequestError, UsageError: as `kvflow.Runtime.restore_blocks` has it.
+                The `quarantine` of an error can be waited for in any thread but the loop's.
+            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
         """
 
     @_verb()
     def is_stored(self, key: bytes | str) -> bool:
-        """Whether there is an entry under a key: see `kvflow.Runtime.is_stored`."""
+        """Whether there is an entry under a key: see `kvflow.Runtime.is_stored`.
+
+        Args:
+            key: as it was given to `save_blocks`.
+
+        Returns:
+            False also for an entry of a cache with another layout.
+
+        Raises:
+            RequestError: it cannot be a key.
+            UsageError: Config names no store.
+        """
 
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them: see `kvflow.Runtime.prewarm`.
 
-        TimeoutError after `timeout_s`; handshakes under way go on then.
+        Args:
+            engines: each named by the address of one of its ranks, or by a ticket of it.
+            timeout_s: how long to wait, in seconds; None waits as long as the handshakes take.
+
+        Returns:
+            One result for each, in order, with the error if there was one.
+
+        Raises:
+            TimeoutError: `timeout_s` has passed; handshakes under way go on.
         """
         return self._host.call(lambda runtime: runtime.prewarm(engines), timeout_s)
 
     @_verb(lambda config, *_, **__: 2 * config.handshake_timeout_s)
     def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
-        """Forget an engine, or one rank of it: see `kvflow.Runtime.forget_peer`."""
+        """Forget an engine, or one rank of it: see `kvflow.Runtime.forget_peer`.
+
+        Args:
+            engine_id: whose ranks.
+            address: of one rank; None for all.
+
+        Returns:
+            Whether it was forgotten within Config.handshake_timeout_s; if not it will be later.
+
+        Raises:
+            RequestError: what was given is no text.
+        """
 
     @_verb(_draining_s)
     def drain(self, deadline_s: float | None = None) -> DrainReport:
-        """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
+        """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`.
+
+        Args:
+            deadline_s: after how many seconds leases are revoked and loads ended; Config.drain_timeout_s if None.
+
+        Returns:
+            What became of what was open when draining began.
+
+        Raises:
+            UsageError: `deadline_s` is no time.
+        """
 
     def statistics(self) -> RuntimeStatistics:
-        """Counts of what is open now and what has happened so far. Legal in every state."""
+        """What is open now and what has happened so far. Legal in every state.
+
+        Returns:
+            A frozen copy, of the end if the loop has ended.
+
+        Raises:
+            TimeoutError: the loop's thread is stuck.
+            UsageError: on the loop's own thread.
+        """
         if self._host.alive:
             with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
                 return self._host.call_at_once(asynchronous.Runtime.statistics, self._call_timeout_s)
         return self._host.runtime.statistics()
 
     def start(self, work: Work[ResultT]) -> Pending[ResultT]:
-        """Run a coroutine of your own on the runtime's loop; returns at once. It must never block the loop.
+        """Run a coroutine of your own on the runtime's loop; returns at once.
 
-        Raises RuntimeClosed, RuntimeBroken if the loop has died, UsageError if it has not been opened.
+        Args:
+            work: called on the loop with the `kvflow.Runtime` there; the coroutine that it returns must never block.
+
+        Returns:
+            A handle to wait for the result, or to cancel.
+
+        Raises:
+            RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
+            UsageError: it has not been opened.
         """
         return self._host.start(work)
 

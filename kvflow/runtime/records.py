@@ -93,9 +93,19 @@ class LeaseRecord:
 class Observer(Protocol):
     """Gets every record of the runtimes that it was given to."""
 
-    def load_ended(self, record: LoadRecord) -> None: ...
+    def load_ended(self, record: LoadRecord) -> None:
+        """A load has ended, in whatever way.
 
-    def lease_ended(self, record: LeaseRecord) -> None: ...
+        Args:
+            record: what the load was, how it ended, and how long its phases took.
+        """
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        """A lease has ended, in whatever way.
+
+        Args:
+            record: what the lease was, and how it ended.
+        """
 
 
 class Observers:

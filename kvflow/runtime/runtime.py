@@ -268,10 +268,9 @@ class Runtime:
         """Give up what a ticket offers without reading it, such as for a request that was rejected before decode.
 
         One message to each rank, no handshake; its lease ends as if we had read. The offer of a rendezvous may be yet
-        to
-        come: then it is waited for, within the ticket's `ttl_s`, and its ranks are connected. A release that comes
-            late or
-        twice changes nothing. Legal while the runtime drains. Cancelling stops it; some ranks may have been told then.
+        to come: then it is waited for, within the ticket's `ttl_s`, and its ranks are connected. A release that comes
+        late or twice changes nothing. Legal while the runtime drains. Cancelling stops it; some ranks may have been
+        told then.
 
         Args:
             ticket: as it came from the router.
@@ -420,7 +419,17 @@ class Runtime:
         return await self._supervisor.drain(checks.seconds(wanted_s, "drain: deadline_s", error=UsageError))
 
     def observed_by(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tell `observer`, too, how loads and leases end, as in `with runtime.observed_by(observer): ...`."""
+        """Tell one more observer how loads and leases end, as in `with runtime.observed_by(observer): ...`.
+
+        Args:
+            observer: gets the records beside those that the runtime was opened with.
+
+        Returns:
+            A context manager; its block is how long the observer is told.
+
+        Raises:
+            UsageError: it is no observer; at once, not on entering the block.
+        """
         return self._observers.one_more(observer)
 
     def statistics(self) -> RuntimeStatistics:

@@ -190,7 +190,14 @@ class CacheLayout:
         return layout
 
     def check(self, kv_caches: KVCaches) -> None:
-        """Raise LayoutError unless every tensor is as this layout says."""
+        """Compare tensors with this layout.
+
+        Args:
+            kv_caches: by layer name the layer's tensor or tensors, in the layout's order of layers.
+
+        Raises:
+            LayoutError: a tensor is not as this layout says; it names the layer, and both values.
+        """
         kv_caches = checked_caches(kv_caches)
         if tuple(kv_caches) != self.layer_names:
             raise LayoutError(

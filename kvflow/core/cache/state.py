@@ -116,6 +116,9 @@ class StateLayout:
             tensors: What each tensor of a layer is, in their order.
             layer_indices: Which layers of the model these are; by default as `CacheLayout.infer` has it.
 
+        Returns:
+            A layout that `check` accepts these tensors for.
+
         Raises:
             LayoutError: It names the layer or tensor, and both values.
         """
@@ -136,7 +139,14 @@ class StateLayout:
         return layout
 
     def check(self, caches: KVCaches) -> None:
-        """Raise LayoutError unless every tensor is as this layout says, and a slot's bytes are dense."""
+        """Compare tensors with this layout.
+
+        Args:
+            caches: by layer name a tuple of tensors (slots, ...), or one tensor, in the layout's order of layers.
+
+        Raises:
+            LayoutError: a tensor is not as this layout says, or a slot's bytes are not dense.
+        """
         layers = checked_caches(caches)
         if tuple(layers) != self.layer_names:
             raise LayoutError(f"layers differ: layout has {len(self.layer_names)}, caches have {len(layers)}")

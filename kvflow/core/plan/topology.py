@@ -44,7 +44,14 @@ class Rank(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> Rank:
-        """The rank that a config describes."""
+        """The rank that a config describes.
+
+        Args:
+            config: its dp_rank, pp_rank and tp_rank are taken.
+
+        Returns:
+            That rank.
+        """
         return cls(config.dp_rank, config.pp_rank, config.tp_rank)
 
 

@@ -20,7 +20,11 @@ class DeviceEvent(Protocol):
     """Something that a device does at some time, such as a `torch.cuda.Event` that has been recorded."""
 
     def query(self) -> bool:
-        """Whether it has happened; returns at once, on any thread."""
+        """Ask whether it has happened; never waits, and may be called on any thread.
+
+        Returns:
+            True from the moment it has happened.
+        """
 
     def synchronize(self) -> None:
         """Wait until it has happened."""

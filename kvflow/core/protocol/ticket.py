@@ -253,12 +253,32 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         return dict(zip(map(_PLACE_OF, self.ranks), self.ranks, strict=True))
 
     def find(self, rank: Rank) -> RankLease | None:
-        """The lease of that rank, if the ticket names it."""
+        """Look a rank's lease up.
+
+        Args:
+            rank: its dp does not count, since all leases of a ticket are of one replica.
+
+        Returns:
+            The lease; None if the ticket does not name that rank.
+
+        Raises:
+            RequestError: what was given is no Rank.
+        """
         checks.instance(rank, Rank, "rank")
         return self.leases.get((rank.pp, rank.tp))
 
     def address_of(self, rank: Rank) -> str:
-        """Where that rank listens. RequestError if it is not named and cannot be worked out."""
+        """Where a rank's side channel listens.
+
+        Args:
+            rank: one of the engine's, named in the ticket or not.
+
+        Returns:
+            The address; of a rank that is not named, worked out from the first one's port.
+
+        Raises:
+            RequestError: what was given is no Rank, or is not named and its port cannot be worked out.
+        """
         named = self.find(rank)
         if named is not None:
             return named.address
@@ -290,7 +310,18 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
     ) -> Ticket:
         """A ticket of the same ranks for another request, whose readers ask each rank for its lease.
 
-        `block_ids` are those of the one group, or of each group. Raises RequestError if no reader would take it.
+        Args:
+            request_id: the id that the engine serves the other request under.
+            block_ids: the producer's blocks in prompt order, of the one group, or a block table for each group.
+            num_tokens: how many tokens of the prompt they hold.
+            ttl_s: the lease's time, in seconds.
+            prompt_digest: of the other request's prompt; "" if it is not known.
+
+        Returns:
+            The ticket, checked as readers check it.
+
+        Raises:
+            RequestError: no reader would take it.
         """
         ranks = tuple(msgspec.structs.replace(rank, **_NO_LEASE) for rank in self.typed().ranks)
         tables: Any = (block_ids,) if len(self.block_tables) == 1 else block_ids
@@ -342,7 +373,14 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         return read_ticket(msgspec.structs.replace(ticket, **changes))
 
     def to_params(self) -> dict[str, Any]:
-        """A dict of JSON types that survives any HTTP router. RequestError if a field is of another type."""
+        """The ticket as a dict, in the form that `from_params` reads.
+
+        Returns:
+            A new dict of JSON types that survives any HTTP router.
+
+        Raises:
+            RequestError: a field is of another type.
+        """
         ticket = self.typed()
         ranks: list[dict[str, Any]] = [msgspec.to_builtins(rank) for rank in ticket.ranks]
         for rank in ranks:
@@ -373,11 +411,28 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
-        """Read a ticket's dict; RequestError names the field that is missing or wrong. Unknown fields are ignored."""
+        """Read a ticket's dict.
+
+        Args:
+            params: as `to_params` made it and routers passed it on. Unknown fields are ignored.
+
+        Returns:
+            The ticket, checked.
+
+        Raises:
+            RequestError: it names the field that is missing or wrong.
+        """
         return read_ticket(params)
 
     def typed(self) -> Ticket:
-        """The same ticket, each field of its type: constructors take anything. RequestError names one that is not."""
+        """Check the fields' types, since constructors take anything.
+
+        Returns:
+            An equal ticket, each field of its type.
+
+        Raises:
+            RequestError: it names a field that is of another type.
+        """
         ranks = self.ranks if isinstance(self.ranks, tuple) else ()
         if not ranks or not all(isinstance(rank, RankLease) for rank in ranks):
             raise RequestError(f"ticket: ranks: expected a tuple of RankLeases, got {shown(self.ranks)}")

@@ -357,9 +357,13 @@ class Load:
             self.work.flight.nudge()
 
     async def progressed(self, tokens: int) -> Progress | None:
-        """Wait until more than `tokens` tokens have landed; how many. None once it has ended without that.
+        """Wait for progress beyond what is known. Cancelling stops the waiting only.
 
-        Cancelling stops the waiting only.
+        Args:
+            tokens: how many landed tokens the caller knows of; -1 for none.
+
+        Returns:
+            The newest progress, of more than `tokens` tokens. None if the load has ended without that.
 
         Raises:
             UsageError: off the runtime's loop.
@@ -375,7 +379,12 @@ class Load:
         return self.progress
 
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
-        """Only for `Loader`: so many tokens have landed, more than before."""
+        """Only for `Loader`: more tokens have landed.
+
+        Args:
+            tokens: how many are in the local blocks of all groups, from the first one on.
+            tokens_in_all: how many the load reads.
+        """
         self.progress = Progress(tokens, tokens_in_all)
         self._wake()
 
@@ -385,12 +394,23 @@ class Load:
             self._news = None
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
-        """Only for `Loader`: carry the load out in a task of its own."""
+        """Only for `Loader`: carry the load out in a task of its own.
+
+        Args:
+            work: makes the coroutine that carries it out.
+
+        Returns:
+            The task, which awaiting the load awaits.
+        """
         self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
         return self._task
 
     def end(self, outcome: LoadReport | BaseException) -> None:
-        """Only for `Loader`: this is what came of it."""
+        """Only for `Loader`: settle what awaiting the load gives.
+
+        Args:
+            outcome: the report that it returns, or what it raises.
+        """
         self._outcome = outcome
         if self._news is not None:
             self._wake()

@@ -35,7 +35,14 @@ class PeerAddress:
     tp_rank: int = 0
 
     def checked(self) -> PeerAddress:
-        """The same in Python's own types; RequestError names what cannot be."""
+        """Check the fields, which the constructor takes as they are.
+
+        Returns:
+            An equal address in Python's own types.
+
+        Raises:
+            RequestError: it names the field that cannot be.
+        """
         engine_id, address = checks.text(self.engine_id, "engine_id"), checks.text(self.address, "address")
         if not checks.is_name(engine_id, ENGINE_ID_CHARS_MAX):
             raise RequestError(f"engine_id: expected a name of at most {ENGINE_ID_CHARS_MAX}, got {shown(engine_id)}")

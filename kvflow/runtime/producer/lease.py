@@ -167,7 +167,14 @@ class Lease:
         return len(self._entry.readers)
 
     async def wait(self) -> LeaseOutcome:
-        """Return the outcome once its blocks may be reused: the same as awaiting the lease."""
+        """Wait until the blocks may be reused: the same as awaiting the lease.
+
+        Returns:
+            How the lease ended.
+
+        Raises:
+            UsageError: off the runtime's loop.
+        """
         return await self
 
     def revoke(self) -> Lease:
@@ -189,12 +196,14 @@ class Lease:
     def fail(self, reason: str = "") -> Lease:
         """The prompt will never be computed: the lease ends as FAILED, and its readers at once, with PrefillFailed.
 
-        For a prefill that broke, so that the request goes elsewhere; nobody waits for its time to be over then. The
-        blocks are free when awaiting the lease returns, as after `revoke`. An engine of several ranks fails all of its
-        leases. No effect on a lease that has ended.
+        For a prefill that broke, so that the request goes elsewhere; nobody waits for its time to be over then. An
+        engine of several ranks fails all of its leases. No effect on a lease that has ended.
 
         Args:
             reason: for logs, records and readers' errors, as far as these learn of it.
+
+        Returns:
+            The lease: its blocks are free when awaiting it returns, as after `revoke`.
 
         Raises:
             RequestError: `reason` is no text.
@@ -226,9 +235,12 @@ class Lease:
     def extend(self, block_ids: GivenBlockIds) -> None:
         """These blocks follow, in prompt order: for leases that were opened with fewer than their tokens need.
 
-        They are given as in `ServeRequest.block_ids`, and are the lease's from now on. In the end a group has as many
-        as hold all tokens; one with a window, as many as hold the tokens of the window at the prompt's end. No effect
-        on a lease that has ended. Readers that know fewer blocks ask for them.
+        They are the lease's from now on. In the end a group has as many as hold all tokens; one with a window, as many
+        as hold the tokens of the window at the prompt's end. No effect on a lease that has ended. Readers that know
+        fewer blocks ask for them.
+
+        Args:
+            block_ids: the further blocks only, given as in `ServeRequest.block_ids`.
 
         Raises:
             RequestError: the ids cannot be right, or are more than the tokens need; with host staging also if there are
