@@ -60,7 +60,7 @@ from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
 
-__all__ = ["ConnectorScheduler", "EngineRequest", "Finished", "Matched", "Scheduled", "SchedulingConfig", "Sharing"]
+__all__ = ["ConnectorScheduler", "EngineRequest", "Finished", "Group", "Matched", "Scheduled", "SchedulingConfig", "Sharing"]
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
@@ -237,7 +237,7 @@ class _Producer:
     state: ProducerState = ProducerState.COMPUTING
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """A group of layers: its facts as registered, and how many of its blocks are one of the engine's."""
 
     facts: GroupFacts
@@ -259,13 +259,13 @@ class _Group(NamedTuple):
         return tuple(ids[at // split] * split + at % split for at in span if at // split < len(ids))
 
 
-def _registered(facts: GroupFacts, block_size: int) -> _Group:
+def registered(facts: GroupFacts, block_size: int) -> Group:
     """An engine's group with the block size that its ranks have registered."""
     split, rest = divmod(facts.block_size, max(block_size, 1))
     if rest or not split:
         what = f"group {facts.name!r}: blocks of {facts.block_size} tokens"
         raise ConfigError(f"{what}, the ranks have registered blocks of {block_size}: they do not divide them")
-    return _Group(msgspec.structs.replace(facts, block_size=block_size), split)
+    return Group(msgspec.structs.replace(facts, block_size=block_size), split)
 
 
 class ConnectorScheduler:
@@ -281,7 +281,7 @@ class ConnectorScheduler:
         self._dialect = dialect
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
-        self._groups = tuple(_Group(facts) for facts in config.all_groups)
+        self._groups = tuple(Group(facts) for facts in config.all_groups)
         self._consumers: dict[str, _Consumer] = {}
         self._producers: dict[str, _Producer] = {}
         self._used: OrderedDict[tuple[str, str], _Use] = OrderedDict()
@@ -320,7 +320,7 @@ class ConnectorScheduler:
         sizes = [group.block_size for group in ticket.groups] or [ticket.block_size]
         if len(sizes) != len(self._groups):
             raise ConfigError(f"groups: {len(self._groups)} here, the ranks have registered {len(sizes)}")
-        self._groups = tuple(map(_registered, self._config.all_groups, sizes))
+        self._groups = tuple(map(registered, self._config.all_groups, sizes))
         self._introduction, self._next.introduce = ticket, False
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
@@ -359,6 +359,20 @@ class ConnectorScheduler:
                 prompt=request.prompt_token_ids,
                 serve_id=rendezvous_in(params),
             )
+
+    def adopt(self, request_id: str, ticket: Ticket) -> None:
+        """A peer offers this prefix to a request that has come without a ticket, or as a producer."""
+        if request_id in self._consumers:
+            raise UsageError(f"request {request_id!r}: it has a ticket already")
+        use = _Use(shared=False)
+        consumer = _Consumer(request_id=request_id, ticket=ticket, use=use, offered_tokens=ticket.num_tokens)
+        use.readers.append(consumer)
+        self._consumers[request_id] = consumer
+        self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
+
+    def give_back(self, request_id: str, ticket: Ticket) -> None:
+        """What a peer offers to a request that has ended: its blocks are the peer's again at once."""
+        self._next.release.append(Release(request_id=request_id, ticket=ticket))
 
     def reject(self, request: EngineRequest) -> None:
         """A request with a ticket was refused before it could be added, or is over: nobody will read what is offered.
@@ -481,12 +495,14 @@ class ConnectorScheduler:
         `block_ids`, those that it still has, nothing is offered of which a block has been taken back since; nor is a
         state that has gone on with the request's answer.
         """
+        finished = Finished(False, None)
         if request_id in self._consumers:
-            return self._consumer_finished(self._consumers[request_id])
-        if request_id in self._producers:
+            finished = self._consumer_finished(self._consumers[request_id])
+        if request_id in self._producers:  # maybe with a prefix that a peer has offered
             request = self._producers[request_id]
-            return self._producer_finished(request, completed and self._has_prompt(request, block_ids))
-        return Finished(False, None)
+            holds, params = self._producer_finished(request, completed and self._has_prompt(request, block_ids))
+            finished = Finished(holds or finished.hold_blocks, params)
+        return finished
 
     def forget_ranks(self) -> None:
         """The ranks are about to register their caches anew, as after a sleep: tickets of before name ranks of before.

@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.parameters import name_of
-from kvflow.connector.step import BlockTables, Grow, Keep, Receive, Save, Step
+from kvflow.connector.prefix_peers import Outcome, PrefixPeers
+from kvflow.connector.scheduler import Group
+from kvflow.connector.shelf import BlockShelf
+from kvflow.connector.step import BlockTables, Found, Grow, Keep, Question, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.prefix.shelf import Run
+from kvflow.runtime.prefix.sharing import Sharing
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.runtime import Runtime
 
-__all__ = ["ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]
+__all__ = ["Answered", "ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]
 
 logger = logger_of(__name__)
 
@@ -58,7 +63,16 @@ class OfferEnded:
     sent: bool
 
 
-Happening: TypeAlias = Loaded | LoadFailed | OfferEnded
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Peers have been asked for a prefix."""
+
+    found: Found
+    outcome: Outcome
+    total_s: float
+
+
+Happening: TypeAlias = Loaded | LoadFailed | OfferEnded | Answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +83,8 @@ class Results:
     """Loads that have ended, those that failed included."""
     failed: Mapping[str, LoadFailed]
     sent: frozenset[str]
+    found: tuple[Found, ...]
+    """What peers have answered."""
     happenings: tuple[Happening, ...]
     """All of it, in order: for metrics and logs."""
 
@@ -76,24 +92,47 @@ class Results:
 class ConnectorWorker:
     """One rank's worker. It owns nothing: who made the runtime closes it."""
 
-    def __init__(self, runtime: BlockingRuntime) -> None:
+    def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
+        """`peers` are asked for prefixes."""
         self._runtime = runtime
         self._happened: deque[Happening] = deque()
-        self._courier = _Courier(self._happened)
+        self._courier = _Courier(self._happened, peers or PrefixPeers())
+        self._shelf: BlockShelf | None = None
 
     def introduction(self) -> Ticket:
         """Who this rank is, for `ConnectorScheduler.introduce`: a ticket of nothing. Once a cache is registered."""
         return self._runtime.serve_blocks(ServeRequest("introduction", block_ids={}, num_tokens=0)).ticket
 
+    def share(self, groups: Sequence[Group], block_tokens: int) -> None:
+        """From now on peers may read prefixes out of the cache that is registered, as `Step.shelved` fills it.
+
+        `groups` are those of the cache, with the engine's block size in tokens. Once for each registration.
+        """
+        shelf = self._shelf = BlockShelf(groups, block_tokens)
+        self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
+
+    def prepare(self, step: Step) -> None:
+        """What has to be done before anything of a step may write into a block, or compute.
+
+        Returns at once, but where somebody may be reading what the step will write: leases of prefixes end at once,
+        and a step that recalls what flows (`Step.recall`) waits here until no read of it can succeed any more, some
+        Limits.seal_hold_s.
+        """
+        runs = self._shelf.take(step.reused) if self._shelf is not None and step.reused else []
+        if step.recall or runs:
+            self._runtime.start(lambda _: self._courier.recall(step, runs)).result(_RECALL_S)
+        if step.questions:
+            self._runtime.start(lambda runtime: self._courier.ask(runtime, step.questions))
+
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
-        """Start a step's work; returns at once. Raises RuntimeBroken if the loop has died, RuntimeClosed if closed.
+        """Start a step's work, when it has been prepared; returns at once. Raises RuntimeBroken if the loop has died,
+        RuntimeClosed if closed.
 
         Where a device computes after it was told to: what is saved is there once `ready` has happened, and what is
-        received may be written once `after` has, which is recorded before the step's own work. A step that recalls
-        what flows (`Step.recall`) waits here until no read of it can succeed any more, some Limits.seal_hold_s.
+        received may be written once `after` has, which is recorded before the step's own work.
         """
-        if step.recall:
-            self._runtime.start(lambda _: self._courier.recall(step)).result(_RECALL_S)
+        if step.shelved and self._shelf is not None:
+            self._shelf.add(step.shelved, ready)
         if step != _NOTHING:
             self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
 
@@ -106,11 +145,16 @@ class ConnectorWorker:
         loaded = {entry.request_id for entry in happened if isinstance(entry, Loaded)}
         sent = {entry.request_id for entry in happened if isinstance(entry, OfferEnded) and entry.sent}
         return Results(
-            received=frozenset(loaded | failed.keys()), failed=failed, sent=frozenset(sent), happenings=happened
+            received=frozenset(loaded | failed.keys()),
+            failed=failed,
+            sent=frozenset(sent),
+            found=tuple(entry.found for entry in happened if isinstance(entry, Answered)),
+            happenings=happened,
         )
 
 
 _NOTHING = Step()
+_ANY_NUMBER = 1 << 31  # of blocks: nothing is pinned for a run
 _RECALLED = "its prompt was preempted"
 _BROKEN_OFF = "its request has ended"
 _RECALL_S = 60.0  # it takes as long as the hold, and a copy that has begun
@@ -149,6 +193,10 @@ class _Courier:
     """Lives on the loop: the loads and leases of the engine's requests."""
 
     happened: deque[Happening]
+    peers: PrefixPeers
+    sharing: Sharing | None = None
+    shelf: BlockShelf | None = None
+    """What is shared with peers."""
     kept: dict[str, ExitStack] = field(default_factory=dict)
     """What the tickets of requests that wait for blocks, or load, keep open."""
     loads: dict[str, asyncio.Task[LoadReport]] = field(default_factory=dict)
@@ -187,9 +235,31 @@ class _Courier:
         for grow in step.grow:
             self._grow(grow, events.ready)
 
-    async def recall(self, step: Step) -> None:
-        """End leases that grow, and return when no read of them can succeed any more."""
-        ended, sent = [], {send.request_id for send in step.send}
+    async def share(self, runtime: Runtime, shelf: BlockShelf) -> None:
+        """What was shared before has ended with its registration."""
+        self.sharing, self.shelf = runtime.share(shelf, pinned_blocks_max=_ANY_NUMBER), shelf
+
+    async def ask(self, runtime: Runtime, questions: Sequence[Question]) -> None:
+        """Ask peers for prefixes, each question by itself."""
+        for question in questions:
+            self._spawn(self._ask(runtime, question))
+
+    async def _ask(self, runtime: Runtime, question: Question) -> None:
+        begun_s = asyncio.get_running_loop().time()
+        outcome, offered = await self.peers.ask(runtime, question)
+        took_s = asyncio.get_running_loop().time() - begun_s
+        best = offered[0] if offered else None
+        self.happened.append(Answered(Found(request_id=question.request_id, ticket=best), outcome, took_s))
+        await asyncio.gather(*(_release(runtime, ticket) for ticket in offered[1:]))
+
+    async def recall(self, step: Step, runs: Sequence[Run]) -> None:
+        """End leases that grow, and those of prefixes, and return when no read of them can succeed any more."""
+        ended: list[Awaitable[object]] = []
+        if self.sharing is not None and self.shelf is not None:
+            for run in runs:
+                self.sharing.end(run)
+            ended += map(self.shelf.left, runs)
+        sent = {send.request_id for send in step.send}
         for request_id in step.recall:
             offer = self.offers.get(request_id) if request_id in sent else self.offers.pop(request_id, None)
             if offer is not None and offer.lease is not None and offer.outcome is None:

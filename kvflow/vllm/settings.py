@@ -61,6 +61,18 @@ class Extra:
     stock_peers: bool = False
     """Whether engines with vLLM's own NixlConnector are read from, and served."""
     stock: StockExtra = field(default_factory=StockExtra)
+    share_prefixes: bool = False
+    """Whether peers may read prefixes out of this engine's cache."""
+    prefix_peers: tuple[str, ...] | None = None
+    """Addresses of engines that are asked for the prefix of a prompt that no prefill engine offers, one of each. An
+    empty list: only those that a router names. None: nobody is asked."""
+    prefix_tokens_min: int = 256
+    """With fewer tokens than this that are not cached, nobody is asked."""
+    prefix_wait_s: float = 0.05
+    """Longest time that a question may take."""
+    recompute_s_per_token: float | None = None
+    """What a token costs here that is computed: what takes longer to pull is computed. None: all that is found is
+    pulled."""
 
 
 _WHERE = "kv_connector_extra_config"

@@ -29,7 +29,7 @@ from kvflow.connector.worker import ConnectorWorker, LoadFailed, OfferEnded
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError, LeaseExpired
 from kvflow.vllm import settings, stock
-from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowIntroductions, KVFlowMetadata
+from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowNews, KVFlowMetadata
 from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
@@ -262,10 +262,10 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
         scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
         runtime.register_kv_caches(worker._registered)
 
-        def step() -> KVFlowIntroductions | None:
+        def step() -> KVFlowNews | None:
             made = scheduler._scheduler.build_step((), preempted=(), block_ids=lambda _: ())
             worker.bind_connector_metadata(KVFlowMetadata(made))
-            return cast(KVFlowIntroductions | None, worker.build_connector_worker_meta())
+            return cast(KVFlowNews | None, worker.build_connector_worker_meta())
 
         first = worker._worker.introduction()
         scheduler._scheduler.introduce(first)
