@@ -301,6 +301,10 @@ class ConnectorScheduler:
         """Whether a prompt's blocks stay what they are while its request goes on."""
         return all(group.facts.whole for group in self._groups)
 
+    def takes(self, params: Mapping[str, Any]) -> bool:
+        """Whether a request with these parameters has a ticket, to come from a prefill engine."""
+        return self._config.takes(params)
+
     def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
         """None for a request that does not concern transfers, or not any more."""
         request = self._consumers.get(request_id) or self._producers.get(request_id)

@@ -114,6 +114,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """See `asked`; the scheduler's."""
     _spreads_samples = False
     """Whether vLLM gives samples of a prompt to several engines; the scheduler's."""
+    _prefixes: Prefixes | None = None
+    """If prefixes are shared or pulled; the scheduler's."""
+    _shares = False
+    """Whether prefixes are shared; a worker's."""
+    _found: tuple[Found, ...] = ()
+    """What peers have answered, until it has left with a step's results; a worker's."""
     _ranks: EngineRanks | None = None
     """With `stock_peers`, what they have shown each other; a worker's."""
 
@@ -136,7 +142,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
-            self._prefixes = Prefixes(extra, self._scheduler, self._groups, kv_cache_config)
+            if extra.share_prefixes or extra.prefix_peers is not None:
+                self._prefixes = Prefixes(extra, self._scheduler, self._groups, vllm_config, kv_cache_config)
             return
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers
@@ -150,7 +157,6 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._runtime = Runtime(config, foreign=foreign)
         self._worker = ConnectorWorker(self._runtime, prefix_peers_of(vllm_config, extra))
         self._shares = extra.share_prefixes and not why_not(self._groups, kv_cache_config)
-        self._found: tuple[Found, ...] = ()
         self._failed_blocks: set[int] = set()
         self._split = 1
         self._records = False
@@ -181,17 +187,19 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._prefixes.bind(gpu_block_pool)
+        if self._prefixes is not None:
+            self._prefixes.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
         """Whether a step has to be made for us, be there a request or not: vLLM asks before it goes to sleep."""
-        return self._prefixes.must_tell
+        return self._prefixes is not None and self._prefixes.must_tell
 
     def on_new_request(self, request: Request) -> None:
         if request.abort_immediately:
             self._on_rejected(request)
             return
-        self._add_prefix(request)
+        if self._prefixes is not None:
+            self._prefixes.add(Asked(request, self._names_pictures))
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._ends_before_last_token(request):
             logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
@@ -202,14 +210,6 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
-
-    def _add_prefix(self, request: Request) -> None:
-        """Look for its prefix on the shelf's side, and on peers', unless a prefill engine has all of it."""
-        asks = not self._scheduling.takes(request.kv_transfer_params or {})
-        try:
-            self._prefixes.add(Asked(request, self._names_pictures), asks=asks)
-        except RequestError as error:
-            logger.warning("request %s: its prefix is not looked for: %s", request.request_id, error)
 
     def _on_rejected(self, request: Request) -> None:
         """What a refused or failed HTTP request leaves: its parameters, in a request that is aborted at once."""
@@ -226,7 +226,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(request.num_prompt_tokens > 1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._prefixes.waits(request.request_id, num_computed_tokens):
+        if self._prefixes is not None and self._prefixes.waits(request.request_id, num_computed_tokens):
             return None, False
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
 
@@ -243,7 +243,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             return self._transferred(resolve(request_id))
 
         step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids)
-        self._prefixes.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
+        if self._prefixes is not None:
+            self._prefixes.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
         cards, self._cards = self._cards, ()
         return KVFlowMetadata(step, cards)
 
@@ -252,7 +253,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_from_workers(received=received or (), sent=sent or ())
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KVFlowNews):
-            self._prefixes.answered(told.found)
+            if self._prefixes is not None:
+                self._prefixes.answered(told.found)
             if told.tickets and len(told.tickets) == told.tickets[0].tp_size * told.tickets[0].pp_size:
                 self._introduce(told.tickets, told.cards)
 
@@ -268,7 +270,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         tables = self._transferred(block_ids)
-        self._prefixes.finished(Asked(request, self._names_pictures), tables)
+        if self._prefixes is not None:
+            self._prefixes.finished(Asked(request, self._names_pictures), tables)
         completed = request.status in _COMPLETED
         return self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
 

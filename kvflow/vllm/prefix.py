@@ -17,7 +17,7 @@ from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import Found, Step
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.prefix.keys import prefix_keys
-from kvflow.errors import RequestError
+from kvflow.errors import ConfigError, RequestError
 from kvflow.logs import logger_of
 from kvflow.vllm.asked import Asked
 from kvflow.vllm.layout import Group
@@ -58,8 +58,20 @@ class Prefixes:
     """What the scheduler's half of a connector does for prefixes, request by request."""
 
     def __init__(
-        self, extra: Extra, scheduler: ConnectorScheduler, groups: Sequence[Group], kv_cache_config: KVCacheConfig
+        self,
+        extra: Extra,
+        scheduler: ConnectorScheduler,
+        groups: Sequence[Group],
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
     ) -> None:
+        """ConfigError if prefixes are to be pulled, and that cannot be done without harm."""
+        transfer = vllm_config.kv_transfer_config
+        if extra.prefix_peers is not None and not transfer.is_kv_consumer:
+            raise ConfigError(f"prefix_peers: kv_role is {transfer.kv_role!r}, which loads nothing: kv_both does")
+        if extra.prefix_peers is not None and transfer.kv_load_failure_policy != "recompute":
+            given = f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}"
+            raise ConfigError(f"prefix_peers: {given}: requests would fail whose pull does; set it to 'recompute'")
         why = why_not(groups, kv_cache_config)
         if why:
             logger.warning("prefixes are neither shared nor pulled: %s", why)
@@ -95,16 +107,23 @@ class Prefixes:
         """Whether the workers have to be told something, be there a request or not."""
         return self._shelving is not None and self._shelving.must_tell
 
-    def add(self, asked: Asked, *, asks: bool) -> None:
-        """A request has come. `asks`: it gets nothing from a prefill engine. RequestError if its source cannot be."""
-        if self._shelving is None and (self._asking is None or not asks):
+    def add(self, asked: Asked) -> None:
+        """A request has come. Peers are asked unless it has a ticket of a prefill engine."""
+        params = asked.kv_transfer_params
+        asks = self._asking is not None and not self._scheduler.takes(params or {})
+        if self._shelving is None and not asks:
             return
         keys = self._keys(asked, asked.num_prompt_tokens)
         if self._shelving is not None:
             self._shelving.add(asked.request_id, keys)
         if self._asking is not None and asks and not asked.request.skip_reading_prefix_cache:
+            try:
+                source = source_in(params)
+            except RequestError as error:
+                logger.warning("request %s: its prefix is not asked for: %s", asked.request_id, error)
+                return
             most = (asked.num_prompt_tokens - 1) // self._block_tokens
-            self._asking.add(asked.request_id, keys[:most], source_in(asked.kv_transfer_params))
+            self._asking.add(asked.request_id, keys[:most], source)
 
     def _keys(self, asked: Asked, num_tokens: int) -> list[bytes]:
         tokens = asked.tokens(num_tokens)

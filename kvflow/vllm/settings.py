@@ -92,7 +92,8 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """One rank's Config. Raises ConfigError."""
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     given = {key: value for key, value in transfer.kv_connector_extra_config.items() if key in _CONFIG_KEYS}
-    stock = _STOCK_DEFAULTS if extra_of(vllm_config).stock_peers else {}
+    extra = extra_of(vllm_config)
+    stock = _STOCK_DEFAULTS if extra.stock_peers else {}
     values: dict[str, Any] = {
         "model": str(model.model),
         **_DEFAULTS,
@@ -106,7 +107,7 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "pp_rank": pp_rank,
         "pp_size": parallel.pipeline_parallel_size,
         "num_kv_heads": _model_kv_heads(vllm_config),
-        "role": str(transfer.kv_role).removeprefix("kv_"),
+        "role": "both" if extra.share_prefixes else str(transfer.kv_role).removeprefix("kv_"),
     }
     return Config(**values)
 
