@@ -138,7 +138,7 @@ class BlockShelf:
         return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # keys in a wrong order
 
     def _given(self, tables: BlockTables | list[list[int]], tokens: int) -> Run:
-        ids = [group.blocks(table, 0, tokens) for group, table in zip(self._groups, tables, strict=True)]
+        ids = tuple(group.blocks(table, 0, tokens) for group, table in zip(self._groups, tables, strict=True))
         run = Run(block_ids=given_block_ids(ids), num_tokens=tokens)
         self._runs[id(run)] = run, frozenset(block for table in tables for block in table) - {NO_BLOCK}
         return run

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
@@ -98,6 +98,8 @@ class ConnectorWorker:
         self._happened: deque[Happening] = deque()
         self._courier = _Courier(self._happened, peers or PrefixPeers())
         self._shelf: BlockShelf | None = None
+        self._shared: dict[str, int] = {}
+        """What `shared` has told."""
 
     def introduction(self) -> Ticket:
         """Who this rank is, for `ConnectorScheduler.introduce`: a ticket of nothing. Once a cache is registered."""
@@ -108,8 +110,17 @@ class ConnectorWorker:
 
         `groups` are those of the cache, with the engine's block size in tokens. Once for each registration.
         """
-        shelf = self._shelf = BlockShelf(groups, block_tokens)
+        shelf, self._shared = BlockShelf(groups, block_tokens), {}
+        self._shelf = shelf
         self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
+
+    def shared(self) -> Iterator[str]:
+        """What has become of peers' questions since the last call, a word for each; see `SharingStatistics`."""
+        if self._courier.sharing is not None:
+            now = asdict(self._courier.sharing.statistics)
+            for what in ("found", "missed", "busy", "failed", "reclaimed"):
+                yield from [what] * (now[what] - self._shared.get(what, 0))
+            self._shared = now
 
     def prepare(self, step: Step) -> None:
         """What has to be done before anything of a step may write into a block, or compute.

@@ -375,6 +375,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         found = self._worker.collect()
         self._found += found.found
         self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
+        self._stats.data["prefix_runs"] += self._worker.shared()
         while self._late_reads:
             self._late_reads.popleft()
             self._stats.data["late_reads"].append("stock")
