@@ -12,6 +12,7 @@ from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.prefix.keys import prefix_keys
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
 from kvflow.runtime.drain import DrainReport
@@ -86,4 +87,5 @@ __all__ = [
     "errors",
     "layout_for_backend",
     "merge_tickets",
+    "prefix_keys",
 ]
