@@ -54,6 +54,7 @@ from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.state import ROWS_MAX, StatePart
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.limits import PAYLOAD_BYTES_MAX
 
 PROTOCOL_VERSION = 5
@@ -69,7 +70,6 @@ _PARTS = (("K", "V"), ("KV",), ("latent",))
 AGENT_METADATA_BYTES_MAX = 1 << 26
 LEASE_IDS_MAX = 1 << 20
 """In one notification."""
-KEY_BYTES = 32
 KEYS_MAX = 1 << 10
 """Keys of a prefix in one question: so it is answered in one short turn of a loop, however long the prefix is."""
 NOTIFICATION_BYTES_MAX = 4 << 10

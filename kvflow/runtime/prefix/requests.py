@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 from kvflow import checks
 from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
-from kvflow.core.protocol.messages import KEY_BYTES
+from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.limits import Limits

@@ -94,7 +94,8 @@ class Seeker:
             one.given_up = one.offer is None
             if one.task in waiting:
                 self._silent[one.given] += 1
-        return sorted(asked, key=_worth)
+        turn = int(question_id[:8], 16) % max(len(asked), 1)  # so that many who ask at once do not all read from one
+        return sorted(asked[turn:] + asked[:turn], key=_worth)
 
     def give_back(self, asked: Sequence[Asked]) -> None:
         """Give up what was offered, soon; and what will be."""
@@ -227,7 +228,7 @@ def _named(peer: GivenPeer) -> str:
 
 def _worth(asked: Asked) -> tuple[float, ...]:
     offer = asked.offer
-    return (0.0, -offer.num_tokens, offer.queued_bytes, offer.round_trip_s) if offer is not None else (1.0,)
+    return (0.0, -offer.num_tokens, offer.queued_bytes) if offer is not None else (1.0,)
 
 
 def _ticket(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvflow import checks
 from kvflow.core.policy.ledger import BlockLedger
+from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol import messages
 from kvflow.errors import KVFlowError, RequestError, UsageError
 from kvflow.logs import logger_of
@@ -142,7 +143,7 @@ class Sharing:
 
     def answer(self, question: messages.SeekRequest) -> Answered:
         """Answer a reader in this turn of the loop, or when the shelf has."""
-        size = messages.KEY_BYTES
+        size = KEY_BYTES
         keys = [question.keys[at : at + size] for at in range(0, len(question.keys), size)]
         if len(question.keys) % size:
             return refusal(f"keys of a prefix: {len(question.keys)} bytes, expected a multiple of {size}")
@@ -222,6 +223,10 @@ class Sharing:
         if self._pinned > self._pinned_max:
             self._end(opened)
             return self._counted("busy")
+        if opened.held.offered_tokens != run.num_tokens:
+            self._end(opened)
+            blocks, tokens = len(opened.held.entries), run.num_tokens
+            return self._failed(question, RequestError(f"a Shelf's match: {blocks} blocks for {tokens} tokens"))
         self._counts["found"] += 1
         return messages.Offer(
             lease=opened.found(self._now_s()),
