@@ -18,6 +18,9 @@ from kvflow.limits import Limits
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Progress
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.prefix.requests import PrefixAnswer, PrefixOffer, PrefixReport, PrefixRequest
+from kvflow.runtime.prefix.sharing import Sharing
+from kvflow.runtime.prefix.shelf import Run, Shelf
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.records import LeaseRecord, LoadRecord, Observer
@@ -59,11 +62,16 @@ __all__ = [
     "LoadRequest",
     "Observer",
     "PeerAddress",
+    "PrefixAnswer",
+    "PrefixOffer",
+    "PrefixReport",
+    "PrefixRequest",
     "Prewarmed",
     "Progress",
     "Rank",
     "RestoreReport",
     "RestoreRequest",
+    "Run",
     "Runtime",
     "RuntimeState",
     "RuntimeStatistics",
@@ -71,6 +79,8 @@ __all__ = [
     "SaveRequest",
     "Segment",
     "ServeRequest",
+    "Sharing",
+    "Shelf",
     "StateLayout",
     "StateTensor",
     "Ticket",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,7 @@ async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket 
         if isinstance(engine, PeerAddress):
             engine = engine.checked()
             engine_id = engine.engine_id
-            wanted = await _ask(reach, peers, engine)
+            wanted = await ranks_at(reach, peers, engine)
         else:
             ticket = reach.parse_ticket(engine)
             engine_id = ticket.engine_id
@@ -107,17 +108,24 @@ async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket 
     return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=error)
 
 
-async def _ask(reach: Reach, peers: Peers, engine: PeerAddress) -> list[Address]:
-    """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut."""
+async def ranks_at(reach: Reach, peers: Peers, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
+    """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut.
+
+    With `every_rank` those that only other ranks of ours need, too. Raises as `Peers.connect` does, and RequestError.
+    """
     host, port = split_address(engine.address, what="address")
     here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
     parallelism = (await peers.connect(peers.get(Address(engine.engine_id, here, engine.address)), None)).parallelism
     sizes = {"tp_size": parallelism.tp_size, "pp_size": parallelism.pp_size}
     base, wanted = port - rank_offset(*here, **sizes), []
-    what = f"prewarm: engine {engine.engine_id!r} at {engine.address}"
-    for rank in reach.ranks_of(parallelism, engine.dp_rank, what):
+    what = f"engine {engine.engine_id!r} at {engine.address}"
+    ranks = reach.ranks_of(parallelism, engine.dp_rank, what)
+    if every_rank:
+        pairs = itertools.product(range(parallelism.pp_size), range(parallelism.tp_size))
+        ranks = [Rank(engine.dp_rank, *pair) for pair in pairs]
+    for rank in ranks:
         there = base + rank_offset(*rank, **sizes)
         if not 0 < there <= PORT_MAX:
-            raise RequestError(f"prewarm: port {port} of {here} puts {rank} at port {there}")
+            raise RequestError(f"{what}: port {port} of {here} puts {rank} at port {there}")
         wanted.append(Address(engine.engine_id, rank, f"tcp://{host}:{there}"))
     return wanted
