@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvflow.connector.parameters import name_of
 from kvflow.connector.step import Question
@@ -22,7 +23,10 @@ __all__ = ["Outcome", "PrefixPeers"]
 logger = logger_of(__name__)
 
 _LEFT_OUT_FIRST_S, _LEFT_OUT_MOST_S = 1.0, 30.0
-_PEERS_MAX = 1 << 10  # that are remembered as late
+_PEERS_MAX = 1 << 10  # that are remembered
+_NEWEST = 0.3  # weight of the last load
+
+T = TypeVar("T")
 
 
 class Outcome(enum.StrEnum):
@@ -30,6 +34,8 @@ class Outcome(enum.StrEnum):
 
     FOUND = "found"
     NOTHING = "nothing"
+    SLOWER = "slower"
+    """Something whose load takes longer than computing it."""
     LATE = "late"
     """Nothing, and not all have answered in time."""
 
@@ -49,9 +55,14 @@ class PrefixPeers:
     wait_s: float = 0.05
     """Longest time that a question may take."""
     recompute_s_per_token: float | None = None
+    """What computing a token takes here. With it nothing is taken of an engine that loads have been slower from."""
     every_rank: bool = False
     """Whether other ranks of this engine load what is found, too."""
     _late: dict[str, _Late] = field(default_factory=dict)
+    _expected: dict[str, int] = field(default_factory=dict)
+    """Tokens that each load is to bring, by its request."""
+    _s_per_token: dict[str, float] = field(default_factory=dict)
+    """What loads of a token have taken, by the engine that it came from."""
 
     async def ask(self, runtime: Runtime, question: Question) -> tuple[Outcome, list[Ticket]]:
         """What is offered, leased, the best first: the others are for the caller to give back."""
@@ -60,10 +71,28 @@ class PrefixPeers:
         answers = await asyncio.gather(*(self._ask_one(runtime, question, peer) for peer in asked))
         offers = [offer for answer in answers for offer in answer or ()]
         offers.sort(key=lambda offer: (-offer.num_tokens, offer.queued_bytes))
+        tickets = [offer.ticket for offer in offers]
+        if offers and not self._pays(offers[0], offers[0].num_tokens - question.cached_tokens):
+            return Outcome.SLOWER, tickets
         if offers:
-            return Outcome.FOUND, [offer.ticket for offer in offers]
+            self._expected[question.request_id] = offers[0].num_tokens - question.cached_tokens
+            return Outcome.FOUND, tickets
         answered = len(asked) == len(question.peers) and None not in answers
         return Outcome.NOTHING if answered else Outcome.LATE, []
+
+    def loaded(self, request_id: str, engine_id: str, total_s: float | None) -> None:
+        """A load has ended, and has taken so long; None if it has failed, or was not begun."""
+        tokens = self._expected.pop(request_id, 0)
+        if tokens > 0 and total_s is not None:
+            before = self._s_per_token.pop(engine_id, total_s / tokens)
+            self._s_per_token[engine_id] = before + _NEWEST * (total_s / tokens - before)
+            _forget_beyond(self._s_per_token)
+
+    def _pays(self, offer: PrefixOffer, tokens: int) -> bool:
+        s_per_token = self._s_per_token.get(offer.ticket.engine_id)
+        if self.recompute_s_per_token is None or s_per_token is None:
+            return True
+        return s_per_token * tokens + offer.round_trip_s <= self.recompute_s_per_token * tokens
 
     async def _ask_one(self, runtime: Runtime, question: Question, peer: str) -> tuple[PrefixOffer, ...] | None:
         """What a peer offers; None if it has not answered in time."""
@@ -77,7 +106,6 @@ class PrefixPeers:
             peers=(peer,),
             cached_tokens=question.cached_tokens,
             answer_within_s=self.wait_s,
-            recompute_s_per_token=self.recompute_s_per_token,
             every_rank=self.every_rank,
         )
         try:
@@ -96,6 +124,10 @@ class PrefixPeers:
         pause_s = _LEFT_OUT_FIRST_S if before is None else min(before.pause_s * 2, _LEFT_OUT_MOST_S)
         logger.info("%s has not answered in %s s and is not asked for %s s", peer, self.wait_s, pause_s)
         self._late[peer] = _Late(now_s + pause_s, pause_s)
-        if len(self._late) > _PEERS_MAX:
-            del self._late[next(iter(self._late))]
+        _forget_beyond(self._late)
 
+
+def _forget_beyond(by_peer: dict[str, T]) -> None:
+    """Forget who was met first, where too many were."""
+    if len(by_peer) > _PEERS_MAX:
+        del by_peer[next(iter(by_peer))]

@@ -60,7 +60,16 @@ from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
 
-__all__ = ["ConnectorScheduler", "EngineRequest", "Finished", "Group", "Matched", "Scheduled", "SchedulingConfig", "Sharing"]
+__all__ = [
+    "ConnectorScheduler",
+    "EngineRequest",
+    "Finished",
+    "Group",
+    "Matched",
+    "Scheduled",
+    "SchedulingConfig",
+    "Sharing",
+]
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:

@@ -22,7 +22,7 @@ from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent, has_happened
 from kvflow.runtime.prefix.shelf import Run
 
-__all__ = ["BlockShelf"]
+__all__ = ["PagedShelf"]
 
 
 class _Entry(NamedTuple):
@@ -43,7 +43,7 @@ class _Coming:
     """Blocks that have been given to something else since."""
 
 
-class BlockShelf:
+class PagedShelf:
     """A `Shelf` of an engine's paged cache. Nothing is pinned: a run ends when its blocks are given to something else.
 
     `block_tokens` is the engine's block size, the same in all groups.
@@ -62,7 +62,7 @@ class BlockShelf:
         self._left: dict[int, asyncio.Future[None]] = {}
 
     def __repr__(self) -> str:
-        return f"<BlockShelf {len(self._entries)} keys, {len(self._runs)} runs>"
+        return f"<PagedShelf {len(self._entries)} keys, {len(self._runs)} runs>"
 
     @property
     def open_runs(self) -> int:

@@ -1,9 +1,9 @@
 """What an engine's blocks hold of prompts, as its scheduler's half tells its workers step by step.
 
-A block holds a prompt's tokens from the step that has computed them until it is given to something else, however often
-the engine's prefix cache finds, frees and finds it in between. So a worker that is told both knows at any time what lies
-in its memory, and answers a peer's question by itself: no question reaches the scheduler, an engine that is idle answers
-as one that is busy does, and nothing is taken from the engine's pool for anybody.
+A block holds a prompt's tokens from the step that has computed them until it is given to something else, however
+often the engine's prefix cache finds, frees and finds it in between. So a worker that is told both knows at any time
+what lies in its memory, and answers a peer's question by itself: no question reaches the scheduler, an engine that is
+idle answers as one that is busy does, and nothing is taken from the engine's pool for anybody.
 
 `watch` is what an engine's pool has to offer: it is told blocks that are in use now, and says once for each of them, by
 `reused`, that the pool gives it to something else, before the step that will write there leaves.
@@ -49,7 +49,7 @@ class Shelving:
 
     @property
     def must_tell(self) -> bool:
-        """Whether the workers have to be told something, be there a step or not: blocks hold nothing of use any more."""
+        """Whether the workers have to be told of blocks that hold nothing of use any more, be there a step or not."""
         return bool(self._reused)
 
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:
@@ -100,7 +100,9 @@ class Shelving:
     def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[Shelved]:
         """What the workers have to know of these blocks; nothing of those in front that they know of."""
         rows = [tuple(table[at] if at < len(table) else NO_BLOCK for table in tables) for at in span]
-        known = (all(self._key_of.get(one) == keys[at] for one in row if one) for at, row in zip(span, rows, strict=True))
+        known = (
+            all(self._key_of.get(one) == keys[at] for one in row if one) for at, row in zip(span, rows, strict=True)
+        )
         new = next((nth for nth, is_known in enumerate(known) if not is_known), len(rows))
         start, rows = span.start + new, rows[new:]
         if not rows:
@@ -109,4 +111,6 @@ class Shelving:
         self._watch([one for one, key in found if self._key_of.get(one) != key])
         self._key_of.update(found)
         parent = keys[start - 1] if start else b""
-        return [Shelved(parent=parent, keys=tuple(keys[start : span.stop]), block_tables=tuple(zip(*rows, strict=True)))]
+        return [
+            Shelved(parent=parent, keys=tuple(keys[start : span.stop]), block_tables=tuple(zip(*rows, strict=True)))
+        ]

@@ -18,7 +18,7 @@ from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.parameters import name_of
 from kvflow.connector.prefix_peers import Outcome, PrefixPeers
 from kvflow.connector.scheduler import Group
-from kvflow.connector.shelf import BlockShelf
+from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import BlockTables, Found, Grow, Keep, Question, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
@@ -26,8 +26,8 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
-from kvflow.runtime.prefix.shelf import Run
 from kvflow.runtime.prefix.sharing import Sharing
+from kvflow.runtime.prefix.shelf import Run
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.runtime import Runtime
@@ -97,7 +97,7 @@ class ConnectorWorker:
         self._runtime = runtime
         self._happened: deque[Happening] = deque()
         self._courier = _Courier(self._happened, peers or PrefixPeers())
-        self._shelf: BlockShelf | None = None
+        self._shelf: PagedShelf | None = None
         self._shared: dict[str, int] = {}
         """What `shared` has told."""
 
@@ -110,7 +110,7 @@ class ConnectorWorker:
 
         `groups` are those of the cache, with the engine's block size in tokens. Once for each registration.
         """
-        shelf, self._shared = BlockShelf(groups, block_tokens), {}
+        shelf, self._shared = PagedShelf(groups, block_tokens), {}
         self._shelf = shelf
         self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
 
@@ -206,7 +206,7 @@ class _Courier:
     happened: deque[Happening]
     peers: PrefixPeers
     sharing: Sharing | None = None
-    shelf: BlockShelf | None = None
+    shelf: PagedShelf | None = None
     """What is shared with peers."""
     kept: dict[str, ExitStack] = field(default_factory=dict)
     """What the tickets of requests that wait for blocks, or load, keep open."""
@@ -246,7 +246,7 @@ class _Courier:
         for grow in step.grow:
             self._grow(grow, events.ready)
 
-    async def share(self, runtime: Runtime, shelf: BlockShelf) -> None:
+    async def share(self, runtime: Runtime, shelf: PagedShelf) -> None:
         """What was shared before has ended with its registration."""
         self.sharing, self.shelf = runtime.share(shelf, pinned_blocks_max=_ANY_NUMBER), shelf
 
@@ -259,9 +259,9 @@ class _Courier:
         begun_s = asyncio.get_running_loop().time()
         outcome, offered = await self.peers.ask(runtime, question)
         took_s = asyncio.get_running_loop().time() - begun_s
-        best = offered[0] if offered else None
+        best = offered.pop(0) if outcome is Outcome.FOUND else None
         self.happened.append(Answered(Found(request_id=question.request_id, ticket=best), outcome, took_s))
-        await asyncio.gather(*(_release(runtime, ticket) for ticket in offered[1:]))
+        await asyncio.gather(*(_release(runtime, ticket) for ticket in offered))
 
     async def recall(self, step: Step, runs: Sequence[Run]) -> None:
         """End leases that grow, and those of prefixes, and return when no read of them can succeed any more."""
@@ -331,9 +331,11 @@ class _Courier:
         if error is not None and not isinstance(error, KVFlowError):
             raise error
         if load.cancelled() or error is not None:
+            self.peers.loaded(request_id, receive.ticket.engine_id, None)
             self.happened.append(LoadFailed(request_id, receive.block_tables, error))
             logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         else:
+            self.peers.loaded(request_id, receive.ticket.engine_id, load.result().total_s)
             self.happened.append(Loaded(request_id, load.result()))
         nobody = load.cancelled() or (error is not None and receive.release_if_failed)  # will read it any more
         if nobody and not receive.shared:

@@ -354,7 +354,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Everything but the saves: nothing of it concerns blocks that this step computes."""
-        prepared = {"reused": (), "recall": [], "questions": []}
+        prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
         step = msgspec.structs.replace(self._step, save=[], grow=[], shelved=[], **prepared)
         self._worker.begin(step, after=self._before_step)
 

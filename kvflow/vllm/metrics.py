@@ -38,7 +38,11 @@ _COUNTERS = {
     "loads": ("loads", "Loads that succeeded, by what vouches for their bytes.", "freshness"),
     "lease_outcomes": ("leases", "Leases that have ended.", "outcome"),
     "prefix_questions": ("prefix_questions", "Questions to peers for prefixes.", "outcome"),
-    "prefix_runs": ("prefix_runs", "Questions of peers for prefixes, and runs that were ended for requests here.", "outcome"),
+    "prefix_runs": (
+        "prefix_runs",
+        "Questions of peers for prefixes, and runs that were ended for requests here.",
+        "outcome",
+    ),
     "late_reads": ("late_reads", "Reads that ended after their lease: the text may be wrong.", "reader"),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvflow.connector.scheduler import Group, Scheduled, registered
-from kvflow.connector.shelf import BlockShelf
+from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import Shelved, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
@@ -22,8 +22,8 @@ WINDOW = GroupFacts(name="window", block_size=SIZE, kind=GroupKind.SLIDING, wind
 PROMPT = list(range(100, 140))
 
 
-def shelf_of(*groups: GroupFacts) -> BlockShelf:
-    return BlockShelf([Group(group) for group in groups or (FULL,)], SIZE)
+def shelf_of(*groups: GroupFacts) -> PagedShelf:
+    return PagedShelf([Group(group) for group in groups or (FULL,)], SIZE)
 
 
 def shelved(tokens: Sequence[int], *tables: Sequence[int], first: int = 0) -> Shelved:
@@ -33,11 +33,11 @@ def shelved(tokens: Sequence[int], *tables: Sequence[int], first: int = 0) -> Sh
     return Shelved(parent=parent, keys=tuple(keys), block_tables=tuple(map(tuple, tables)))
 
 
-def match(shelf: BlockShelf, tokens: Sequence[int], key_tokens: int = SIZE) -> Run | None:
+def match(shelf: PagedShelf, tokens: Sequence[int], key_tokens: int = SIZE) -> Run | None:
     return shelf.match(prefix_keys(tokens, key_tokens), key_tokens)
 
 
-def found(shelf: BlockShelf, tokens: Sequence[int], key_tokens: int = SIZE) -> object:
+def found(shelf: PagedShelf, tokens: Sequence[int], key_tokens: int = SIZE) -> object:
     run = match(shelf, tokens, key_tokens)
     return None if run is None else (run.num_tokens, run.block_ids)
 
@@ -97,7 +97,7 @@ def test_a_prefix_that_is_there_twice_is_there_until_both_are_gone() -> None:
     shelf.take([3])
     assert found(shelf, PROMPT) is None
     shelf.take([2, 4])
-    assert repr(shelf) == "<BlockShelf 0 keys, 1 runs>"
+    assert repr(shelf) == "<PagedShelf 0 keys, 1 runs>"
 
 
 def test_a_block_that_comes_to_hold_something_else_without_being_reused_is_that() -> None:
@@ -141,7 +141,7 @@ def test_a_cache_of_windows_needs_nothing_of_the_beginning() -> None:
 
 
 def test_blocks_of_kernels_that_are_smaller_than_the_engine_s() -> None:
-    shelf = BlockShelf([registered(FULL, 2)], SIZE)
+    shelf = PagedShelf([registered(FULL, 2)], SIZE)
     shelf.add([shelved(PROMPT[:8], [7, 5])], None)
     assert found(shelf, PROMPT) == (8, (14, 15, 10, 11))
     assert len(shelf.take([5])) == 1, "blocks are named as the engine names them"
@@ -240,9 +240,7 @@ def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
     told, tokens = Told(), PROMPT[:18]
     told.shelving.add("r", prefix_keys(PROMPT[:9], SIZE))
     told.step(("r", 9 if complete else 4), blocks=[[1, 2, 3]])
-    told.shelving.finished(
-        "r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]]
-    )
+    told.shelving.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
     told.step()
     assert found(told.shelf, PROMPT) == ((16, (1, 2, 3, 4)) if complete else (4, (1,)))
     told.shelving.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])

@@ -29,7 +29,7 @@ from kvflow.connector.worker import ConnectorWorker, LoadFailed, OfferEnded
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError, LeaseExpired
 from kvflow.vllm import settings, stock
-from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowNews, KVFlowMetadata
+from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata, KVFlowNews
 from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
