@@ -477,11 +477,20 @@ def _verb(within: Callable[..., float] = lambda *_, **__: 0.0) -> Callable[[Verb
 class Runtime:
     """A `kvflow.Runtime` in a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
 
-    All methods may be called from any thread but the loop's own, where those that wait raise UsageError.
-    `call_timeout_s` is how long a call waits for the loop's thread beyond the time that what it asks for may take; it
-    passes only if that thread is stuck, and then the call raises TimeoutError. Verbs raise
+    All methods may be called from any thread but the loop's own, where those that wait raise UsageError. Verbs raise
     RuntimeClosed if the runtime is closed, RuntimeBroken if its loop has died. A runtime that is dropped without being
     closed is closed in the background, with a ResourceWarning.
+
+    Args:
+        config: settings of the rank.
+        observers: are told, on the loop's thread, how every load and lease has ended.
+        world: clock, network and the like, for tests.
+        foreign: engines of another make, as for `kvflow.Runtime`.
+        call_timeout_s: how long a call waits for the loop's thread, in seconds, beyond the time that what it asks for
+            may take. It passes only if that thread is stuck, and then the call raises TimeoutError.
+
+    Raises:
+        ConfigError: what was given is not of that kind.
     """
 
     def __init__(

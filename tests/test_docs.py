@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import runpy
@@ -68,18 +67,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     table = (tmp_path / "reference/errors/index.html").read_text().split("</table>")[0]
     assert table.count("<tr>") == 1 + len(RAISED) + len(GROUPS)
     assert "<code>(2, B, H, N, D)</code>" in (tmp_path / "reference/tensors/index.html").read_text()
-
-
-@pytest.mark.parametrize("kind", [kvflow.Runtime, kvflow.Lease, kvflow.Load])
-def test_what_users_call_says_what_it_takes_gives_and_raises(kind: type) -> None:
-    for name, member in vars(kind).items():
-        said = inspect.getdoc(member) or ""
-        if name.startswith("_") or not inspect.isfunction(member) or said.startswith("Only for"):
-            continue
-        assert not re.search(r"(?<!`)\bRaises (?!:)\w", said), f"{name}: errors have a section of their own"
-        taken = inspect.signature(member).parameters.keys() - {"self"}
-        if taken and kind is kvflow.Runtime and name != "observed_by":
-            assert all(re.search(rf"^    {one}: ", said, re.MULTILINE) for one in taken), f"{name}: Args"
 
 
 def test_decisions_are_short_and_in_their_index() -> None:

@@ -47,9 +47,16 @@ _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    `observers` are told how every load and lease has ended. Tests give it another `world`. With
-    `foreign`, such as `kvflow.stock.StockPeers`, it reads from engines of another make, and is read by them. A runtime
-    that is dropped without being closed is closed in the background, with a ResourceWarning.
+    A runtime that is dropped without being closed is closed in the background, with a ResourceWarning.
+
+    Args:
+        config: settings of the rank.
+        observers: are told how every load and lease has ended.
+        world: clock, network and the like, for tests.
+        foreign: engines of another make to read from, and to be read by, such as `kvflow.stock.StockPeers`.
+
+    Raises:
+        ConfigError: what was given is not of that kind.
     """
 
     def __init__(
