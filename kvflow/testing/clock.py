@@ -95,7 +95,7 @@ class LoopClock:
         """The time now.
 
         Returns:
-            Seconds: the loop's time at the clock's rate, and its offset.
+            The loop's time at the clock's rate, and its offset, in seconds.
         """
         return self._offset_s + self._loop.time() * self._rate
 
