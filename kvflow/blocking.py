@@ -37,6 +37,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.logs import logger_of
@@ -53,7 +54,7 @@ from kvflow.runtime.load.load import (
     request_name,
 )
 from kvflow.runtime.memory.host_buffers import BlockCopier
-from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
