@@ -446,6 +446,64 @@ def test_who_would_wait_for_itself_is_told() -> None:
             load.result(WAIT_S)
 
 
+@contextlib.contextmanager
+def stuck(runtime: Runtime) -> Iterator[None]:
+    """Inside the block the loop's thread does nothing, and calls wait for it a millisecond."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def block(_: asynchronous.Runtime) -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+
+    blocking = runtime.start(block)
+    assert begun.wait(WAIT_S)
+    usual_s, runtime._host.call_timeout_s = runtime._host.call_timeout_s, 0.001
+    try:
+        yield
+    finally:
+        runtime._host.call_timeout_s = usual_s
+        go_on.set()
+        blocking.result(WAIT_S)
+
+
+def test_a_stuck_loop_keeps_nobody_waiting() -> None:
+    """Verbs that wait for the loop's thread alone: each ends by itself, and what it asked for is not done later."""
+    with opened_pair(InprocNetwork(), config=PLAIN) as pair:
+        lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=12, computed_tokens=0))
+        waits: dict[str, Callable[[], object]] = {
+            "advance": lambda: lease.advance(8),
+            "extend": lambda: lease.extend([3]),
+            "complete": lambda: lease.complete(),
+            "fail": lambda: lease.fail("broken"),
+            "serve_blocks": lambda: pair.producer.serve_blocks(replace(OFFER, block_ids=[4, 5])),
+            "decline": lambda: pair.producer.decline("other"),
+            "is_stored": lambda: pair.producer.is_stored("key"),
+            "statistics": lambda: pair.producer.statistics(),
+            "keep_leases": lambda: pair.producer.keep_leases(lease.ticket).__enter__(),
+        }
+        with stuck(pair.producer):
+            for wait in waits.values():
+                with pytest.raises(TimeoutError):
+                    wait()
+        assert (lease.state, lease.block_ids) == (LeaseState.OFFERED, (1, 2))
+        serving = pair.producer.statistics().serving
+        assert serving is not None
+        assert (serving.open_leases, serving.failed) == (1, 0)
+        assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
+
+
+def test_who_follows_a_load_on_a_stuck_loop_waits_as_long_as_it_may_take() -> None:
+    with opened_pair(InprocNetwork(), config=replace(PLAIN, cancel_grace_s=0.01)) as pair:
+        lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=8, computed_tokens=0))
+        load = pair.consumer.start_load(load_request(lease, deadline_s=0.05))
+        with stuck(pair.consumer), pytest.raises(TimeoutError):
+            next(iter(load))
+        with pytest.raises(DeadlineExceeded):
+            load.result(WAIT_S)
+        load.settled(WAIT_S)
+        assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
+
+
 def test_work_cancelled_before_it_began_never_begins(opened: Runtime) -> None:
     begun = []
 

@@ -90,10 +90,14 @@ class Results:
 
 
 class ConnectorWorker:
-    """One rank's worker. It owns nothing: who made the runtime closes it."""
+    """One rank's worker. It owns nothing: who made the runtime closes it.
+
+    Args:
+        runtime: the rank's, open.
+        peers: how peers are asked for prefixes.
+    """
 
     def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
-        """`peers` are asked for prefixes."""
         self._runtime = runtime
         self._happened: deque[Happening] = deque()
         self._courier = _Courier(self._happened, peers or PrefixPeers())
@@ -102,20 +106,37 @@ class ConnectorWorker:
         """What `shared` has told."""
 
     def introduction(self) -> Ticket:
-        """Who this rank is, for `ConnectorScheduler.introduce`: a ticket of nothing. Once a cache is registered."""
+        """Who this rank is, for `ConnectorScheduler.introduce`.
+
+        Returns:
+            A ticket of nothing.
+
+        Raises:
+            RuntimeUnavailable: no cache is registered; or what `blocking.Runtime.serve_blocks` raises.
+        """
         return self._runtime.serve_blocks(ServeRequest("introduction", block_ids={}, num_tokens=0)).ticket
 
     def share(self, groups: Sequence[Group], block_tokens: int) -> None:
-        """From now on peers may read prefixes out of the cache that is registered, as `Step.shelved` fills it.
+        """Let peers read prefixes out of the cache that is registered, as `Step.shelved` tells of it.
 
-        `groups` are those of the cache, with the engine's block size in tokens. Once for each registration.
+        Args:
+            groups: those of the cache.
+            block_tokens: the engine's block size.
+
+        Raises:
+            UsageError: this registration is shared already.
+            RuntimeUnavailable: no cache is registered.
         """
         shelf, self._shared = PagedShelf(groups, block_tokens), {}
         self._shelf = shelf
         self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
 
     def shared(self) -> Iterator[str]:
-        """What has become of peers' questions since the last call, a word for each; see `SharingStatistics`."""
+        """Tell what has become of peers' questions since the last call.
+
+        Returns:
+            A word for each, which is a field of `SharingStatistics`.
+        """
         if self._courier.sharing is not None:
             now = asdict(self._courier.sharing.statistics)
             for what in ("found", "missed", "busy", "failed", "reclaimed"):
@@ -123,11 +144,18 @@ class ConnectorWorker:
             self._shared = now
 
     def prepare(self, step: Step) -> None:
-        """What has to be done before anything of a step may write into a block, or compute.
+        """Do what has to be done before anything of a step may compute, or write into a block.
 
-        Returns at once, but where somebody may be reading what the step will write: leases of prefixes end at once,
-        and a step that recalls what flows (`Step.recall`) waits here until no read of it can succeed any more, some
-        Limits.seal_hold_s.
+        Returns at once, but where somebody may be reading what the step will write: leases of prefixes end within a
+        turn of the loop, and a step that recalls what flows (`Step.recall`) waits here until no read of it can succeed
+        any more, some Limits.seal_hold_s.
+
+        Args:
+            step: what `ConnectorScheduler.build_step` has given.
+
+        Raises:
+            RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
+            TimeoutError: a lease has not ended within 60 s.
         """
         runs = self._shelf.take(step.reused) if self._shelf is not None and step.reused else []
         if step.recall or runs:
@@ -136,11 +164,17 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._courier.ask(runtime, step.questions))
 
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
-        """Start a step's work, when it has been prepared; returns at once. Raises RuntimeBroken if the loop has died,
-        RuntimeClosed if closed.
+        """Start a step's work, once it has been prepared (`prepare`); returns at once.
 
-        Where a device computes after it was told to: what is saved is there once `ready` has happened, and what is
-        received may be written once `after` has, which is recorded before the step's own work.
+        The events are for a device that computes after it was told to.
+
+        Args:
+            step: what `ConnectorScheduler.build_step` has given.
+            ready: happens once what is saved, and what is shelved, is there. Without it that is there now.
+            after: happens once what is received may be written; recorded before the step's own work.
+
+        Raises:
+            RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
         """
         if step.shelved and self._shelf is not None:
             self._shelf.add(step.shelved, ready)
@@ -148,7 +182,14 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
 
     def collect(self) -> Results:
-        """Loads and leases that have ended meanwhile; returns at once. Raises what has gone wrong in kvflow itself."""
+        """Take what has ended meanwhile; returns at once.
+
+        Returns:
+            Loads and leases that have ended since the last call, each once.
+
+        Raises:
+            BaseException: what has gone wrong in kvflow itself, from then on with every call.
+        """
         if self._courier.problem is not None:
             raise self._courier.problem
         happened = tuple(self._happened.popleft() for _ in range(len(self._happened)))

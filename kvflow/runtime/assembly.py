@@ -41,8 +41,9 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.prefix.pull import Prefixes
-from kvflow.runtime.prefix.sharing import Sharing
+from kvflow.runtime.prefix.pull import Means, Prefixes
+from kvflow.runtime.prefix.seek import Seeker
+from kvflow.runtime.prefix.sharing import Leasing, SharedPrefixes
 from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.digests import DigestAnswers
@@ -107,15 +108,17 @@ class RegisteredCache:
         """Who answers readers of another make."""
         self.digests = DigestAnswers(context, local, self.serving.held, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
-        self.sharing: Sharing | None = None
+        self.sharing: SharedPrefixes | None = None
         """Who answers questions for prefixes, if this cache is shared."""
-        self.prefixes = Prefixes(context, local, self.own_reach, self.peers, self.remote_leases, self.loader)
+        seeker = Seeker(context, local, self.own_reach, self.peers, self.remote_leases)
+        loads = (self.loader.tables_of, self.loader.start, self.remote_leases.keep_while, self.remote_leases.release)
+        self.prefixes = Prefixes(context.config, local, Means(seeker.seek, seeker.give_back, *loads))
         self._context = context
         self._config = context.config
         self._rank = context.identity.rank
         self._clock = context.clock
 
-    def share(self, shelf: Shelf, pinned_blocks_max: int | None) -> Sharing:
+    def share(self, shelf: Shelf, pinned_blocks_max: int | None) -> SharedPrefixes:
         """See `Runtime.share`."""
         if self._config.role == "consumer":
             raise UsageError(f"share: the role of engine {self._config.engine_id!r} is 'consumer'")
@@ -125,14 +128,16 @@ class RegisteredCache:
         def forget() -> None:
             self.sharing = None
 
-        self.sharing = Sharing(self._context, self.serving, shelf, self.ledger, self.local, pinned_blocks_max, forget)
+        leasing = Leasing(partial(self.serving.serve, holds=False), self.serving.open_lease, self.serving.revoke)
+        self.sharing = SharedPrefixes(self._context, leasing, shelf, self.ledger, self.local, pinned_blocks_max)
+        self.sharing.on_close = forget
         return self.sharing
 
     def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
         ours = self.local.caller.target
         if isinstance(request, messages.WhoRequest):
-            return messages.Known(target=ours)
+            return messages.RankNamed(target=ours)
         theirs = request.target
         if theirs.engine_id != ours.engine_id:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]

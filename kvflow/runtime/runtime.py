@@ -19,6 +19,7 @@ from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
 from kvflow.runtime.assembly import RegisteredCache
@@ -29,9 +30,9 @@ from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
-from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed, prewarm
+from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.runtime.prefix.sharing import Sharing
+from kvflow.runtime.prefix.sharing import SharedPrefixes
 from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
@@ -50,9 +51,16 @@ _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    `observers` are told how every load and lease has ended. Tests give it another `world`. With
-    `foreign`, such as `kvflow.stock.StockPeers`, it reads from engines of another make, and is read by them. A runtime
-    that is dropped without being closed is closed in the background, with a ResourceWarning.
+    A runtime that is dropped without being closed is closed in the background, with a ResourceWarning.
+
+    Args:
+        config: settings of the rank.
+        observers: are told how every load and lease has ended.
+        world: clock, network and the like, for tests.
+        foreign: engines of another make to read from, and to be read by, such as `kvflow.stock.StockPeers`.
+
+    Raises:
+        ConfigError: what was given is not of that kind.
     """
 
     def __init__(
@@ -306,7 +314,7 @@ class Runtime:
         cache = self._require_cache("keep_leases")
         return self._entered_here(cache.remote_leases.keep_while(cache.reach.parse_ticket(ticket)))
 
-    def share(self, shelf: Shelf, *, pinned_blocks_max: int | None = None) -> Sharing:
+    def share(self, shelf: Shelf, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
         """Answer peers that look for a prefix by what an engine's prefix cache has, until the cache is unregistered.
 
         A peer's question is answered in one turn of the loop, by an ordinary lease on the longest run that is there.
@@ -317,7 +325,7 @@ class Runtime:
                 for more are answered with a miss.
 
         Returns:
-            What is shared, to take blocks back (`Sharing.reclaim`), or to end it.
+            What is shared, to take blocks back (`SharedPrefixes.reclaim`), or to end it.
 
         Raises:
             UsageError: it is no Shelf, or the cache is shared already.

@@ -20,7 +20,7 @@ from kvflow import (
     Run,
     Runtime,
     ServeRequest,
-    Sharing,
+    SharedPrefixes,
     prefix_keys,
 )
 from kvflow.core.protocol import messages
@@ -42,7 +42,7 @@ class Holder:
 
     engine: TestEngine
     shelf: BlockShelf
-    sharing: Sharing
+    sharing: SharedPrefixes
 
     @property
     def runtime(self) -> Runtime:

@@ -370,7 +370,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     """Bytes of prefixes that are leased to others now: what may be read before."""
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
+class RankNamed(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
     """The answer to a `WhoRequest`."""
 
     target: Target
@@ -461,7 +461,18 @@ Request: TypeAlias = (
     | WhoRequest
 )
 Reply: TypeAlias = (
-    Metadata | LeaseFound | NoLease | Released | ClockShown | Digests | Ack | Refusal | Offer | Declined | News | Known
+    Metadata
+    | LeaseFound
+    | NoLease
+    | Released
+    | ClockShown
+    | Digests
+    | Ack
+    | Refusal
+    | Offer
+    | Declined
+    | News
+    | RankNamed
 )
 
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvflow.config import Config
 from kvflow.core.cache.groups import GroupFacts
-from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
-from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.peers.peer import LocalRank, token_bytes
-from kvflow.runtime.peers.reach import Reach
-from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.prefix.requests import (
+    AskedPeer,
     PrefixAnswer,
     PrefixOffer,
     PrefixReport,
@@ -31,7 +29,6 @@ from kvflow.runtime.prefix.requests import (
     PrefixStatistics,
     checked_prefix_request,
 )
-from kvflow.runtime.prefix.seek import Asked, Seeker
 
 _RATES_MAX = 1 << 10
 _NEWEST = 0.3  # weight of the last load in the rate of a holder
@@ -44,8 +41,8 @@ class _Pull:
     request: PrefixRequest
     tables: tuple[BlockIds, ...]
     ends_s: float
-    asked: list[Asked] = field(default_factory=list)
-    taken: Asked | None = None
+    asked: list[AskedPeer] = field(default_factory=list)
+    taken: AskedPeer | None = None
     pull_s: float | None = None
     compute_s: float | None = None
 
@@ -54,24 +51,30 @@ class _Pull:
         return max(self.ends_s - asyncio.get_running_loop().time(), 1e-6)
 
 
+class Means(NamedTuple):
+    """What pulls are made of: questions to holders, and ordinary loads."""
+
+    seek: Callable[[PrefixRequest, float], Awaitable[list[AskedPeer]]]
+    give_back: Callable[[Sequence[AskedPeer]], None]
+    find_blocks: Callable[[GivenBlockIds, str], tuple[BlockIds, ...]]
+    start: Callable[[LoadRequest], Load]
+    keep_while: Callable[[Ticket], AbstractContextManager[None]]
+    release: Callable[[Ticket | Mapping[str, Any]], Awaitable[bool]]
+
+
 class Prefixes:
     """All pulls of a registration."""
 
     def __init__(
         self,
-        context: RankContext,
+        config: Config,
         local: LocalRank,
-        reach: Reach,
-        peers: Peers,
-        remote_leases: RemoteLeases,
-        loader: Loader,
+        means: Means,
     ) -> None:
-        self._config = context.config
+        self._config = config
         self._groups = local.groups
         self._token_bytes = token_bytes(local)
-        self._remote_leases = remote_leases
-        self._loader = loader
-        self._seeker = Seeker(context, local, reach, peers, remote_leases)
+        self._means = means
         self._rates: OrderedDict[str, float] = OrderedDict()
         """Bytes per second that loads from each engine have had."""
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
@@ -83,21 +86,21 @@ class Prefixes:
     async def seek(self, given: PrefixRequest) -> tuple[PrefixOffer, ...]:
         """See `Runtime.seek_prefix`."""
         request = checked_prefix_request(given, self._config.limits)
-        asked = await self._seeker.seek(request, request.answer_within_s)
+        asked = await self._means.seek(request, request.answer_within_s)
         return tuple(one.offer for one in asked if one.offer is not None)
 
     async def pull(self, given: PrefixRequest) -> PrefixReport:
         """See `Runtime.pull_prefix`."""
         request = checked_prefix_request(given, self._config.limits)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
-        tables = self._loader.tables_of(request.block_ids, request.request_id)
+        tables = self._means.find_blocks(request.block_ids, request.request_id)
         pull = _Pull(request, tables, asyncio.get_running_loop().time() + deadline_s)
         self._counts["pulls"] += 1
-        pull.asked = await self._seeker.seek(request, min(request.answer_within_s, deadline_s))
+        pull.asked = await self._means.seek(request, min(request.answer_within_s, deadline_s))
         try:
             loads = await (self._pull(pull) if request.rest is None else self._pull_both(pull))
         finally:
-            self._seeker.give_back([one for one in pull.asked if one is not pull.taken])
+            self._means.give_back([one for one in pull.asked if one is not pull.taken])
         return self._report(pull, loads)
 
     async def _pull(self, pull: _Pull) -> list[LoadReport]:
@@ -106,7 +109,7 @@ class Prefixes:
         with ExitStack() as kept:
             for one in offers[1:]:
                 assert one.offer is not None, "it was chosen"
-                kept.enter_context(self._remote_leases.keep_while(one.offer.ticket))
+                kept.enter_context(self._means.keep_while(one.offer.ticket))
             for one in offers:
                 assert one.offer is not None, "it was chosen"
                 if self._pays(pull, one, one.offer):
@@ -126,7 +129,7 @@ class Prefixes:
         if not any(map(len, heads)) or not any(map(len, tails)):
             return [await self._rest(pull, pull.tables)]
         prefix = self._start(pull, best.offer, heads, f"{request.request_id}/prefix")
-        rest = self._loader.start(self._load_of_rest(pull, tails))
+        rest = self._means.start(self._load_of_rest(pull, tails))
         try:
             report, end = await self._taken(pull, best, prefix), await rest
         except BaseException:
@@ -135,14 +138,14 @@ class Prefixes:
             await asyncio.shield(asyncio.gather(prefix.settled(), rest.settled()))
             raise
         if report is None:  # its bytes are those of the whole prompt as well, whose lease is open still
-            end = await self._loader.start(self._load_of_rest(pull, pull.tables))
+            end = await self._means.start(self._load_of_rest(pull, pull.tables))
         assert request.rest is not None, "else there is no rest"
-        await self._remote_leases.release(request.rest)
+        await self._means.release(request.rest)
         return [end] if report is None else [report, end]
 
     async def _rest(self, pull: _Pull, tables: Sequence[BlockIds]) -> LoadReport:
         """All of it from the engine that has the whole prompt."""
-        return await self._loader.start(replace(self._load_of_rest(pull, tables), keep_offer=False))
+        return await self._means.start(replace(self._load_of_rest(pull, tables), keep_offer=False))
 
     def _load_of_rest(self, pull: _Pull, tables: Sequence[BlockIds]) -> LoadRequest:
         request = pull.request
@@ -164,7 +167,7 @@ class Prefixes:
         request = pull.request
         if tables is None:
             tables = _filled(self._groups, pull.tables, request.cached_tokens, offer.num_tokens)
-        return self._loader.start(
+        return self._means.start(
             LoadRequest(
                 request_id=request_id or request.request_id,
                 ticket=offer.ticket,
@@ -175,7 +178,7 @@ class Prefixes:
             )
         )
 
-    async def _taken(self, pull: _Pull, one: Asked, load: Load) -> LoadReport | None:
+    async def _taken(self, pull: _Pull, one: AskedPeer, load: Load) -> LoadReport | None:
         """What a load from a holder gives; None if that fails and its blocks are safe, to be filled from elsewhere."""
         try:
             report = await load
@@ -190,7 +193,7 @@ class Prefixes:
         self._learn(one.offer.ticket.engine_id, report)
         return report
 
-    def _pays(self, pull: _Pull, one: Asked, offer: PrefixOffer) -> bool:
+    def _pays(self, pull: _Pull, one: AskedPeer, offer: PrefixOffer) -> bool:
         """Whether pulling it is expected to be faster than computing it; a holder that nobody knows is tried."""
         per_token_s, rate = pull.request.recompute_s_per_token, self._rates.get(offer.ticket.engine_id)
         tokens = offer.num_tokens - pull.request.cached_tokens

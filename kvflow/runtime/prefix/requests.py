@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from kvflow import checks
 from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.prefix.keys import KEY_BYTES
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.limits import Limits
 from kvflow.runtime.load.load import LoadReport
-from kvflow.runtime.peers.prewarm import PeerAddress
 
 PEERS_MAX = 64
 _KEYS_MAX = 1 << 20
@@ -128,6 +129,20 @@ class PrefixStatistics:
     """Holders that have offered, and whose bytes did not come or were not fresh."""
     declined: int
     """Offers that were not taken, since computing was expected to be faster."""
+
+
+@dataclass(slots=True, eq=False)
+class AskedPeer:
+    """One engine that is asked, and what came of it so far."""
+
+    given: str
+    peer: str
+    """Its name once that is known, before that as given."""
+    task: asyncio.Task[None] | None = None
+    offer: PrefixOffer | None = None
+    why: str = "it has not answered in time"
+    given_up: bool = False
+    """Nobody waits for its answer any more."""
 
 
 def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:

@@ -9,44 +9,28 @@ import asyncio
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from kvflow import checks
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError, RuntimeUnavailable
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.peers.peer import Connection, LocalRank
-from kvflow.runtime.peers.prewarm import PeerAddress, ranks_at
+from kvflow.runtime.peers.prewarm import ranks_at
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.rendezvous import lease_told
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.prefix.requests import GivenPeer, PrefixOffer, PrefixRequest
+from kvflow.runtime.prefix.requests import AskedPeer, GivenPeer, PrefixOffer, PrefixRequest
 
 logger = logger_of(__name__)
 
 _NAMES_MAX = 1 << 10
-_LATE = "it has not answered in time"
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """One engine that is asked."""
-
-    given: str
-    peer: str
-    """Its name once that is known, before that as given."""
-    task: asyncio.Task[None] | None = None
-    offer: PrefixOffer | None = None
-    why: str = _LATE
-    given_up: bool = False
-    """Nobody waits for its answer any more."""
 
 
 class Seeker:
@@ -65,7 +49,7 @@ class Seeker:
         self._silent: Counter[str] = Counter()
         """Questions that nobody waits for any more, and that have no answer yet: by the engine as it was given."""
 
-    async def seek(self, request: PrefixRequest, within_s: float) -> list[Asked]:
+    async def seek(self, request: PrefixRequest, within_s: float) -> list[AskedPeer]:
         """Ask all its peers; those with an offer come first, the longest before others, then the least busy.
 
         Returns once all have answered or `within_s` has passed; or, if one has all of it, after as much time again.
@@ -73,7 +57,7 @@ class Seeker:
         """
         loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
-        asked = [Asked(given, given) for given in map(_named, request.peers)]
+        asked = [AskedPeer(given, given) for given in map(_named, request.peers)]
         try:
             for one, peer in zip(asked, request.peers, strict=True):
                 if self._silent[one.given]:
@@ -97,7 +81,7 @@ class Seeker:
         turn = int(question_id[:8], 16) % max(len(asked), 1)  # so that many who ask at once do not all read from one
         return sorted(asked[turn:] + asked[:turn], key=_worth)
 
-    def give_back(self, asked: Sequence[Asked]) -> None:
+    def give_back(self, asked: Sequence[AskedPeer]) -> None:
         """Give up what was offered, soon; and what will be."""
         for one in asked:
             one.given_up = True
@@ -117,7 +101,7 @@ class Seeker:
         except KVFlowError as error:
             logger.info("a prefix could not be given back: %s", error)  # its leases run out
 
-    async def _ask(self, asked: Asked, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
+    async def _ask(self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
         """The body of a task: what one engine has."""
         try:
             asked.offer = await self._ask_engine(asked, peer, request, question_id)
@@ -131,7 +115,7 @@ class Seeker:
             asked.offer = None
 
     async def _ask_engine(
-        self, asked: Asked, peer: GivenPeer, request: PrefixRequest, question_id: str
+        self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
     ) -> PrefixOffer | None:
         ranks, connection, fixed = await self._found(asked, peer, request)
         begun_s = asyncio.get_running_loop().time()
@@ -176,7 +160,7 @@ class Seeker:
             self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
 
     async def _found(
-        self, asked: Asked, peer: GivenPeer, request: PrefixRequest
+        self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest
     ) -> tuple[list[Address], Connection, bool]:
         """The ranks of an engine that are to be asked, the connection to the first, and if their ports are fixed."""
         if isinstance(peer, str):
@@ -204,7 +188,7 @@ class Seeker:
         question = messages.WhoRequest(reader=self._local.reader)
         fingerprint = self._local.compatibility.fingerprint()
         reply = await self._context.side_channel.ask(address, question, fingerprint=fingerprint)
-        if not isinstance(reply, messages.Known):
+        if not isinstance(reply, messages.RankNamed):
             said = reply.reason if isinstance(reply, messages.Refusal) else f"a {type(reply).__name__}"
             kind: type[PeerError] = PeerUnreachable if isinstance(reply, messages.Refusal) else ProtocolError
             raise kind(f"{given}: it does not say who it is: {checks.printable(said, 300)}", peer=address)
@@ -226,7 +210,7 @@ def _named(peer: GivenPeer) -> str:
     return peer if isinstance(peer, str) else checks.shown(peer)
 
 
-def _worth(asked: Asked) -> tuple[float, ...]:
+def _worth(asked: AskedPeer) -> tuple[float, ...]:
     offer = asked.offer
     return (0.0, -offer.num_tokens, offer.queued_bytes) if offer is not None else (1.0,)
 

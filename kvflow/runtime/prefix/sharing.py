@@ -10,11 +10,13 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvflow import checks
+from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol import messages
@@ -26,7 +28,6 @@ from kvflow.runtime.peers.peer import LocalRank, token_bytes
 from kvflow.runtime.prefix.shelf import Run, SharingStatistics, Shelf
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.open_lease import OpenLease
-from kvflow.runtime.producer.serving import Serving
 
 logger = logger_of(__name__)
 
@@ -38,18 +39,26 @@ _SHARE_OF_CACHE = 4
 _MISS = messages.NoLease(ended=False)
 
 
-class Sharing:
+class Leasing(NamedTuple):
+    """How runs are leased; see `serving.Serving`."""
+
+    serve: Callable[[ServeRequest], object]
+    """Opens a lease without a hold."""
+    find: Callable[[str], OpenLease | None]
+    revoke: Callable[[LeaseEntry], None]
+
+
+class SharedPrefixes:
     """A prefix cache that is shared with peers, until `close`; what `Runtime.share` returns."""
 
     def __init__(
         self,
         context: RankContext,
-        serving: Serving,
+        leasing: Leasing,
         shelf: Shelf,
         ledger: BlockLedger,
         local: LocalRank,
         pinned_blocks_max: int | None,
-        on_close: Callable[[], None],
     ) -> None:
         if not checks.answer(lambda: isinstance(shelf, Shelf)):
             raise UsageError(f"share: expected a Shelf, with match and unpin, got {checks.shown(shelf)}")
@@ -60,12 +69,13 @@ class Sharing:
         self._ttl_s = min(_TTL_S, context.config.lease_ttl_s)
         self._spawn = context.spawn
         self._now_s = context.clock.now_s
-        self._serving = serving
+        self._leasing = leasing
         self._shelf = shelf
         self._pinned_max = most
         self._groups = local.groups
         self._token_bytes = token_bytes(local)
-        self._on_close = on_close
+        self.on_close: Callable[[], None] = _nothing
+        """Told once."""
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         """How many runs have pinned each block, by its ledger entry."""
         self._pinned = self._leased_tokens = 0
@@ -128,10 +138,10 @@ class Sharing:
             self._closed = True
             for opened in list(self._runs):
                 self._end(opened)
-            self._on_close()
+            self.on_close()
 
     def _end(self, opened: OpenLease) -> None:
-        self._serving.revoke(opened.entry)
+        self._leasing.revoke(opened.entry)
         if opened.outcome.done():
             self._over(opened)
 
@@ -215,11 +225,11 @@ class Sharing:
                 raise RequestError("it is shared no more")
             self._check(run, len(keys), question.key_tokens)
             request = ServeRequest(request_id, run.block_ids, run.num_tokens, ttl_s=self._ttl_s)
-            self._serving.serve(request, holds=False)
+            self._leasing.serve(request)
         except KVFlowError as error:
             self._unpin(run)
             return self._failed(question, error)
-        opened = self._serving.open_lease(request_id)
+        opened = self._leasing.find(request_id)
         if opened is None:  # a run of no blocks
             self._unpin(run)
             return self._counted("missed")
@@ -271,3 +281,7 @@ class Sharing:
         """A miss, since the shelf has failed: its engine's own bug, or a block that is just being written."""
         logger.error("a shelf has failed on question %s: %s", question.request_id, checks.said(error) if error else "")
         return self._counted("failed")
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
