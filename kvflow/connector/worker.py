@@ -26,7 +26,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
-from kvflow.runtime.prefix.sharing import Sharing
+from kvflow.runtime.prefix.sharing import SharedPrefixes
 from kvflow.runtime.prefix.shelf import Run
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
@@ -246,7 +246,7 @@ class _Courier:
 
     happened: deque[Happening]
     peers: PrefixPeers
-    sharing: Sharing | None = None
+    sharing: SharedPrefixes | None = None
     shelf: PagedShelf | None = None
     """What is shared with peers."""
     kept: dict[str, ExitStack] = field(default_factory=dict)
