@@ -45,7 +45,7 @@ class _State(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Request:
+class _Asker:
     keys: Sequence[bytes]
     peers: tuple[str, ...]
     state: _State = _State.NEW
@@ -61,7 +61,7 @@ class Asking:
         self._peers = tuple(peers)
         self._block_tokens = block_tokens
         self._tokens_min = tokens_min
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Asker] = {}
         self._next: list[Question] = []
 
     def __repr__(self) -> str:
@@ -73,7 +73,7 @@ class Asking:
         """
         peers = self._peers if source is None else (source,)
         if peers and len(keys) * self._block_tokens >= self._tokens_min:
-            self._requests[request_id] = _Request(keys, peers)
+            self._requests[request_id] = _Asker(keys, peers)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """Whether the request's question is under way, or leaves with the next step."""
@@ -85,10 +85,10 @@ class Asking:
             self._next.append(self._question(request_id, request, num_computed_tokens))
         return request.state is _State.ASKED
 
-    def _worth(self, request: _Request, num_computed_tokens: int) -> bool:
+    def _worth(self, request: _Asker, num_computed_tokens: int) -> bool:
         return len(request.keys) * self._block_tokens - num_computed_tokens >= self._tokens_min
 
-    def _question(self, request_id: str, request: _Request, num_computed_tokens: int) -> Question:
+    def _question(self, request_id: str, request: _Asker, num_computed_tokens: int) -> Question:
         return Question(
             request_id=request_id,
             keys=tuple(request.keys),

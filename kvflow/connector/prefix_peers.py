@@ -18,7 +18,7 @@ from kvflow.logs import logger_of
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixRequest
 from kvflow.runtime.runtime import Runtime
 
-__all__ = ["Outcome", "PrefixPeers"]
+__all__ = ["PrefixOutcome", "PrefixPeers"]
 
 logger = logger_of(__name__)
 
@@ -29,7 +29,7 @@ _NEWEST = 0.3  # weight of the last load
 T = TypeVar("T")
 
 
-class Outcome(enum.StrEnum):
+class PrefixOutcome(enum.StrEnum):
     """What has come of a question."""
 
     FOUND = "found"
@@ -64,7 +64,7 @@ class PrefixPeers:
     _s_per_token: dict[str, float] = field(default_factory=dict)
     """What loads of a token have taken, by the engine that it came from."""
 
-    async def ask(self, runtime: Runtime, question: Question) -> tuple[Outcome, list[Ticket]]:
+    async def ask(self, runtime: Runtime, question: Question) -> tuple[PrefixOutcome, list[Ticket]]:
         """What is offered, leased, the best first: the others are for the caller to give back."""
         now_s = asyncio.get_running_loop().time()
         asked = [peer for peer in question.peers if peer not in self._late or self._late[peer].until_s <= now_s]
@@ -73,12 +73,12 @@ class PrefixPeers:
         offers.sort(key=lambda offer: (-offer.num_tokens, offer.queued_bytes))
         tickets = [offer.ticket for offer in offers]
         if offers and not self._pays(offers[0], offers[0].num_tokens - question.cached_tokens):
-            return Outcome.SLOWER, tickets
+            return PrefixOutcome.SLOWER, tickets
         if offers:
             self._expected[question.request_id] = offers[0].num_tokens - question.cached_tokens
-            return Outcome.FOUND, tickets
+            return PrefixOutcome.FOUND, tickets
         answered = len(asked) == len(question.peers) and None not in answers
-        return Outcome.NOTHING if answered else Outcome.LATE, []
+        return PrefixOutcome.NOTHING if answered else PrefixOutcome.LATE, []
 
     def loaded(self, request_id: str, engine_id: str, total_s: float | None) -> None:
         """A load has ended, and has taken so long; None if it has failed, or was not begun."""

@@ -64,8 +64,8 @@ __all__ = [
     "ConnectorScheduler",
     "EngineRequest",
     "Finished",
-    "Group",
     "Matched",
+    "PagedGroup",
     "Scheduled",
     "SchedulingConfig",
     "Sharing",
@@ -267,7 +267,7 @@ class _Producer:
     state: ProducerState = ProducerState.COMPUTING
 
 
-class Group(NamedTuple):
+class PagedGroup(NamedTuple):
     """A group of layers: its facts as registered, and how many of its blocks are one of the engine's."""
 
     facts: GroupFacts
@@ -289,13 +289,13 @@ class Group(NamedTuple):
         return tuple(ids[at // split] * split + at % split for at in span if at // split < len(ids))
 
 
-def registered(facts: GroupFacts, block_size: int) -> Group:
+def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
     """An engine's group with the block size that its ranks have registered."""
     split, rest = divmod(facts.block_size, max(block_size, 1))
     if rest or not split:
         what = f"group {facts.name!r}: blocks of {facts.block_size} tokens"
         raise ConfigError(f"{what}, the ranks have registered blocks of {block_size}: they do not divide them")
-    return Group(msgspec.structs.replace(facts, block_size=block_size), split)
+    return PagedGroup(msgspec.structs.replace(facts, block_size=block_size), split)
 
 
 class ConnectorScheduler:
@@ -314,7 +314,7 @@ class ConnectorScheduler:
         self._dialect = dialect
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
-        self._groups = tuple(Group(facts) for facts in config.all_groups)
+        self._groups = tuple(PagedGroup(facts) for facts in config.all_groups)
         self._consumers: dict[str, _Consumer] = {}
         self._producers: dict[str, _Producer] = {}
         self._used: OrderedDict[tuple[str, str], _Use] = OrderedDict()
@@ -335,7 +335,14 @@ class ConnectorScheduler:
         return all(group.facts.whole for group in self._groups)
 
     def takes(self, params: Mapping[str, Any]) -> bool:
-        """Whether a request with these parameters has a ticket, to come from a prefill engine."""
+        """Tell whether a request is to come from a prefill engine.
+
+        Args:
+            params: its `kv_transfer_params`.
+
+        Returns:
+            True if they are a ticket, and this engine consumes.
+        """
         return self._config.takes(params)
 
     def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
@@ -424,7 +431,15 @@ class ConnectorScheduler:
             )
 
     def adopt(self, request_id: str, ticket: Ticket) -> None:
-        """A peer offers this prefix to a request that has come without a ticket, or as a producer."""
+        """Give a prefix that a peer offers to a request that has come without a ticket, or as a producer.
+
+        Args:
+            request_id: of a request that has no blocks yet.
+            ticket: what the peer offers of its prompt, leased.
+
+        Raises:
+            UsageError: the request has a ticket already.
+        """
         if request_id in self._consumers:
             raise UsageError(f"request {request_id!r}: it has a ticket already")
         use = _Use(shared=False)
@@ -434,7 +449,12 @@ class ConnectorScheduler:
         self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
 
     def give_back(self, request_id: str, ticket: Ticket) -> None:
-        """What a peer offers to a request that has ended: its blocks are the peer's again at once."""
+        """Give back what a peer offers to a request that has ended: its blocks are the peer's again at once.
+
+        Args:
+            request_id: of the request.
+            ticket: what was offered.
+        """
         self._next.release.append(Release(request_id=request_id, ticket=ticket))
 
     def reject(self, request: EngineRequest) -> None:

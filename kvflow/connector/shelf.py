@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvflow.connector.scheduler import Group
+from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.step import NO_BLOCK, BlockTables, Shelved
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent, has_happened
@@ -49,7 +49,7 @@ class PagedShelf:
     `block_tokens` is the engine's block size, the same in all groups.
     """
 
-    def __init__(self, groups: Sequence[Group], block_tokens: int) -> None:
+    def __init__(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
         self._groups = tuple(groups)
         self._block_tokens = block_tokens
         self._lock = threading.Lock()

@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.parameters import name_of
-from kvflow.connector.prefix_peers import Outcome, PrefixPeers
-from kvflow.connector.scheduler import Group
+from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
+from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import BlockTables, Found, Grow, Keep, Question, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
@@ -68,7 +68,7 @@ class Answered:
     """Peers have been asked for a prefix."""
 
     found: Found
-    outcome: Outcome
+    outcome: PrefixOutcome
     total_s: float
 
 
@@ -116,7 +116,7 @@ class ConnectorWorker:
         """
         return self._runtime.serve_blocks(ServeRequest("introduction", block_ids={}, num_tokens=0)).ticket
 
-    def share(self, groups: Sequence[Group], block_tokens: int) -> None:
+    def share(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
         """Let peers read prefixes out of the cache that is registered, as `Step.shelved` tells of it.
 
         Args:
@@ -300,7 +300,7 @@ class _Courier:
         begun_s = asyncio.get_running_loop().time()
         outcome, offered = await self.peers.ask(runtime, question)
         took_s = asyncio.get_running_loop().time() - begun_s
-        best = offered.pop(0) if outcome is Outcome.FOUND else None
+        best = offered.pop(0) if outcome is PrefixOutcome.FOUND else None
         self.happened.append(Answered(Found(request_id=question.request_id, ticket=best), outcome, took_s))
         await asyncio.gather(*(_release(runtime, ticket) for ticket in offered))
 

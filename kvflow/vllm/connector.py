@@ -47,7 +47,7 @@ from kvflow.logs import logger_of
 from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
-from kvflow.vllm.prefix import Prefixes, prefix_peers_of, why_not
+from kvflow.vllm.prefix import RequestPrefixes, prefix_peers_of, why_not
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """See `asked`; the scheduler's."""
     _spreads_samples = False
     """Whether vLLM gives samples of a prompt to several engines; the scheduler's."""
-    _prefixes: Prefixes | None = None
+    _prefixes: RequestPrefixes | None = None
     """If prefixes are shared or pulled; the scheduler's."""
     _shares = False
     """Whether prefixes are shared; a worker's."""
@@ -143,7 +143,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
             if extra.share_prefixes or extra.prefix_peers is not None:
-                self._prefixes = Prefixes(extra, self._scheduler, self._groups, vllm_config, kv_cache_config)
+                self._prefixes = RequestPrefixes(extra, self._scheduler, self._groups, vllm_config, kv_cache_config)
             return
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from kvflow.connector.prefix_peers import Outcome
+from kvflow.connector.prefix_peers import PrefixOutcome
 from kvflow.connector.worker import Answered, Happening, Loaded, LoadFailed, OfferEnded
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 
@@ -93,7 +93,7 @@ class KVFlowStats(KVConnectorStats):
             "Failed loads": len(self.data["load_failures"]),
             "Refused tickets": len(self.data["tickets_refused"]),
             "Late reads": len(self.data["late_reads"]),
-            "Prefixes found": self.data["prefix_questions"].count(str(Outcome.FOUND)),
+            "Prefixes found": self.data["prefix_questions"].count(str(PrefixOutcome.FOUND)),
             "Prefixes shared": self.data["prefix_runs"].count("found"),
             "Median load (ms)": round(seconds[len(seconds) // 2] * 1e3, 3) if seconds else 0,
             "Longest load (ms)": round(seconds[-1] * 1e3, 3) if seconds else 0,

@@ -54,7 +54,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
     )
 
 
-class Prefixes:
+class RequestPrefixes:
     """What the scheduler's half of a connector does for prefixes, request by request."""
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvflow.connector.scheduler import Group, Scheduled, registered
+from kvflow.connector.scheduler import PagedGroup, Scheduled, registered
 from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import Shelved, Step
@@ -23,7 +23,7 @@ PROMPT = list(range(100, 140))
 
 
 def shelf_of(*groups: GroupFacts) -> PagedShelf:
-    return PagedShelf([Group(group) for group in groups or (FULL,)], SIZE)
+    return PagedShelf([PagedGroup(group) for group in groups or (FULL,)], SIZE)
 
 
 def shelved(tokens: Sequence[int], *tables: Sequence[int], first: int = 0) -> Shelved:

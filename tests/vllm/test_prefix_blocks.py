@@ -29,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvflow.connector.scheduler import Group
+from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.shelf import PagedShelf
 from kvflow.core.prefix.keys import prefix_keys
 from kvflow.runtime.prefix.shelf import Run
@@ -73,7 +73,7 @@ class Engine:
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK_SIZE)
         assert isinstance(self.scheduler.connector, KVFlowConnector)
         self.connector = self.scheduler.connector
-        self.shelf = PagedShelf([Group(group.facts) for group in self.connector._groups], BLOCK_SIZE)
+        self.shelf = PagedShelf([PagedGroup(group.facts) for group in self.connector._groups], BLOCK_SIZE)
         self.content: dict[int, list[Content | None]] = {}
         """Of each block, what its slots hold."""
         self.behind = behind
