@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -176,7 +177,8 @@ class Peers:
         self.asked.append(peer)
         tokens = self.offers[peer]
         if tokens is None:
-            await asyncio.sleep(request.answer_within_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), request.answer_within_s)
         if not tokens:
             return ()
         ticket = any_ticket(engine_id=peer).without_leases(request_id="x", block_ids=(), num_tokens=tokens, ttl_s=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -163,8 +164,6 @@ async def test_who_ends_a_run_may_wait_until_it_is_left() -> None:
     shelf.add([shelved(PROMPT[:4], [7])], None)
     run = match(shelf, PROMPT)
     assert run is not None
-    import asyncio
-
     waiting = asyncio.ensure_future(shelf.left(run))
     await asyncio.sleep(0)
     assert not waiting.done()
