@@ -244,7 +244,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
         step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids)
         if self._prefixes is not None:
-            self._prefixes.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
+            # Another connector may load in the step itself, and fail: what it loads is told when the step is over.
+            done = () if scheduler_output.has_sync_kv_loads else scheduled
+            self._prefixes.build_step(step, done, preempted=preempted, block_ids=block_ids)
         cards, self._cards = self._cards, ()
         return KVFlowMetadata(step, cards)
 
