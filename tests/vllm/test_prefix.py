@@ -224,8 +224,8 @@ def test_many_at_once(servers: tuple[Server, Server, Server]) -> None:
 
 
 def test_a_holder_that_is_full_of_others_gives_its_blocks_to_them(site: Site) -> None:
-    """A cache of 2,000 tokens: every prompt drives out another one, also while it is pulled."""
-    holder, reader = site.have(replace(HOLDER, blocks=64), READER)
+    """A cache of 2,500 tokens: every prompt drives out another one, also while it is pulled."""
+    holder, reader = site.have(replace(HOLDER, blocks=80), READER)
     families = [family(800) for _ in range(12)]
     expected = [alone(holder, second) for _, second in families]
     settle(holder)
