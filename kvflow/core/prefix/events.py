@@ -19,7 +19,7 @@ from kvflow.checks import printable
 from kvflow.errors import ProtocolError
 
 BATCH_BYTES_MAX = 4 << 20
-EVENTS_MAX = BLOCKS_MAX = 1 << 16
+EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
 """Events of a batch, and blocks of an event."""
 TOKENS_MAX = 1 << 20
 _SAID_CHARS = 200

@@ -14,19 +14,20 @@ import struct
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import TypeAlias
 
 from kvflow.checks import count, whole
-from kvflow.core.prefix.events import AllBlocksCleared, BlockHash, BlockStored, KVEvent
+from kvflow.core.prefix.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from kvflow.core.prefix.keys import key_state
 from kvflow.core.protocol.prompts import marked_by_keys
+from kvflow.errors import RequestError
 
 BLOCKS_MAX = 100_000
 KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 """Kinds of groups that keep all of a prompt, as vLLM names them, or that nothing is said about."""
-PIECE_TOKENS = 4096
-"""About as many tokens are taken in at once."""
-_PIECE_BLOCKS = 256
+PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
+"""About as many are taken in at once."""
 
 _Place: TypeAlias = tuple[str | None, int | None, BlockHash]  # medium, group, the engine's name
 
@@ -44,7 +45,7 @@ class _Block:
         self.children = 0
 
 
-class _Holder:
+class _Cached:
     """The blocks of one engine. `leaves` are those that no other follows, the oldest first."""
 
     def __init__(self) -> None:
@@ -80,9 +81,14 @@ class _Holder:
             if not block.places:
                 self._drop(block)
 
+    def removing(self, event: BlockRemoved) -> Iterator[None]:
+        for name in event.block_hashes:
+            self.remove((event.medium, event.group_idx, name))
+            yield
+
     def forget_oldest(self) -> None:
         """The leaf that was stored first; what it follows is the next. All are leaves at last."""
-        key = next(iter(self.leaves), None) or next(iter(self.blocks))
+        key = next(iter(self.leaves), None) or next(reversed(self.blocks))
         block = self.blocks[key]
         for place in block.places:
             del self.places[place]
@@ -135,13 +141,12 @@ class PrefixMap:
         self._beginning = key_state(salt)
         self._blocks_max = whole(blocks_max, "blocks_max", least=1)
         self._media = frozenset(media)
-        self._holders: dict[str, _Holder] = {}
-        self._blocks = 0
+        self._holders: dict[str, _Cached] = {}
 
     @property
     def blocks(self) -> int:
         """Blocks that are remembered."""
-        return self._blocks
+        return sum(len(cached.blocks) for cached in self._holders.values())
 
     def holders(self, keys: Sequence[bytes], key_tokens: int) -> list[tuple[str, int]]:
         """Who has the prefix, as far as is known.
@@ -154,9 +159,10 @@ class PrefixMap:
             Holders and how many tokens each has, the most first.
 
         Raises:
-            RequestError: `keys` is no list, or `key_tokens` is below 1.
+            RequestError: `keys` are no list of bytes, or `key_tokens` is below 1.
         """
-        count(keys, "keys")
+        if count(keys, "keys") and {*map(type, keys)} != {bytes}:
+            raise RequestError("keys: expected a list of bytes")
         step = whole(key_tokens, "key_tokens", least=1)
         found = [(name, holder.tokens(keys, step)) for name, holder in self._holders.items()]
         return sorted((one for one in found if one[1]), key=lambda one: -one[1])
@@ -182,18 +188,19 @@ class PrefixMap:
             An iterator to be used up before the holder's next event.
         """
         if isinstance(event, AllBlocksCleared):
-            yield from self._forgetting(holder)
-        elif event.medium not in self._media:
-            return
-        elif isinstance(event, BlockStored):
-            yield from self._storing(self._holders.setdefault(holder, _Holder()), event)
-        elif (known := self._holders.get(holder)) is not None:
-            for at, name in enumerate(event.block_hashes):
-                before = len(known.blocks)
-                known.remove((event.medium, event.group_idx, name))
-                self._blocks -= before - len(known.blocks)
-                if at % _PIECE_BLOCKS == _PIECE_BLOCKS - 1:
-                    yield
+            yield from self.forgetting(holder)
+        elif event.medium in self._media:
+            cached = self._holders.setdefault(holder, _Cached())
+            if isinstance(event, BlockStored):
+                blocks, piece = (
+                    self._storing(cached, event),
+                    max(1, PIECE_TOKENS // max(event.block_size, PIECE_TOKENS // _PIECE_BLOCKS)),
+                )
+            else:
+                blocks, piece = cached.removing(event), _PIECE_BLOCKS
+            while sum(1 for _ in islice(blocks, piece)) and self._holders.get(holder) is cached:
+                self._make_room()
+                yield
 
     def forget(self, holder: str) -> None:
         """Forget all that a holder has told: it is gone, or what it has told since was lost.
@@ -201,73 +208,58 @@ class PrefixMap:
         Args:
             holder: As for `apply`; one that is not known is nothing.
         """
-        for _ in self._forgetting(holder):
+        for _ in self.forgetting(holder):
             pass
 
-    def _forgetting(self, holder: str) -> Iterator[None]:
-        """The holder has nothing any more at once; its memory is given back in pieces."""
+    def forgetting(self, holder: str) -> Iterator[None]:
+        """`forget` in pieces, as `steps`: the holder has nothing any more at once, its memory is given back after."""
         known = self._holders.pop(holder, None)
-        if known is not None:
-            self._blocks -= len(known.blocks)
-            known.leaves = OrderedDict()
-            while known.places:
-                for _ in range(min(_PIECE_BLOCKS * 8, len(known.places))):
-                    known.blocks.pop(known.places.popitem()[1].key, None)
-                yield
+        while known is not None and known.places:
+            for _ in range(min(8 * _PIECE_BLOCKS, len(known.places))):
+                known.blocks.pop(known.places.popitem()[1].key, None)
+            yield
 
-    def _storing(self, holder: _Holder, event: BlockStored) -> Iterator[None]:
-        size, told = event.block_size, event.extra_keys
-        if not self._tells_all(event):
+    def _storing(self, cached: _Cached, event: BlockStored) -> Iterator[None]:
+        """Block by block; nothing more where the chain of blocks, which may be cut between pieces, does not go on."""
+        size, place = event.block_size, (event.medium, event.group_idx)
+        parent = None if event.parent_block_hash is None else cached.places.get((*place, event.parent_block_hash))
+        if not _tells_all(event) or (parent is None and event.parent_block_hash is not None):
             return
-        parent = None
-        if event.parent_block_hash is not None:
-            parent = holder.places.get((event.medium, event.group_idx, event.parent_block_hash))
-            if parent is None:
-                return
-        since = 0
         for at, name in enumerate(event.block_hashes):
-            tokens = _tokens_of(event.token_ids[at * size : (at + 1) * size], told[at] if told else None, parent)
-            if tokens is None:
+            extra = event.extra_keys[at] if event.extra_keys else None
+            tokens = _tokens_of(event.token_ids[at * size : (at + 1) * size], extra, first=parent is None)
+            if tokens is None or (parent is not None and parent.key not in cached.blocks):
                 return
             state = self._beginning.copy() if parent is None else parent.state.copy()
             state.update(tokens)
-            before = len(holder.blocks)
-            parent = holder.store(state, (event.medium, event.group_idx, name), parent, size)
-            self._blocks += len(holder.blocks) - before
-            self._make_room()
-            if parent.key not in holder.blocks:  # there is no room for it, so not for what follows it either
-                return
-            since += size
-            if since >= PIECE_TOKENS or at % _PIECE_BLOCKS == _PIECE_BLOCKS - 1:
-                since = 0
-                yield
-
-    @staticmethod
-    def _tells_all(event: BlockStored) -> bool:
-        """Whether the keys of its blocks can be computed from it, and mean that the blocks are there."""
-        names, told = len(event.block_hashes), event.extra_keys
-        return (
-            event.kv_cache_spec_kind in KEEP_ALL
-            and (event.lora_id, event.lora_name, event.cache_salt) == (None, None, None)
-            and (told is None or len(told) == names)
-            and len(event.token_ids) == names * event.block_size
-        )
+            parent = cached.store(state, (*place, name), parent, size)
+            yield
 
     def _make_room(self) -> None:
-        while self._blocks > self._blocks_max:
-            largest = max(self._holders.values(), key=lambda holder: len(holder.blocks))
-            largest.forget_oldest()
-            self._blocks -= 1
+        over = self.blocks - self._blocks_max
+        for _ in range(over):
+            max(self._holders.values(), key=lambda cached: len(cached.blocks)).forget_oldest()
 
 
-def _tokens_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, parent: _Block | None) -> bytes | None:
+def _tells_all(event: BlockStored) -> bool:
+    """Whether the keys of its blocks can be computed from it, and mean that the blocks are there."""
+    names, told = len(event.block_hashes), event.extra_keys
+    return (
+        event.kv_cache_spec_kind in KEEP_ALL
+        and (event.lora_id, event.lora_name, event.cache_salt) == (None, None, None)
+        and (told is None or len(told) == names)
+        and len(event.token_ids) == names * event.block_size
+    )
+
+
+def _tokens_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
     """A block's tokens as its key takes them; None if what makes them others cannot be told."""
     prompt = tokens
     if extra:
         keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)
         for found in sorted(extra, key=lambda one: isinstance(one, tuple)):
             match found:
-                case str() if parent is None:
+                case str() if first:
                     keys[0].append(("cache_salt", found))
                 case str(identifier), int(offset) if offset < len(tokens):
                     if offset >= 0:  # else it has begun, and was marked, in a block before
