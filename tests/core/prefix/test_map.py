@@ -79,6 +79,11 @@ def test_a_chain_grows_from_a_known_parent_only() -> None:
     assert told(stored(PROMPT[:32], 16, group_idx=0), stored(PROMPT, 16, begin=32, group_idx=1)).blocks == 2
 
 
+def test_a_name_that_an_engine_gives_to_other_tokens_is_theirs() -> None:
+    known = told(stored(PROMPT[:16], 16, block_hashes=[1]), stored(PROMPT[16:32], 16, block_hashes=[1]))
+    assert (tokens_known(known), tokens_known(known, PROMPT[16:]), known.blocks) == (0, 16, 1)
+
+
 def test_blocks_of_several_groups_are_there_while_one_has_them() -> None:
     known = told(stored(PROMPT, 16, group_idx=0), stored(PROMPT, 16, group_idx=1))
     known.apply("a", BlockRemoved(block_hashes=names(PROMPT, 16), medium="GPU", group_idx=0))
@@ -144,9 +149,9 @@ def test_the_oldest_that_nothing_follows_is_forgotten_first() -> None:
     assert [tokens_known(known, prompt) for prompt in (first, second)] == [96, 96]
     known.apply("a", stored(PROMPT[50:82], 16))
     assert [tokens_known(known, prompt) for prompt in (first, second, PROMPT[50:])] == [64, 96, 32]
-    known.apply("a", stored(second, 16))
+    known.apply("a", stored(first[:64], 16))
     known.apply("a", stored(PROMPT[60:92], 16))
-    assert [tokens_known(known, prompt) for prompt in (first, second)] == [32, 96]
+    assert [tokens_known(known, prompt) for prompt in (first, second)] == [64, 64], "the first was stored again since"
 
 
 def test_a_prompt_longer_than_all_that_is_remembered_is_known_from_its_beginning() -> None:
