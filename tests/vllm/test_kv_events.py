@@ -25,7 +25,7 @@ from tests.support.recorded_events import VLLM, vllm_batch
 from tests.vllm.conftest import Site
 from tests.vllm.servers import MODELS, Setup, _free_port
 
-BLOCK = 16
+BLOCK, BLOCKS = 16, 160
 WAIT_S = 120.0
 ANYWHERE = "tcp://127.0.0.1:0"
 
@@ -161,7 +161,7 @@ def test_a_server_tells_what_its_prefix_cache_holds(site: Site) -> None:
         "replay_endpoint": replay,
     }
     options = ("--kv-events-config", json.dumps(config), "--block-size", str(BLOCK), "--skip-tokenizer-init")
-    (server,) = site.have(Setup(role="kv_producer", core=0, blocks=64, model=MODELS / "full", options=options))
+    (server,) = site.have(Setup(role="kv_producer", core=0, blocks=BLOCKS, model=MODELS / "full", options=options))
     source = EventSource(holder="engine", endpoint=endpoint, replay_endpoint=replay)
     first, second = list(range(100, 170)), [*range(100, 140), *range(300, 360)]
 
@@ -184,10 +184,10 @@ def test_a_server_tells_what_its_prefix_cache_holds(site: Site) -> None:
                 await until(lambda: late.blocks == known.blocks)
                 for prompt in (first, second, salted):
                     assert tokens_known(late, prompt) == tokens_known(known, prompt) > 0
-            for number in range(5):
-                await ask(list(range(400 + 300 * number, 700 + 300 * number)))
+            for number in range(BLOCKS // 10):  # each takes 18 blocks
+                await ask([number, *range(600, 900)])
             await until(lambda: not tokens_known(known, first))
-            assert known.blocks < 64
+            assert known.blocks < BLOCKS
             await asyncio.to_thread(server.post, "/reset_prefix_cache")
             await until(lambda: not known.blocks)
             print(subscriber.statistics())
