@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.v1.utils import tensor_data
 
 from kvflow.connector.scheduler import Sharing
-from kvflow.core.protocol.prompts import marked
+from kvflow.core.protocol.prompts import marked_by_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,5 +91,6 @@ class Asked:
         if request.prompt_embeds is not None:
             for place, embedding in enumerate(request.prompt_embeds[:num_tokens]):
                 keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
-        tokens = request.all_token_ids[:num_tokens]
-        return marked(tokens, {place: msgspec.msgpack.encode(found) for place, found in keys.items()})
+            for place, embedding in enumerate(request.prompt_embeds[:num_tokens]):
+                keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
+        return marked_by_keys(request.all_token_ids[:num_tokens], keys)
