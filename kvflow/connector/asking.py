@@ -48,17 +48,20 @@ class _State(enum.Enum):
 class _Asker:
     keys: Sequence[bytes]
     peers: tuple[str, ...]
+    hinted: bool
     state: _State = _State.NEW
 
 
 class Asking:
     """Requests whose prompts may begin with what a peer has.
 
-    `peers` are asked where no router names one; `tokens_min` are too few to ask for.
+    `peers` are asked where no router names one, and with `hinted` those that KV events name; fewer than `tokens_min`
+    tokens are not asked for.
     """
 
-    def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int) -> None:
+    def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, hinted: bool = False) -> None:
         self._peers = tuple(peers)
+        self._hinted = hinted
         self._block_tokens = block_tokens
         self._tokens_min = tokens_min
         self._requests: dict[str, _Asker] = {}
@@ -71,9 +74,9 @@ class Asking:
         """A request has come that gets nothing from a prefill engine. `keys` are those of its full blocks, the last of
         its tokens left out, which is computed in any case; `source` is the peer that its router has named.
         """
-        peers = self._peers if source is None else (source,)
-        if peers and len(keys) * self._block_tokens >= self._tokens_min:
-            self._requests[request_id] = _Asker(keys, peers)
+        peers, hinted = (self._peers, self._hinted) if source is None else ((source,), False)
+        if (peers or hinted) and len(keys) * self._block_tokens >= self._tokens_min:
+            self._requests[request_id] = _Asker(keys, peers, hinted)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """Whether the request's question is under way, or leaves with the next step."""
@@ -95,6 +98,7 @@ class Asking:
             key_tokens=self._block_tokens,
             cached_tokens=num_computed_tokens,
             peers=request.peers,
+            hinted=request.hinted,
         )
 
     def take(self) -> list[Question]:

@@ -14,6 +14,7 @@ from kvflow.connector.parameters import name_of
 from kvflow.connector.step import Question
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
+from kvflow.kv_events import EventSource, PrefixMap, Subscriber
 from kvflow.logs import logger_of
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixRequest
 from kvflow.runtime.runtime import Runtime
@@ -24,6 +25,7 @@ logger = logger_of(__name__)
 
 _LEFT_OUT_FIRST_S, _LEFT_OUT_MOST_S = 1.0, 30.0
 _PEERS_MAX = 1 << 10  # that are remembered
+_HINTS_MAX = 4
 _NEWEST = 0.3  # weight of the last load
 
 T = TypeVar("T")
@@ -58,6 +60,10 @@ class PrefixPeers:
     """What computing a token takes here. With it nothing is taken of an engine that loads have been slower from."""
     every_rank: bool = False
     """Whether other ranks of this engine load what is found, too."""
+    events: tuple[EventSource, ...] = ()
+    """Engines whose KV events are followed, to ask those that have something (`follow`); each by the address of its
+    side channel."""
+    _map: PrefixMap = field(default_factory=PrefixMap)
     _late: dict[str, _Late] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
     """Tokens that each load is to bring, by its request."""
@@ -67,7 +73,8 @@ class PrefixPeers:
     async def ask(self, runtime: Runtime, question: Question) -> tuple[PrefixOutcome, list[Ticket]]:
         """What is offered, leased, the best first: the others are for the caller to give back."""
         now_s = asyncio.get_running_loop().time()
-        asked = [peer for peer in question.peers if peer not in self._late or self._late[peer].until_s <= now_s]
+        peers = dict.fromkeys((*question.peers, *self._hints(question)))
+        asked = [peer for peer in peers if peer not in self._late or self._late[peer].until_s <= now_s]
         answers = await asyncio.gather(*(self._ask_one(runtime, question, peer) for peer in asked))
         offers = [offer for answer in answers for offer in answer or ()]
         offers.sort(key=lambda offer: (-offer.num_tokens, offer.queued_bytes))
@@ -77,8 +84,18 @@ class PrefixPeers:
         if offers:
             self._expected[question.request_id] = offers[0].num_tokens - question.cached_tokens
             return PrefixOutcome.FOUND, tickets
-        answered = len(asked) == len(question.peers) and None not in answers
+        answered = len(asked) == len(peers) and None not in answers
         return PrefixOutcome.NOTHING if answered else PrefixOutcome.LATE, []
+
+    async def follow(self) -> None:
+        """The body of a task, for as long as peers are asked."""
+        async with Subscriber(self._map, self.events):
+            await asyncio.Event().wait()
+
+    def _hints(self, question: Question) -> list[str]:
+        """Those that are likely to have some of it, most of it first."""
+        found = self._map.holders(question.keys, question.key_tokens) if question.hinted else []
+        return [peer for peer, tokens in found if tokens > question.cached_tokens][:_HINTS_MAX]
 
     def loaded(self, request_id: str, engine_id: str, total_s: float | None) -> None:
         """A load has ended, and has taken so long; None if it has failed, or was not begun."""

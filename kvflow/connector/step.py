@@ -111,6 +111,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     peers: tuple[str, ...]
     """Addresses, one of each engine."""
+    hinted: bool = False
+    """Whether those are asked as well that are known, by their KV events, to have some of it."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):

@@ -131,6 +131,10 @@ class ConnectorWorker:
         self._shelf = shelf
         self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
 
+    def follow(self) -> None:
+        """Follow the KV events that `peers` names, from now on: on one rank, once its runtime is open."""
+        self._runtime.start(lambda _: self._courier.follow()).result(_RECALL_S)
+
     def shared(self) -> Iterator[str]:
         """Tell what has become of peers' questions since the last call.
 
@@ -290,6 +294,9 @@ class _Courier:
     async def share(self, runtime: Runtime, shelf: PagedShelf) -> None:
         """What was shared before has ended with its registration."""
         self.sharing, self.shelf = runtime.share(shelf, pinned_blocks_max=_ANY_NUMBER), shelf
+
+    async def follow(self) -> None:
+        self._spawn(self.peers.follow())
 
     async def ask(self, runtime: Runtime, questions: Sequence[Question]) -> None:
         """Ask peers for prefixes, each question by itself."""

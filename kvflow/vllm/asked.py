@@ -91,6 +91,4 @@ class Asked:
         if request.prompt_embeds is not None:
             for place, embedding in enumerate(request.prompt_embeds[:num_tokens]):
                 keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
-            for place, embedding in enumerate(request.prompt_embeds[:num_tokens]):
-                keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
         return marked_by_keys(request.all_token_ids[:num_tokens], keys)

@@ -118,6 +118,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """If prefixes are shared or pulled; the scheduler's."""
     _shares = False
     """Whether prefixes are shared; a worker's."""
+    _asks = True
+    """Whether it is this rank that asks peers for all ranks; a worker's."""
+    _follows_events = False
+    """Whether KV events of peers are followed; a worker's."""
     _found: tuple[Found, ...] = ()
     """What peers have answered, until it has left with a step's results; a worker's."""
     _ranks: EngineRanks | None = None
@@ -142,7 +146,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
-            if extra.share_prefixes or extra.prefix_peers is not None:
+            if extra.share_prefixes or extra.pulls_prefixes:
                 self._prefixes = RequestPrefixes(extra, self._scheduler, self._groups, vllm_config, kv_cache_config)
             return
         self._kv_format = extra.kv_format
@@ -156,6 +160,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._ranks = foreign.ranks
         self._runtime = Runtime(config, foreign=foreign)
         self._worker = ConnectorWorker(self._runtime, prefix_peers_of(vllm_config, extra))
+        self._asks = (config.tp_rank, config.pp_rank) == (0, 0)
+        self._follows_events = bool(extra.prefix_events) and self._asks
         self._shares = extra.share_prefixes and not why_not(self._groups, kv_cache_config)
         self._failed_blocks: set[int] = set()
         self._split = 1
@@ -313,6 +319,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._registered = groups
         self._runtime.open()
         self._register()
+        if self._follows_events:
+            self._worker.follow()
 
     def _register(self) -> None:
         self._runtime.register_kv_caches(self._registered)
@@ -344,7 +352,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """First of all in a step, before anything is written or computed: reads of what will change end here."""
-        self._worker.prepare(cast(KVFlowMetadata, kv_connector_metadata).step)
+        step = cast(KVFlowMetadata, kv_connector_metadata).step
+        self._worker.prepare(step if self._asks else msgspec.structs.replace(step, questions=[]))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before a step's forward pass: what the device was told before is what loads wait for."""

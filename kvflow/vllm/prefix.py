@@ -49,6 +49,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
     parallel = vllm_config.parallel_config
     return PrefixPeers(
         wait_s=extra.prefix_wait_s,
+        events=extra.prefix_events,
         recompute_s_per_token=extra.recompute_s_per_token,
         every_rank=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
     )
@@ -67,9 +68,9 @@ class RequestPrefixes:
     ) -> None:
         """ConfigError if prefixes are to be pulled, and that cannot be done without harm."""
         transfer = vllm_config.kv_transfer_config
-        if extra.prefix_peers is not None and not transfer.is_kv_consumer:
+        if extra.pulls_prefixes and not transfer.is_kv_consumer:
             raise ConfigError(f"prefix_peers: kv_role is {transfer.kv_role!r}, which loads nothing: kv_both does")
-        if extra.prefix_peers is not None and transfer.kv_load_failure_policy != "recompute":
+        if extra.pulls_prefixes and transfer.kv_load_failure_policy != "recompute":
             given = f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}"
             raise ConfigError(f"prefix_peers: {given}: requests would fail whose pull does; set it to 'recompute'")
         why = why_not(groups, kv_cache_config)
@@ -80,9 +81,13 @@ class RequestPrefixes:
         self._shares = extra.share_prefixes and not why
         self._shelving: Shelving | None = None
         self._asking: Asking | None = None
-        if extra.prefix_peers is not None and not why:
-            least = extra.prefix_tokens_min
-            self._asking = Asking(extra.prefix_peers, block_tokens=self._block_tokens, tokens_min=least)
+        if extra.pulls_prefixes and not why:
+            self._asking = Asking(
+                extra.prefix_peers or (),
+                block_tokens=self._block_tokens,
+                tokens_min=extra.prefix_tokens_min,
+                hinted=bool(extra.prefix_events),
+            )
 
     def bind(self, pool: BlockPool) -> None:
         """The pool is there."""

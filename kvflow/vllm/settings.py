@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from kvflow import checks
 from kvflow.checks import check_known
-from kvflow.config import Config
+from kvflow.config import Config, split_address
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.settings import checked_fields
 from kvflow.core.cache.groups import GroupKind
+from kvflow.errors import ConfigError
+from kvflow.kv_events import EventSource
 from kvflow.vllm.layout import Group
 
 if TYPE_CHECKING:
@@ -66,6 +69,8 @@ class Extra:
     prefix_peers: tuple[str, ...] | None = None
     """Addresses of engines that are asked for the prefix of a prompt that no prefill engine offers, one of each. An
     empty list: only those that a router names. None: nobody is asked."""
+    prefix_events: tuple[EventSource, ...] = ()
+    """Engines whose KV events say who is to be asked; each `holder` is the engine's address, as in `prefix_peers`."""
     prefix_tokens_min: int = 256
     """With fewer tokens than this that are not cached, nobody is asked."""
     prefix_wait_s: float = 0.05
@@ -73,6 +78,18 @@ class Extra:
     recompute_s_per_token: float | None = None
     """What a token costs here that is computed: what takes longer to pull is computed. None: all that is found is
     pulled."""
+
+    def __post_init__(self) -> None:
+        checks.whole(self.prefix_tokens_min, "prefix_tokens_min", least=1, error=ConfigError)
+        checks.seconds(self.prefix_wait_s, "prefix_wait_s", error=ConfigError)
+        if self.recompute_s_per_token is not None:
+            checks.seconds(self.recompute_s_per_token, "recompute_s_per_token", error=ConfigError)
+        for peer in self.prefix_peers or ():
+            split_address(peer, what="prefix_peers")
+
+    @property
+    def pulls_prefixes(self) -> bool:
+        return self.prefix_peers is not None or bool(self.prefix_events)
 
 
 _WHERE = "kv_connector_extra_config"

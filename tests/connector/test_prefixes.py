@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from kvflow.connector.asking import Asking, source_in
 from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
@@ -21,6 +22,7 @@ from kvflow.core.policy.states import ProducerState
 from kvflow.core.prefix.keys import prefix_keys
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
+from kvflow.kv_events import BlockStored
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.transport.inproc import InprocNetwork
@@ -212,6 +214,21 @@ async def test_who_does_not_answer_is_left_out_for_longer_each_time() -> None:
     assert not peers._late
 
 
+async def test_those_that_events_name_are_asked_too_unless_a_router_has_named_one() -> None:
+    runtime = Peers({"a": 4, "hinted": 12, "less": 8, "nothing new": 0})
+    peers = PrefixPeers()
+    for holder, blocks in (("hinted", 3), ("less", 2), ("nothing new", 1)):
+        event = BlockStored(block_hashes=range(blocks), token_ids=PROMPT[: blocks * BLOCK_SIZE], block_size=BLOCK_SIZE)
+        peers._map.apply(holder, event)
+    one = question("a", cached=4)
+    outcome, tickets = await peers.ask(cast(Runtime, runtime), replace(one, hinted=True))
+    assert outcome is PrefixOutcome.FOUND
+    assert [ticket.engine_id for ticket in tickets] == ["hinted", "less", "a"]
+    assert runtime.asked == ["a", "hinted", "less"]
+    await peers.ask(cast(Runtime, runtime), one)
+    assert runtime.asked[3:] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("total_s", "recompute_s_per_token", "expected"),
     [(8.0, None, "found"), (8.0, 0.5, "slower"), (8.0, 1.5, "found"), (None, 0.5, "found"), (0.4, 0.5, "found")],
@@ -252,6 +269,15 @@ def test_what_is_nearly_all_cached_is_not_asked_for(computed: int, waits: bool) 
     made.add("r", KEYS, None)
     assert made.waits("r", computed) == waits
     assert len(made.take()) == waits
+
+
+def test_where_events_are_followed_those_may_be_asked_that_they_name() -> None:
+    made = Asking((), block_tokens=BLOCK_SIZE, tokens_min=8, hinted=True)
+    made.add("r", KEYS, None)
+    made.add("named", KEYS, "tcp://b:2")
+    assert made.waits("r", 0)
+    assert made.waits("named", 0)
+    assert [(one.peers, one.hinted) for one in made.take()] == [((), True), (("tcp://b:2",), False)]
 
 
 def test_nobody_is_asked_for_what_is_short_or_where_there_is_nobody() -> None:

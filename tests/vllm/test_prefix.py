@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -170,6 +171,32 @@ def test_a_router_may_name_the_source(site: Site) -> None:
         until(named, counted, "found", asked)
         assert counted.found == asked
     assert counted.external == 992
+
+
+def test_events_say_whom_to_ask(site: Site) -> None:
+    """A server that knows no peers, but their events, asks for what they have, and for nothing else."""
+    events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    publishes = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events, "replay_endpoint": replay}
+    follows = [{"holder": at("holder"), "endpoint": events, "replay_endpoint": replay}]
+    holder, reader = site.have(
+        replace(HOLDER, options=(*OPTIONS, "--kv-events-config", json.dumps(publishes))),
+        replace(READER, extra=extra_of("reader", prefix_events=follows)),
+    )
+    first, second, third = family(members=3)
+    expected = alone(holder, second)
+    missed = holder.metric(RUNS, outcome="missed")
+    holder.ids(first)
+    counted = Counted(reader)
+    for _ in range(100):
+        reader.post("/reset_prefix_cache")
+        assert reader.ids(second) == expected
+        if counted.found:
+            break
+    assert counted.found
+    assert counted.external == 992
+    assert reader.ids(third, cache_salt="nobody has it") == alone(holder, third)
+    holder.ids(prompt_of(3), 1)
+    assert holder.metric(RUNS, outcome="missed") == missed
 
 
 def test_a_prefill_engine_pulls_a_prefix_and_hands_the_prompt_over(servers: tuple[Server, Server, Server]) -> None:
