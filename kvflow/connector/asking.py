@@ -3,6 +3,9 @@
 An engine's scheduler asks here how many tokens can come from remote. The first time, that makes a question, which
 leaves with the next step; until its answer is back with a step's results, the scheduler is told to ask again. What was
 found is then a ticket like any other.
+
+Of requests whose prompts begin alike one asks and loads at a time: the others wait for it, find in the engine's prefix
+cache what it has loaded, and ask for the rest if that is worth it.
 """
 
 from __future__ import annotations
@@ -65,6 +68,8 @@ class Asking:
         self._block_tokens = block_tokens
         self._tokens_min = tokens_min
         self._requests: dict[str, _Asker] = {}
+        self._first: dict[bytes, str] = {}
+        """Of requests that begin alike the one that asks or loads, by the key of their first block."""
         self._next: list[Question] = []
 
     def __repr__(self) -> str:
@@ -79,14 +84,16 @@ class Asking:
             self._requests[request_id] = _Asker(keys, peers, hinted)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Whether the request's question is under way, or leaves with the next step."""
+        """Whether the request's question is under way, or leaves with the next step, or the load of one like it is."""
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or request.state is not _State.NEW:
+            return request is not None and request.state is _State.ASKED
+        if not self._worth(request, num_computed_tokens):
             return False
-        if request.state is _State.NEW and self._worth(request, num_computed_tokens):
+        if self._first.setdefault(request.keys[0], request_id) == request_id:
             request.state = _State.ASKED
             self._next.append(self._question(request_id, request, num_computed_tokens))
-        return request.state is _State.ASKED
+        return True
 
     def _worth(self, request: _Asker, num_computed_tokens: int) -> bool:
         return len(request.keys) * self._block_tokens - num_computed_tokens >= self._tokens_min
@@ -106,14 +113,26 @@ class Asking:
         taken, self._next = [one for one in self._next if one.request_id in self._requests], []
         return taken
 
-    def answered(self, request_id: str) -> bool:
+    def answered(self, request_id: str, *, found: bool) -> bool:
         """A question's answer is there; whether the request still waits for it."""
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:
             return False
         request.state = _State.ANSWERED
+        if not found:
+            self.over(request_id)
+            for other in self._requests.values():  # nobody has even the first block of theirs
+                if other.keys[0] == request.keys[0] and other.peers == request.peers:
+                    other.state = _State.ANSWERED
         return True
+
+    def over(self, request_id: str) -> None:
+        """The request's load has ended, or there will be none: it is the turn of another one like it."""
+        request = self._requests.get(request_id)
+        if request is not None and self._first.get(request.keys[0]) == request_id:
+            del self._first[request.keys[0]]
 
     def finished(self, request_id: str) -> None:
         """The request has ended."""
+        self.over(request_id)
         self._requests.pop(request_id, None)

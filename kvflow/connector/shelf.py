@@ -124,16 +124,19 @@ class PagedShelf:
 
         None if one is missing: no prompt of more tokens than the number beside it can be there then.
         """
-        size, end = self._block_tokens, tokens // self._block_tokens
+        size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]
         tables = [[NO_BLOCK] * end for _ in firsts]
         for at in range(end - 1, min(firsts) - 1, -1):
-            entry = self._entries.get(key)
-            needed = [nth for nth, first in enumerate(firsts) if at >= first]
-            if entry is None or not all(entry.blocks[nth] for nth in needed):
+            entry = entries.get(key)
+            if entry is None:
                 return None, at * size
-            for nth in needed:
-                tables[nth][at] = entry.blocks[nth][0]
+            for table, first, ids in zip(tables, firsts, entry.blocks, strict=True):
+                if at < first:
+                    continue
+                if not ids:
+                    return None, at * size
+                table[at] = ids[0]
             key = entry.parent
         return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # keys in a wrong order
 
@@ -154,16 +157,19 @@ class PagedShelf:
                 self._put(shelved, first.gone)
 
     def _put(self, shelved: Shelved, gone: set[int]) -> None:
-        parent = shelved.parent
+        parent, entries, places = shelved.parent, self._entries, self._places
         for key, blocks in zip(shelved.keys, zip(*shelved.block_tables, strict=True), strict=True):
             for nth, block in enumerate(blocks):
-                if block != NO_BLOCK and block not in gone and self._places.get(block) != (key, nth):
+                place = places.get(block)
+                if block == NO_BLOCK or block in gone or place == (key, nth):
+                    continue
+                if place is not None:
                     self._drop(block)
-                    entry = self._entries.get(key)
-                    if entry is None:
-                        entry = self._entries[key] = _Entry(parent, tuple([] for _ in self._groups))
-                    entry.blocks[nth].append(block)
-                    self._places[block] = key, nth
+                entry = entries.get(key)
+                if entry is None:
+                    entry = entries[key] = _Entry(parent, tuple([] for _ in blocks))
+                entry.blocks[nth].append(block)
+                places[block] = key, nth
             parent = key
 
     def _drop(self, block: int) -> None:

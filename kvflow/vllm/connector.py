@@ -239,6 +239,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         tables = self._transferred(blocks.get_block_ids())
         self._scheduler.update_after_alloc(request.request_id, tables, num_external_tokens)
+        if self._prefixes is not None and num_external_tokens == 0:
+            self._prefixes.over((request.request_id,))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         resolve = scheduler_output.kv_connector_block_state.resolve_block_ids
@@ -259,6 +261,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving, connector_output.finished_sending
         self._scheduler.update_from_workers(received=received or (), sent=sent or ())
+        if self._prefixes is not None:
+            self._prefixes.over(received or ())
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KVFlowNews):
             if self._prefixes is not None:

@@ -155,11 +155,17 @@ class RequestPrefixes:
     def answered(self, found: Iterable[Found]) -> None:
         """What peers have answered."""
         for one in found:
-            waits = self._asking is not None and self._asking.answered(one.request_id)
+            waits = self._asking is not None and self._asking.answered(one.request_id, found=one.ticket is not None)
             if one.ticket is not None and waits:
                 self._scheduler.adopt(one.request_id, one.ticket)
             elif one.ticket is not None:
                 self._scheduler.give_back(one.request_id, one.ticket)
+
+    def over(self, request_ids: Iterable[str]) -> None:
+        """Loads of requests have ended, or will not be made."""
+        if self._asking is not None:
+            for request_id in request_ids:
+                self._asking.over(request_id)
 
     def finished(self, asked: Asked, block_ids: Sequence[Sequence[int]]) -> None:
         """A request has ended, and still has its blocks."""

@@ -31,6 +31,7 @@ from tests.support.tests_support import any_ticket, each
 
 PROMPT = list(range(50, 62))
 KEYS = prefix_keys(PROMPT, BLOCK_SIZE)
+OTHER = prefix_keys(range(12), BLOCK_SIZE)
 
 
 @pytest.fixture
@@ -258,9 +259,46 @@ def test_a_request_asks_once() -> None:
     assert left == question("tcp://a:1", request_id="r", cached=4)
     assert made.take() == []
     assert made.waits("r", 4)
-    assert made.answered("r")
-    assert not made.answered("r")
+    assert made.answered("r", found=True)
+    assert not made.answered("r", found=True)
     assert not made.waits("r", 0)
+
+
+def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time() -> None:
+    """The others see then what is cached: of three, one has enough, and one asks for the rest."""
+    made = asking("tcp://a:1")
+    for name, keys in (("first", KEYS), ("same", KEYS), ("longer", [*KEYS, *OTHER]), ("other", OTHER)):
+        made.add(name, keys, None)
+        assert made.waits(name, 0)
+    assert [one.request_id for one in made.take()] == ["first", "other"]
+    assert made.answered("first", found=True)
+    assert made.waits("same", 0)
+    made.over("other")
+    assert made.waits("longer", 0)
+    assert made.take() == []
+    made.over("first")
+    assert not made.waits("same", 12)
+    assert made.waits("longer", 12)
+    (left,) = made.take()
+    assert (left.request_id, left.cached_tokens) == ("longer", 12)
+
+
+def test_what_nobody_has_is_asked_for_once() -> None:
+    made = asking("tcp://a:1")
+    for name in ("first", "same"):
+        made.add(name, KEYS, None)
+        assert made.waits(name, 0)
+    made.add("named", KEYS, "tcp://b:2")
+    assert made.waits("named", 0)
+    assert made.answered("first", found=False)
+    assert not made.waits("same", 0)
+    assert made.waits("named", 0)
+    assert [one.request_id for one in made.take()] == ["first", "named"]
+    made.add("later", KEYS, None)
+    assert made.waits("later", 0)
+    made.finished("named")
+    assert made.waits("later", 0)
+    assert [one.request_id for one in made.take()] == ["later"]
 
 
 @each(("computed", "waits"), [(0, True), (4, True), (8, False), (12, False)])
@@ -274,7 +312,7 @@ def test_what_is_nearly_all_cached_is_not_asked_for(computed: int, waits: bool) 
 def test_where_events_are_followed_those_may_be_asked_that_they_name() -> None:
     made = Asking((), block_tokens=BLOCK_SIZE, tokens_min=8, hinted=True)
     made.add("r", KEYS, None)
-    made.add("named", KEYS, "tcp://b:2")
+    made.add("named", OTHER, "tcp://b:2")
     assert made.waits("r", 0)
     assert made.waits("named", 0)
     assert [(one.peers, one.hinted) for one in made.take()] == [((), True), (("tcp://b:2",), False)]
@@ -298,8 +336,8 @@ def test_a_request_that_has_ended_asks_nothing_and_waits_for_nothing() -> None:
     assert made.waits("r", 0)
     made.finished("r")
     assert made.take() == []
-    assert not made.answered("r")
-    assert not made.answered("unknown")
+    assert not made.answered("r", found=True)
+    assert not made.answered("unknown", found=True)
 
 
 SOURCE: dict[str, Any] = {"kv_request_id": "r", "remote_host": "10.0.0.7", "remote_port": 5600}

@@ -176,7 +176,8 @@ def test_a_router_may_name_the_source(site: Site) -> None:
 def test_events_say_whom_to_ask(site: Site) -> None:
     """A server that knows no peers, but their events, asks for what they have, and for nothing else."""
     events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    publishes = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events, "replay_endpoint": replay}
+    publishes = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events.replace("127.0.0.1", "*")}
+    publishes["replay_endpoint"] = replay
     follows = [{"holder": at("holder"), "endpoint": events, "replay_endpoint": replay}]
     holder, reader = site.have(
         replace(HOLDER, options=(*OPTIONS, "--kv-events-config", json.dumps(publishes))),
@@ -248,6 +249,19 @@ def test_many_at_once(servers: tuple[Server, Server, Server]) -> None:
         until(server, its, "found", 8)
         assert (its.found, its.failed) == (8, 0)
     settle(*servers)
+
+
+def test_requests_that_begin_alike_pull_once(servers: tuple[Server, Server, Server]) -> None:
+    holder, reader, _ = servers
+    first, *others = family(1000, members=9)
+    expected = [alone(holder, prompt) for prompt in others]
+    holder.ids(first, 1)
+    counted = Counted(reader)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(reader.ids, others)) == expected
+    until(reader, counted, "loads", 1)
+    assert (counted.found, counted.loads, counted.external) == (1, 1, 992)
+    settle(holder, reader)
 
 
 def test_a_holder_that_is_full_of_others_gives_its_blocks_to_them(site: Site) -> None:
