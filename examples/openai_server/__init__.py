@@ -16,6 +16,7 @@ were read, `decode` loads them. The rest is what any such service has in some fo
     messages     what router and workers say to each other
     failures     what may go wrong, whose fault it is, whether another worker may help; pure
     worker       what both kinds of workers have: engine, runtime, background tasks, /health
+    neighbours   prefixes that prefill workers load from each other (`--share-prefixes`)
     responses    HTTP answers that end when their client goes
     metrics      everything that /metrics shows
     http_server  uvicorn, as router and workers run it

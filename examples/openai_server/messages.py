@@ -66,6 +66,8 @@ class PrefillRequest(Message):
     max_tokens: int = Field(ge=1)
     deadline_s: Seconds = Field(gt=0)
     sampling: Sampling = GREEDY
+    neighbours: list[dict[str, Any]] = Field(default_factory=list)
+    """Introductions of workers that may have computed the beginning of the prompt."""
 
 
 class PrefillReply(Message):

@@ -16,6 +16,7 @@ import kvflow
 from openai_server.http_server import serve_http
 from openai_server.messages import FirstToken, Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import PrefillMetrics
+from openai_server.neighbours import Neighbours
 from openai_server.responses import read_message, unless_gone
 from openai_server.starts import listen_at
 from openai_server.worker import (
@@ -31,11 +32,20 @@ from openai_server.worker import (
 class PrefillWorker:
     """Answers the router's requests; open leases are background tasks."""
 
-    def __init__(self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, metrics: PrefillMetrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        runtime: kvflow.Runtime,
+        start_task: StartTask,
+        metrics: PrefillMetrics,
+        *,
+        share_prefixes: bool = False,
+    ) -> None:
         self._engine = engine
         self._runtime = runtime
         self._keeper = BlockKeeper(runtime, start_task)
         self._metrics = metrics
+        self._neighbours = Neighbours(engine, runtime, self._keeper) if share_prefixes else None
         self._leases: dict[str, kvflow.Lease] = {}
 
     async def prefill(self, request: PrefillRequest) -> PrefillReply:
@@ -46,15 +56,27 @@ class PrefillWorker:
         require_length(self._engine, len(request.prompt), request.max_tokens)
         async with AsyncExitStack() as blocks:
             block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
+            start = await self._pulled(request, block_ids, blocks)
             if request.max_tokens == 1:
-                token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling)
+                token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling, start=start)
             else:
-                token = await self._offered(request, block_ids, blocks)
-            self._metrics.tokens.inc(len(request.prompt))
+                token = await self._offered(request, block_ids, blocks, start)
+            if self._neighbours is not None:
+                self._neighbours.computed(request.prompt, block_ids)
+            self._metrics.tokens.inc(len(request.prompt) - start)
         last = request.max_tokens == 1
         return PrefillReply(step=Step.of(token, eos_token_id=self._engine.eos_token_id, last=last))
 
-    async def _offered(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
+    async def _pulled(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
+        """How many of the prompt's tokens a neighbour has given."""
+        if self._neighbours is None:
+            return 0
+        self._neighbours.reserved(block_ids)
+        return await self._neighbours.pull(request, block_ids, blocks)
+
+    async def _offered(
+        self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack, start: int
+    ) -> int:
         """Compute a prompt under a lease that grows with it; the first token, which its reader gets with the blocks."""
         lease = self._runtime.serve_blocks(
             kvflow.ServeRequest(
@@ -62,14 +84,14 @@ class PrefillWorker:
                 block_ids=block_ids,
                 num_tokens=len(request.prompt),
                 ttl_s=request.deadline_s,
-                computed_tokens=0,
+                computed_tokens=start,
                 payload=True,
             )
         )
         self._leases[request.request_id] = lease
         try:
             token = await self._engine.prefill(
-                request.prompt, block_ids, sampling=request.sampling, computed=lease.advance
+                request.prompt, block_ids, sampling=request.sampling, computed=lease.advance, start=start
             )
             lease.complete(FirstToken(token=token, computed_at=Instant.now()).model_dump_json().encode())
         except BaseException as error:
@@ -122,7 +144,7 @@ async def run_prefill(settings: WorkerSettings) -> None:
             blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
         )
         async with open_runtime(settings, engine, metrics.kvflow) as runtime, background_tasks() as start_task:
-            worker = PrefillWorker(engine, runtime, start_task, metrics)
+            worker = PrefillWorker(engine, runtime, start_task, metrics, share_prefixes=settings.share_prefixes)
             app = worker_app(settings, engine, runtime, metrics, introduction_of(runtime))
             app = prefill_app(app, worker)
             await serve_http(app, listening)

@@ -41,6 +41,8 @@ class WorkerSettings:
     host: str
     port: int
     checkpoint: Path
+    share_prefixes: bool = False
+    """Whether prefill workers load prefixes from each other."""
 
 
 def open_engine(name: str, checkpoint: Path) -> Engine:

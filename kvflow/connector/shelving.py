@@ -31,12 +31,15 @@ class _Prompt:
 class Shelving:
     """The prompts of an engine's requests, and which of its blocks hold them.
 
-    `block_tokens` is the block size of all groups.
+    `block_tokens` is the block size of all groups; `null_block` is what tables have where a group needs no block.
     """
 
-    def __init__(self, block_tokens: int, watch: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self, block_tokens: int, watch: Callable[[Sequence[int]], None], *, null_block: int = NO_BLOCK
+    ) -> None:
         self._block_tokens = block_tokens
         self._watch = watch
+        self._null_block = null_block
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
         """Of each block that the workers know of."""
@@ -99,9 +102,10 @@ class Shelving:
 
     def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[Shelved]:
         """What the workers have to know of these blocks; nothing of those in front that they know of."""
-        rows = [tuple(table[at] if at < len(table) else NO_BLOCK for table in tables) for at in span]
+        rows = [tuple(self._block(table, at) for table in tables) for at in span]
         known = (
-            all(self._key_of.get(one) == keys[at] for one in row if one) for at, row in zip(span, rows, strict=True)
+            all(self._key_of.get(one) == keys[at] for one in row if one != NO_BLOCK)
+            for at, row in zip(span, rows, strict=True)
         )
         new = next((nth for nth, is_known in enumerate(known) if not is_known), len(rows))
         start, rows = span.start + new, rows[new:]
@@ -114,3 +118,6 @@ class Shelving:
         return [
             Shelved(parent=parent, keys=tuple(keys[start : span.stop]), block_tables=tuple(zip(*rows, strict=True)))
         ]
+
+    def _block(self, table: Sequence[int], at: int) -> int:
+        return table[at] if at < len(table) and table[at] != self._null_block else NO_BLOCK

@@ -99,7 +99,7 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
     """The block of each key, for each group; `NO_BLOCK` where the group has none."""
 
 
-NO_BLOCK = 0
+NO_BLOCK = -1
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,7 +105,8 @@ class RequestPrefixes:
             pool.touch(blocks)
             pool.unpin_blocks(blocks, on_reuse)
 
-        shelving = self._shelving = Shelving(self._block_tokens, watch)
+        null_block = pool.null_block.block_id
+        shelving = self._shelving = Shelving(self._block_tokens, watch, null_block=null_block)
 
     @property
     def must_tell(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from kvflow.connector.scheduler import PagedGroup, Scheduled, registered
 from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.shelving import Shelving
-from kvflow.connector.step import Shelved, Step
+from kvflow.connector.step import NO_BLOCK, Shelved, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.prefix.keys import prefix_keys
 from kvflow.runtime.prefix.shelf import Run
@@ -125,7 +125,7 @@ def test_what_a_device_still_computes_is_not_there_yet() -> None:
 
 def test_windows_need_their_last_blocks_only() -> None:
     shelf = shelf_of(FULL, WINDOW)
-    shelf.add([shelved(PROMPT[:20], [1, 2, 3, 4, 5], [0, 0, 13, 14, 15])], None)
+    shelf.add([shelved(PROMPT[:20], [1, 2, 3, 4, 5], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
     assert found(shelf, PROMPT) == (20, ((1, 2, 3, 4, 5), (14, 15)))
     assert found(shelf, PROMPT[:16]) == (16, ((1, 2, 3, 4), (13, 14)))
     assert found(shelf, PROMPT[:12]) is None, "the window of 12 tokens is not there"
@@ -137,7 +137,7 @@ def test_windows_need_their_last_blocks_only() -> None:
 
 def test_a_cache_of_windows_needs_nothing_of_the_beginning() -> None:
     shelf = shelf_of(WINDOW)
-    shelf.add([shelved(PROMPT[:20], [0, 0, 13, 14, 15])], None)
+    shelf.add([shelved(PROMPT[:20], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
     assert found(shelf, PROMPT) == (20, (14, 15))
 
 
@@ -207,6 +207,20 @@ def test_each_block_is_told_once_and_watched() -> None:
     step = told.step(("same", 16), blocks=[[5, 6, 7, 9]])
     assert [one.block_tables for one in step.shelved] == [((9,),)], "what is known of its prefix is not told again"
     assert found(told.shelf, PROMPT) == (16, (5, 6, 7, 9))
+
+
+def test_tables_have_null_blocks_in_front_of_a_window() -> None:
+    """Block 0 is one of all unless it is said to be that."""
+    told, watched = Told(groups=2), list[int]()
+    told.shelving = Shelving(SIZE, watched.extend, null_block=0)
+    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
+    (first,) = told.step(("r", 8), blocks=[[1, 2], [0, 3]]).shelved
+    assert first.block_tables == ((1, 2), (NO_BLOCK, 3))
+    assert watched == [1, 2, 3]
+    told = Told()
+    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
+    told.step(("r", 8), blocks=[[1, 0]])
+    assert found(told.shelf, PROMPT) == (8, (1, 0))
 
 
 def test_what_is_reused_leaves_with_the_next_step() -> None:
