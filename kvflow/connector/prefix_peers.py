@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from kvflow.connector.parameters import name_of
 from kvflow.connector.step import Question
+from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.kv_events import EventSource, PrefixMap, Subscriber
@@ -63,6 +64,8 @@ class PrefixPeers:
     events: tuple[EventSource, ...] = ()
     """Engines whose KV events are followed, to ask those that have something (`follow`); each by the address of its
     side channel."""
+    known: tuple[str, ...] = ()
+    """Peers that are connected at the start (`greet`), which takes longer than a question may."""
     _map: PrefixMap = field(default_factory=PrefixMap)
     _late: dict[str, _Late] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
@@ -86,6 +89,24 @@ class PrefixPeers:
             return PrefixOutcome.FOUND, tickets
         answered = len(asked) == len(peers) and None not in answers
         return PrefixOutcome.NOTHING if answered else PrefixOutcome.LATE, []
+
+    async def greet(self, runtime: Runtime) -> None:
+        """Connect this rank to those that are known; who is not up yet is connected by the first question."""
+        await asyncio.gather(*(self._greet(runtime, peer) for peer in self.known))
+
+    async def _greet(self, runtime: Runtime, peer: str) -> None:
+        request = PrefixRequest(
+            "greeting",
+            keys=(bytes(KEY_BYTES),),
+            key_tokens=1,
+            block_ids=(),
+            peers=(peer,),
+            answer_within_s=runtime.config.handshake_timeout_s,
+        )
+        try:
+            await runtime.seek_prefix(request)
+        except KVFlowError as error:
+            logger.info("%s was not connected: %s", peer, error)
 
     async def follow(self) -> None:
         """The body of a task, for as long as peers are asked."""

@@ -131,9 +131,13 @@ class ConnectorWorker:
         self._shelf = shelf
         self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
 
-    def follow(self) -> None:
-        """Follow the KV events that `peers` names, from now on: on one rank, once its runtime is open."""
-        self._runtime.start(lambda _: self._courier.follow()).result(_RECALL_S)
+    def meet(self, *, follows: bool) -> None:
+        """Connect to the peers that are known, from now on and without waiting for it; once a cache is registered.
+
+        Args:
+            follows: whether KV events are followed as well, as the rank does that asks.
+        """
+        self._runtime.start(lambda runtime: self._courier.meet(runtime, follows))
 
     def shared(self) -> Iterator[str]:
         """Tell what has become of peers' questions since the last call.
@@ -295,8 +299,11 @@ class _Courier:
         """What was shared before has ended with its registration."""
         self.sharing, self.shelf = runtime.share(shelf, pinned_blocks_max=_ANY_NUMBER), shelf
 
-    async def follow(self) -> None:
-        self._spawn(self.peers.follow())
+    async def meet(self, runtime: Runtime, follows: bool) -> None:
+        """Connect to peers, and follow their events, in the background."""
+        self._spawn(self.peers.greet(runtime))
+        if follows and self.peers.events:
+            self._spawn(self.peers.follow())
 
     async def ask(self, runtime: Runtime, questions: Sequence[Question]) -> None:
         """Ask peers for prefixes, each question by itself."""

@@ -120,8 +120,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """Whether prefixes are shared; a worker's."""
     _asks = True
     """Whether it is this rank that asks peers for all ranks; a worker's."""
-    _follows_events = False
-    """Whether KV events of peers are followed; a worker's."""
+    _pulls = False
+    """Whether peers are asked for prefixes; a worker's."""
     _found: tuple[Found, ...] = ()
     """What peers have answered, until it has left with a step's results; a worker's."""
     _ranks: EngineRanks | None = None
@@ -161,8 +161,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._runtime = Runtime(config, foreign=foreign)
         self._worker = ConnectorWorker(self._runtime, prefix_peers_of(vllm_config, extra))
         self._asks = (config.tp_rank, config.pp_rank) == (0, 0)
-        self._follows_events = bool(extra.prefix_events) and self._asks
-        self._shares = extra.share_prefixes and not why_not(self._groups, kv_cache_config)
+        possible = not why_not(self._groups, kv_cache_config)
+        self._shares, self._pulls = extra.share_prefixes and possible, extra.pulls_prefixes and possible
         self._failed_blocks: set[int] = set()
         self._split = 1
         self._records = False
@@ -323,8 +323,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._registered = groups
         self._runtime.open()
         self._register()
-        if self._follows_events:
-            self._worker.follow()
+        if self._pulls:
+            self._worker.meet(follows=self._asks)
 
     def _register(self) -> None:
         self._runtime.register_kv_caches(self._registered)

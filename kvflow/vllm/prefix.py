@@ -50,6 +50,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
     return PrefixPeers(
         wait_s=extra.prefix_wait_s,
         events=extra.prefix_events,
+        known=(*(extra.prefix_peers or ()), *(source.holder for source in extra.prefix_events)),
         recompute_s_per_token=extra.recompute_s_per_token,
         every_rank=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
     )

@@ -26,7 +26,17 @@ from kvflow.kv_events import BlockStored
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.transport.inproc import InprocNetwork
-from tests.connector.test_worker import BLOCK_SIZE, PREFILL, Engine, Pair, Request, load_ended, make, settled_afterwards
+from tests.connector.test_worker import (
+    BLOCK_SIZE,
+    PREFILL,
+    Engine,
+    Pair,
+    Request,
+    load_ended,
+    make,
+    settled_afterwards,
+    steps,
+)
 from tests.support.tests_support import any_ticket, each
 
 PROMPT = list(range(50, 62))
@@ -213,6 +223,18 @@ async def test_who_does_not_answer_is_left_out_for_longer_each_time() -> None:
     peers._late["dead"].until_s = 0.0
     assert await asked(peers, runtime) == (PrefixOutcome.FOUND, ["dead"])
     assert not peers._late
+
+
+def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair) -> None:
+    """One that is not there changes nothing."""
+    reader, holder = pair.decode, pair.prefill.worker.introduction()
+    reader.worker._courier.peers.known = (holder.address, "tcp://127.0.0.1:1")
+    reader.worker.meet(follows=True)
+    for _ in steps():
+        if reader.runtime.statistics().peers:
+            break
+    assert [peer.engine_id for peer in reader.runtime.statistics().peers] == ["holder"]
+    assert ask(reader, question(pair.prefill, keys=OTHER)).outcome is PrefixOutcome.NOTHING
 
 
 async def test_those_that_events_name_are_asked_too_unless_a_router_has_named_one() -> None:
