@@ -48,6 +48,7 @@ from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells
+from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
 from kvflow.transport.files import Files
@@ -137,7 +138,10 @@ class RegisteredCache:
         def forget() -> None:
             self.sharing = None
 
-        leasing = Leasing(partial(self.serving.serve, holds=False), self.serving.open_lease, self.serving.revoke)
+        def serve(request: ServeRequest, alone: bool) -> None:
+            self.serving.serve(request, holds=False, alone=alone)
+
+        leasing = Leasing(serve, self.serving.open_lease, self.serving.revoke)
         self.sharing = SharedPrefixes(self._context, leasing, shelf, self.ledger, self.local, pinned_blocks_max)
         self.sharing.on_close = forget
         return self.sharing

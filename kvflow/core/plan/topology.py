@@ -18,6 +18,7 @@ that is read does it. So every rank of the producer has at least one reader that
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -65,6 +66,10 @@ class Parallelism(NamedTuple):
     model_kv_heads: int
     more: tuple[tuple[int, int, int], ...] = ()
     """(block_size, kv_heads, model_kv_heads) of the further kinds of layers, if there are several."""
+
+    def ranks(self, dp_rank: int) -> list[Rank]:
+        """All ranks of one replica."""
+        return [Rank(dp_rank, *place) for place in itertools.product(range(self.pp_size), range(self.tp_size))]
 
     @property
     def kinds(self) -> Iterator[dict[str, int]]:

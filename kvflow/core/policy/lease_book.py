@@ -46,6 +46,7 @@ class LeaseTerms:
     request_id: str
     ttl_s: float
     reader_count: int
+    """Engines, each of whose ranks reads its share; 0: one rank, whatever its share."""
     holds_blocks: bool
     """There is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
 

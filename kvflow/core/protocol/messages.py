@@ -283,6 +283,8 @@ class SeekRequest(msgspec.Struct, frozen=True, kw_only=True, tag="seek"):
     keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
     """See `core.prefix.keys`: number i is that of the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size
+    alone: bool = True
+    """Whether nobody but this rank is to read what is offered."""
 
 
 class WhoRequest(msgspec.Struct, frozen=True, kw_only=True, tag="who"):
