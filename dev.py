@@ -161,6 +161,7 @@ def package(options: list[str]) -> int:
     python = ensure(MAIN, "package")
     wheel, sdist = (ROOT / "dist" / f"kvflow-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
     check(python, "-m", "build", "--no-isolation", "--outdir", wheel.parent, ROOT)
+    shutil.rmtree(ROOT / "kvflow.egg-info")  # else Python finds it here, before what is installed
     check(python, "-m", "twine", "check", "--strict", wheel, sdist)
     with tempfile.TemporaryDirectory(prefix="kvflow-package-") as folder:
         os.environ["KVFLOW_WHEEL_HOME"] = folder
