@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import codeop
 import inspect
 import json
 import os
@@ -106,6 +107,18 @@ async def run_python(block: Block, names: dict[str, Any]) -> None:
     result = eval(code, names)
     if inspect.iscoroutine(result):
         await result
+
+
+def paste(block: Block) -> None:
+    """Compile a block as a prompt takes it, line by line: a statement with a body ends at an empty line."""
+    compiler = codeop.CommandCompiler()
+    compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    gathered: list[str] = []
+    for line in [*block.text.splitlines(), ""]:
+        gathered.append(line)
+        if compiler("\n".join(gathered), block.where, "single") is not None:
+            gathered.clear()
+    assert not gathered, f"{block.where}: {gathered} does not end"
 
 
 def run_script(block: Block, folder: Path) -> str:
