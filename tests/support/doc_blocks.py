@@ -197,7 +197,7 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_typer(app, rest, complete=complete)
         case ["python3", "dev.py", *rest]:
             check_command(started_by_dev(rest))
-        case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff" | "sglang_router.launch_router", *_]:
+        case ["python", "-m", "asyncio" | "codespell_lib" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
         case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
             pass
@@ -249,7 +249,7 @@ def started_by_dev(words: list[str]) -> list[str]:
         exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
     vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
-    gpu = types.SimpleNamespace(which=lambda name: name)  # a machine that shows one
+    gpu = types.SimpleNamespace(which=lambda name: name, rmtree=lambda _: None)  # a machine that shows one
     vars(dev).update(with_wheels=lambda _: Path("python"), shutil=gpu)
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]
