@@ -12,7 +12,7 @@
     python3 dev.py bench NAME       benches that only those need who work on kvflow (without NAME: which there are)
     python3 dev.py peers [options]  one of them: kvflow beside Dynamo's nixl_connect and Mooncake's engine
     python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (--device cpu: a trial)
-    python3 dev.py lint             ruff
+    python3 dev.py lint             ruff and codespell
     python3 dev.py types            mypy
     python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
     python3 dev.py package          build wheel and sdist, check them, run `kvflow selftest` from the installed wheel
@@ -145,7 +145,8 @@ def gpu(options: list[str]) -> int:
 
 def lint(options: list[str]) -> int:
     python = ensure(MAIN, DEV)
-    return run(python, "-m", "ruff", "check", ".", *options) or run(python, "-m", "ruff", "format", "--check", ".")
+    checks = ("ruff", "check", ".", *options), ("ruff", "format", "--check", "."), ("codespell_lib",)
+    return next((code for words in checks if (code := run(python, "-m", *words))), 0)
 
 
 def docs(options: list[str]) -> int:
@@ -161,6 +162,7 @@ def package(options: list[str]) -> int:
     python = ensure(MAIN, "package")
     wheel, sdist = (ROOT / "dist" / f"kvflow-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
     check(python, "-m", "build", "--no-isolation", "--outdir", wheel.parent, ROOT)
+    shutil.rmtree(ROOT / "kvflow.egg-info")  # else Python finds it here, before what is installed
     check(python, "-m", "twine", "check", "--strict", wheel, sdist)
     with tempfile.TemporaryDirectory(prefix="kvflow-package-") as folder:
         os.environ["KVFLOW_WHEEL_HOME"] = folder

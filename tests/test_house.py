@@ -56,7 +56,16 @@ TESTS = Trees(
 PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
 # Imports point down this list; parts of one line do not import each other.
-LEVELS = [["errors"], ["checks"], ["limits", "logs"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
+LEVELS = [
+    ["errors"],
+    ["checks"],
+    ["extras", "limits", "logs"],
+    ["config"],
+    ["core"],
+    ["device"],
+    ["transport"],
+    ["runtime"],
+]
 LEVELS += [["stock"], ["blocking"], ["connector", "observe", "testing"], ["ray", "sglang", "vllm"]]
 LEVELS += [["bench"], ["doctor"], ["cli"]]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -36,6 +36,7 @@ _API_ROW = re.compile(r"^\| `(kvflow[\w.]*)` \|", re.MULTILINE)
 _OWN = {
     "kvflow.Load": ("begin", "end", "follow", "note_progress", "progressed"),
     "kvflow.Runtime": ("observed_by",),
+    "kvflow.SharedPrefixes": ("answer",),
 }
 
 

@@ -96,7 +96,7 @@ def test_names_what_is_not_installed(run_python: RunPython) -> None:
     demo = run_python("-c", "\n".join(lines))
     assert demo.returncode == 2
     assert demo.stderr.startswith("error: not installed: rich, gguf.")
-    assert "pip install 'kvflow[examples]'" in demo.stderr
+    assert "pip install '.[examples]'" in demo.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import codeop
 import inspect
 import json
 import os
@@ -108,6 +109,18 @@ async def run_python(block: Block, names: dict[str, Any]) -> None:
         await result
 
 
+def paste(block: Block) -> None:
+    """Compile a block as a prompt takes it, line by line: a statement with a body ends at an empty line."""
+    compiler = codeop.CommandCompiler()
+    compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    gathered: list[str] = []
+    for line in [*block.text.splitlines(), ""]:
+        gathered.append(line)
+        if compiler("\n".join(gathered), block.where, "single") is not None:
+            gathered.clear()
+    assert not gathered, f"{block.where}: {gathered} does not end"
+
+
 def run_script(block: Block, folder: Path) -> str:
     """What a block prints that is run as a file of its own, as a reader would who has pasted it."""
     script = folder / "pasted.py"
@@ -184,7 +197,7 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_typer(app, rest, complete=complete)
         case ["python3", "dev.py", *rest]:
             check_command(started_by_dev(rest))
-        case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff" | "sglang_router.launch_router", *_]:
+        case ["python", "-m", "asyncio" | "codespell_lib" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
         case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
             pass
@@ -236,7 +249,7 @@ def started_by_dev(words: list[str]) -> list[str]:
         exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
     vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
-    gpu = types.SimpleNamespace(which=lambda name: name)  # a machine that shows one
+    gpu = types.SimpleNamespace(which=lambda name: name, rmtree=lambda _: None)  # a machine that shows one
     vars(dev).update(with_wheels=lambda _: Path("python"), shutil=gpu)
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]

@@ -152,7 +152,14 @@ class SharedPrefixes:
             logger.exception("a shelf has failed to unpin a run of %s tokens", run.num_tokens)
 
     def answer(self, question: messages.SeekRequest) -> Answered:
-        """Answer a reader in this turn of the loop, or when the shelf has."""
+        """Only for the runtime: answer a reader in this turn of the loop, or when the shelf has.
+
+        Args:
+            question: the keys of a prefix.
+
+        Returns:
+            A reply, or a future of one.
+        """
         size = KEY_BYTES
         keys = [question.keys[at : at + size] for at in range(0, len(question.keys), size)]
         if len(question.keys) % size:
