@@ -28,6 +28,8 @@ KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unk
 """Kinds of groups that keep all of a prompt, as vLLM names them, or that nothing is said about."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
 """About as many are taken in at once."""
+_PLACES_MAX = 16
+"""Names of one block: one in each group of a cache."""
 
 _Place: TypeAlias = tuple[str | None, int | None, BlockHash]  # medium, group, the engine's name
 
@@ -41,7 +43,7 @@ class _Block:
         self.key, self.state, self.end = key, state, end
         self.parent = b"" if parent is None else parent.key
         self.start = 0 if parent is None else parent.end
-        self.places: set[_Place] = set()
+        self.places: tuple[_Place, ...] = ()
         self.children = 0
 
 
@@ -67,17 +69,17 @@ class _Cached:
             self.block_tokens = max(self.block_tokens, tokens)
         elif key in self.leaves:
             self.leaves.move_to_end(key)
-        before = self.places.get(place)
-        if before is not None and before is not block:
-            self.remove(place)
-        self.places[place] = block
-        block.places.add(place)
+        if place not in block.places:
+            self.remove(place)  # the name was another block's
+            if len(block.places) < _PLACES_MAX:
+                self.places[place] = block
+                block.places += (place,)
         return block
 
     def remove(self, place: _Place) -> None:
         block = self.places.pop(place, None)
         if block is not None:
-            block.places.discard(place)
+            block.places = tuple(one for one in block.places if one != place)
             if not block.places:
                 self._drop(block)
 
@@ -212,7 +214,14 @@ class PrefixMap:
             pass
 
     def forgetting(self, holder: str) -> Iterator[None]:
-        """`forget` in pieces, as `steps`: the holder has nothing any more at once, its memory is given back after."""
+        """`forget` in pieces: the holder has nothing any more with the first, its memory is given back with all.
+
+        Args:
+            holder: As for `apply`.
+
+        Returns:
+            An iterator to be used up before the holder's next event.
+        """
         known = self._holders.pop(holder, None)
         while known is not None and known.places:
             for _ in range(min(8 * _PIECE_BLOCKS, len(known.places))):
