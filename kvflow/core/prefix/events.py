@@ -21,7 +21,7 @@ from kvflow.errors import ProtocolError
 BATCH_BYTES_MAX = 4 << 20
 EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
 """Events of a batch, and blocks of an event."""
-TOKENS_MAX = 1 << 20
+TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
 _SAID_CHARS = 200
 
 BlockHash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
@@ -51,7 +51,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_hashes: _Hashes
     parent_block_hash: BlockHash | None = None
     token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
-    block_size: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+    block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
