@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from publishers import END, WAIT_S, KnownMap, stored, until
+from event_publishers import END, WAIT_S, KnownMap, stored, until
 
 from kvflow.core.prefix.events import AllBlocksCleared, BlockStored, decode_batch
 from kvflow.errors import ConfigError, RequestError, UsageError
