@@ -17,7 +17,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TypeAlias
 
-from kvflow.checks import count, whole
+from kvflow.checks import count, shown, text, whole
 from kvflow.core.prefix.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from kvflow.core.prefix.keys import key_state
 from kvflow.core.protocol.prompts import marked_by_keys
@@ -134,7 +134,7 @@ class PrefixMap:
         media: Media whose blocks count; what an engine has moved elsewhere is not in its cache.
 
     Raises:
-        RequestError: A salt that is no bytes or too long, or `blocks_max` below 1.
+        RequestError: A salt that is no bytes or too long, `blocks_max` below 1, or media that are no list of texts.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class PrefixMap:
     ) -> None:
         self._beginning = key_state(salt)
         self._blocks_max = whole(blocks_max, "blocks_max", least=1)
-        self._media = frozenset(media)
+        count(media, "media")
+        self._media = frozenset(None if medium is None else text(medium, "media") for medium in media)
         self._holders: dict[str, _Cached] = {}
 
     @property
@@ -175,6 +176,9 @@ class PrefixMap:
         Args:
             holder: Whose it is, in the words that `holders` is to answer in, such as its address.
             event: A `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
+
+        Raises:
+            RequestError: It is none of these.
         """
         for _ in self.steps(holder, event):
             pass
@@ -188,7 +192,12 @@ class PrefixMap:
 
         Returns:
             An iterator to be used up before the holder's next event.
+
+        Raises:
+            RequestError: As `apply`, by the iterator.
         """
+        if not isinstance(event, KVEvent):
+            raise RequestError(f"event: expected one of a prefix cache's, got {shown(event)}")
         if isinstance(event, AllBlocksCleared):
             yield from self.forgetting(holder)
         elif event.medium in self._media:

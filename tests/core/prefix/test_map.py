@@ -238,6 +238,9 @@ def test_what_is_known_is_what_a_model_counts(steps: list[tuple[str, str, int, i
     [
         (lambda: PrefixMap(salt="tenant"), "salt"),  # type: ignore[arg-type]
         (lambda: PrefixMap(blocks_max=0), "blocks_max"),
+        (lambda: PrefixMap(media="GPU"), "media"),
+        (lambda: PrefixMap(media=[7]), "media"),  # type: ignore[list-item]
+        (lambda: PrefixMap().apply("a", None), "event"),  # type: ignore[arg-type]
         (lambda: PrefixMap().holders(7, 16), "keys"),  # type: ignore[arg-type]
         (lambda: PrefixMap().holders([[1]], 16), "keys"),  # type: ignore[list-item]
         (lambda: PrefixMap().holders([], 0), "key_tokens"),
