@@ -191,7 +191,8 @@ def test_a_server_tells_what_its_prefix_cache_holds(site: Site) -> None:
             await until(lambda: not tokens_known(known, first))
             assert known.blocks < BLOCKS
             await asyncio.to_thread(server.post, "/reset_prefix_cache")
-            await until(lambda: not known.blocks)
+            await ask(first)  # the engine tells it with its next step
+            await until(lambda: known.blocks == tokens_known(known, first) // BLOCK == 2)
             print(subscriber.statistics())
             assert subscriber.statistics()["engine"].forgotten == 0
 
