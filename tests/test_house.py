@@ -66,7 +66,7 @@ LEVELS = [
     ["transport"],
     ["runtime"],
 ]
-LEVELS += [["stock"], ["blocking"], ["connector", "observe", "testing"], ["ray", "sglang", "vllm"]]
+LEVELS += [["stock", "kv_events"], ["blocking"], ["connector", "observe", "testing"], ["ray", "sglang", "vllm"]]
 LEVELS += [["bench"], ["doctor"], ["cli"]]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 PROGRAMS = ("bench", "doctor", "cli")
@@ -269,6 +269,7 @@ def test_nixl_and_zmq_have_one_home_each() -> None:
     assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl/agents.py"}
     channel = ("asking", "connections", "listening", "keyring")
     others = {"kvflow/stock/asking.py", "kvflow/sglang/manager.py"}  # the wires of other engines
+    others |= {f"kvflow/kv_events/{name}.py" for name in ("following", "publishing", "sockets")}
     assert importers("zmq") == {f"kvflow/runtime/channel/{name}.py" for name in channel} | others
 
 
