@@ -112,7 +112,7 @@ class CacheShape:
         return self
 
 
-class PatternCache:
+class BenchCache:
     """What a rank sees in its memory: arrays [K or V, block, head, token, word], one a layer, whatever lies where."""
 
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:

@@ -19,10 +19,10 @@ from itertools import chain, islice
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import kvflow
-from kvflow.bench.cache import CacheShape, PatternCache, compared
+from kvflow.bench.cache import BenchCache, CacheShape, compared
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket, scattered, share_out
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread, at_most, percentile
 from kvflow.config import config_on
@@ -82,7 +82,7 @@ class Delay:
 class Fairness:
     """Measure how long one-block loads take alone, and while huge loads run beside them."""
 
-    transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
+    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     size: Annotated[int, "MB (2**20 bytes) of a huge load."] = 1024
     huge_loads: Annotated[int, "How many huge loads run at once."] = 1
     rounds: Annotated[int, "Rounds; each measures everything once."] = 9
@@ -166,7 +166,7 @@ def summarize(rounds: Sequence[Round]) -> tuple[list[LoadTimes], Delay]:
 
 @contextlib.asynccontextmanager
 async def open_reader(shape: CacheShape) -> AsyncIterator[FairnessReader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     async with open_runtime(READER, cache) as runtime:
         yield FairnessReader(runtime, cache)
 
@@ -174,7 +174,7 @@ async def open_reader(shape: CacheShape) -> AsyncIterator[FairnessReader]:
 class FairnessReader:
     """Does the loads of a round."""
 
-    def __init__(self, runtime: kvflow.Runtime, cache: PatternCache) -> None:
+    def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime
         self._cache = cache
 

@@ -20,7 +20,7 @@ import kvflow
 from kvflow.bench.cache import CacheShape, Order
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import Consumers, EngineProducer, LoadResult, config_of, open_consumers, open_producer
-from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Transport, scattered
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
 
@@ -141,7 +141,7 @@ class CaseResult:
 class Topology:
     """Compare what loads cost between engines that cut the cache differently: TP, NHD and HND, block sizes, staging."""
 
-    transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
+    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     size: Annotated[int, "MB (2**20 bytes) that a load brings a rank with 8 heads."] = 64
     rounds: Annotated[int, "Loads of each case; the cases take turns."] = 15
     layers: Annotated[int, "Layers of the imaginary model."] = 32

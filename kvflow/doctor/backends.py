@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.bench.child import QUIET, BenchError, Caller, RankProcess, open_caller, open_children
+from kvflow.bench.child import QUIET, BenchError, ChildCaller, RankProcess, open_caller, open_children
 from kvflow.config import STORE_BACKEND, Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
@@ -45,10 +45,10 @@ def check_backends(plugins: Sequence[str]) -> Finding:
         name = left[0]
         try:
             with open_children([RankProcess("backends", open_caller)], QUIET) as children:
-                children["backends"].run(Caller.call, _be_silent)
+                children["backends"].run(ChildCaller.call, _be_silent)
                 while left:
                     name = left[0]
-                    found[name] = children["backends"].run(Caller.call, _move, name)
+                    found[name] = children["backends"].run(ChildCaller.call, _move, name)
                     left.pop(0)
         except BenchError as error:
             found[name] = _FAILED + error.reason

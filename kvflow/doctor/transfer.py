@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError, call_in_child
-from kvflow.bench.engine import Pair, open_pair
+from kvflow.bench.engine import RankPair, open_pair
 from kvflow.bench.loads import PlannedLoad, scattered
 from kvflow.bench.ucx import ReadPath, ucx_log
 from kvflow.doctor.findings import Finding, fail, ok, warn
@@ -76,7 +76,7 @@ def check_self_transfer(
     yield judge_path(f"way of the bytes{where}", path)
 
 
-def _median_s(pair: Pair, count: int) -> float:
+def _median_s(pair: RankPair, count: int) -> float:
     """Of some loads of so many blocks; the first, which connects, is not counted."""
     seconds = []
     for turn in range(_REPEATS + 1):
