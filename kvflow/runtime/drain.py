@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.logs import logger_of
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.load.loader import Loader
+from kvflow.runtime.producer.serving import Serving
 
 logger = logger_of(__name__)
 
@@ -31,13 +30,33 @@ class DrainReport:
     """Cancelled ones and those that the deadline ended included."""
 
 
-def busy(work: RegisteredCache) -> bool:
+class Storing(Protocol):
+    """Saves and restores."""
+
+    @property
+    def open_requests(self) -> list[str]: ...
+    def close(self) -> None: ...
+    async def drained(self) -> None: ...
+
+
+class Registration(Protocol):
+    """What a registration has begun, of each kind."""
+
+    @property
+    def serving(self) -> Serving: ...
+    @property
+    def loader(self) -> Loader: ...
+    @property
+    def store(self) -> Storing | None: ...
+
+
+def busy(work: Registration) -> bool:
     """Whether a lease or a load is open, or something is saved or restored, or blocks are quarantined."""
     loading, storing = work.loader.statistics, work.store is not None and work.store.open_requests
     return bool(work.serving.statistics.open_leases or loading.open_loads or loading.quarantines or storing)
 
 
-async def drain(work: RegisteredCache, config: Config, deadline_s: float) -> DrainReport:
+async def drain(work: Registration, config: Config, deadline_s: float) -> DrainReport:
     """Wait until nothing is open, at most `deadline_s`; then revoke leases, end loads, and wait for that, too.
 
     The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
@@ -62,7 +81,7 @@ async def drain(work: RegisteredCache, config: Config, deadline_s: float) -> Dra
     )
 
 
-async def end(work: RegisteredCache, config: Config, *, broken: bool = False) -> None:
+async def end(work: Registration, config: Config, *, broken: bool = False) -> None:
     """Revoke leases, end loads and what is saved or restored.
 
     In a broken runtime it may never be known when the last bytes of loads have landed.

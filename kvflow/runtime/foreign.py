@@ -16,7 +16,16 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank, Reaching
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Handshaking, Peers
-from kvflow.runtime.producer.serving import Serving
+
+
+class Leases(Protocol):
+    """This rank's own leases, as readers of another make need them; see `producer.serving.Serving`."""
+
+    def lease_id_of(self, request_id: str) -> str | None: ...
+
+    def on_notification(self, payload: bytes) -> None: ...
+
+    def note_late_read(self) -> None: ...
 
 
 class Service(Protocol):
@@ -40,6 +49,6 @@ class Foreign(Protocol):
         """The way from tickets of both kinds to their ranks."""
 
     def service(
-        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Serving
+        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
     ) -> Service | None:
         """Who answers their readers; None if nobody is to. ConfigError if they cannot be answered."""

@@ -16,12 +16,11 @@ from kvflow.core.stock.shape import OurCache, Unfit, our_cache
 from kvflow.core.stock.versions import Line, UnknownLine, line_of
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.foreign import Service
+from kvflow.runtime.foreign import Leases, Service
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.producer.serving import Serving
 from kvflow.stock.handshake import Known, StockHandshakes
 from kvflow.stock.ranks import EngineRanks
 from kvflow.stock.reach import StockReach
@@ -119,7 +118,7 @@ class StockPeers:
         return StockReach(context, peers, own, handshakes)
 
     def service(
-        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Serving
+        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
     ) -> Service | None:
         """See `runtime.foreign.Foreign`."""
         config = context.config

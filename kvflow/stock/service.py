@@ -24,7 +24,7 @@ from kvflow.core.stock.wire import StockMetadata, decode_question, encode_answer
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.foreign import Leases
 from kvflow.stock.ranks import EngineRanks
 
 logger = logger_of(__name__)
@@ -59,7 +59,7 @@ class StockService:
     """See `runtime.foreign.Service`: answers for all ranks of its engine, and hears what is told to its own."""
 
     def __init__(
-        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Serving, pose: Pose
+        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Leases, pose: Pose
     ) -> None:
         self._clock = context.clock
         self._leases = leases

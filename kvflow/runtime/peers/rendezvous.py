@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,10 +23,7 @@ from kvflow.errors import LeaseExpired, PeerUnreachable, PrefillFailed, Protocol
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import LocalRank, Peer, Source, check_parallelism, words
-
-if TYPE_CHECKING:
-    from kvflow.runtime.peers.reach import Reach
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism, words
 
 logger = logger_of(__name__)
 
@@ -35,10 +32,30 @@ _UNREACHABLE_MAX = 3  # in a row: a listener that has too many connections drops
 _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
 
 
+class Ways(Protocol):
+    """How ranks are found, connected and asked; see `reach.Reach` and `table.Peers`."""
+
+    async def check(self, ticket: Ticket) -> None: ...
+
+    async def walk(
+        self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, messages.Offer | None]]
+    ) -> list[messages.Offer | None]: ...
+
+    def whereabouts(self, ticket: Ticket) -> list[Address]: ...
+
+    def told(
+        self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
+    ) -> Source: ...
+
+    async def connected(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]: ...
+
+    async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply: ...
+
+
 class Rendezvous:
     """Waits for offers."""
 
-    def __init__(self, context: RankContext, local: LocalRank, ways: Reach) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, ways: Ways) -> None:
         self._limits = context.config.limits
         self._local = local
         self._ways = ways

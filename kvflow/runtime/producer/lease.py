@@ -6,20 +6,18 @@ import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
+from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.proof import FAILED
 from kvflow.core.protocol.ticket import checked_traceparent
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
-
-if TYPE_CHECKING:
-    from kvflow.runtime.producer.serving import Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +101,29 @@ class ServingStatistics:
     may be another prompt's."""
 
 
+class LeaseKeeper(Protocol):
+    """Whoever has all leases of a rank, as one of them needs it; see `serving.Serving`."""
+
+    def revoke(self, entry: LeaseEntry) -> None: ...
+
+    def fail(self, entry: LeaseEntry, reason: str) -> None: ...
+
+    def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None: ...
+
+    def advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None: ...
+
+    def extend(self, entry: LeaseEntry, block_ids: object) -> None: ...
+
+    def complete(self, entry: LeaseEntry, payload: bytes, ready: DeviceEvent | None) -> None: ...
+
+
 class Lease:
     """The producer's promise to keep blocks until they have been read. Await it for its `LeaseOutcome`.
 
     Cancelling a task that awaits a lease leaves the lease as it is.
     """
 
-    def __init__(self, opened: OpenLease, keeper: Serving) -> None:
+    def __init__(self, opened: OpenLease, keeper: LeaseKeeper) -> None:
         self.ticket = opened.ticket
         """The ticket for its readers, as it was when the lease was opened: they ask for what has come since."""
         self._entry = opened.entry
