@@ -42,7 +42,7 @@ class BenchError(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """What went wrong, of a child's whole traceback."""
+        """The last line of a child's traceback."""
         return str(self).strip().splitlines()[-1]
 
 
@@ -183,7 +183,7 @@ async def open_caller() -> AsyncIterator[ChildCaller]:
 
 
 def call_in_child(name: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """What a function returns in a process of its own; BenchError if it raises, or ends the process."""
+    """Call a function in a process of its own; BenchError if it raises, or ends the process."""
     with open_children([RankProcess(name, open_caller)], QUIET) as children:
         return children[name].run(ChildCaller.call, function, *arguments)
 

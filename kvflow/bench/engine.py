@@ -137,7 +137,7 @@ class Consumers:
         return LoadResult(time.perf_counter() - start, report.bytes, report.descriptors)
 
     async def check(self, rank: int, load: PlannedLoad, remote_block_size: int, layers: Sequence[int]) -> int:
-        """How many bytes were compared."""
+        """Compare what was loaded; the bytes that were compared."""
         cache = self._ranks[rank][1]
         return cache.check(load.local_ids, load.remote_ids, remote_block_size=remote_block_size, layers=layers)
 

@@ -27,7 +27,7 @@ class Fabric(enum.StrEnum):
 
     @property
     def environment(self) -> Mapping[str, str | None]:
-        """What a child's environment has to say for its bytes to go this way, whatever the caller has set."""
+        """Variables of a child's environment for its bytes to go this way, whatever the caller has set."""
         return {**QUIET, "UCX_TLS": "tcp" if self is Fabric.TCP else None}
 
 
@@ -41,7 +41,7 @@ class PlannedLoad:
 
 
 class AgentAddress(NamedTuple):
-    """What a reader has to know of a producer before it loads; nothing where tickets say where to go."""
+    """The address of a producer for a reader, before it loads; nothing where tickets say where to go."""
 
     agent: str = ""
     metadata: bytes = b""

@@ -38,7 +38,7 @@ class CacheDevice:
 
     @property
     def eager(self) -> bool:
-        """Memory is to be had at registration: later the engine has taken it all."""
+        """True if memory is to be had at registration: later the engine has taken it all."""
         return False
 
     def check(self, spans: Sequence[Span]) -> None:

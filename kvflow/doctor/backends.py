@@ -38,7 +38,7 @@ _WAIT_S = 30.0
 
 
 def check_backends(plugins: Sequence[str]) -> Finding:
-    """What each of NIXL's plugins does here."""
+    """Try each of NIXL's plugins."""
     found: dict[str, str] = {}
     left = list(plugins)
     while left:
@@ -57,7 +57,7 @@ def check_backends(plugins: Sequence[str]) -> Finding:
 
 
 _FAILED = "!"
-"""What a result of a backend that does not work begins with."""
+"""Mark of a backend's result that does not work."""
 
 
 def judge_backends(found: Mapping[str, str]) -> Finding:
@@ -72,7 +72,7 @@ def judge_backends(found: Mapping[str, str]) -> Finding:
 
 
 async def _move(name: str) -> str:
-    """What the backend moves, and how fast; or why it does not."""
+    """Try a backend: what it moves, and how fast; or why it does not."""
     try:
         async with asyncio.timeout(_WAIT_S):
             return await (_to_a_file() if name == STORE_BACKEND else _to_a_peer(name))

@@ -53,7 +53,7 @@ def check_self_transfer(
     device: str | None = None,
     shape: CacheShape = _SHAPE,
 ) -> Iterator[Finding]:
-    """How fast two processes of this machine are, and which way the bytes took, which `judge_path` judges.
+    """Check how fast two processes of this machine are, and which way the bytes took, which `judge_path` judges.
 
     Caches are in host memory, or on a device. UCX settings but for its log are those of the environment.
     """
@@ -77,7 +77,7 @@ def check_self_transfer(
 
 
 def _median_s(pair: RankPair, count: int) -> float:
-    """Of some loads of so many blocks; the first, which connects, is not counted."""
+    """Median time of some loads of so many blocks; the first, which connects, is not counted."""
     seconds = []
     for turn in range(_REPEATS + 1):
         name = f"doctor {count} {turn}"
@@ -88,7 +88,7 @@ def _median_s(pair: RankPair, count: int) -> float:
 
 
 def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Finding:
-    """Whether two processes of one machine took the way that is best for them."""
+    """Check that two processes of one machine took the way that is best for them."""
     if path is None:
         return silent(name)
     if path.over.startswith(_SHARED_MEMORY):

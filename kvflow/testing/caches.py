@@ -43,7 +43,7 @@ class PatternCache:
         return ("latent",) if self.layout.latent else ("K", "V")
 
     def slots(self, layer: int, part: int) -> torch.Tensor:
-        """A part of a layer, whatever the layout.
+        """A part of a layer, slot by slot, whatever the layout.
 
         Args:
             layer: Which of the registered tensors, from 0.

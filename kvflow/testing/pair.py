@@ -64,7 +64,7 @@ class Engine(Generic[TransportT]):
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """Pattern of the same tensors; each element says that it is this engine's, until it is written to."""
+    """The tensors slot by slot; each element says that it is this engine's, until it is written to."""
 
     @property
     def transport(self) -> TransportT:

@@ -29,7 +29,7 @@ def host_of(config: Config) -> str:
 
 
 async def own_host(config: Config) -> str:
-    """The hosts as a `World` has them."""
+    """The host as a `World` finds it."""
     return host_of(config)
 
 
@@ -39,7 +39,7 @@ class Exchange:
     def __init__(self) -> None:
         self.listeners: dict[str, InprocListener] = {}
         self._ports = itertools.count(20000)
-        """A free port, where none is asked for."""
+        """Ports for listeners that ask for none."""
 
     def listen(self, config: Config, answer: Answer) -> InprocListener:
         """Bind a rank's address; ConfigError if somebody has it."""
@@ -60,7 +60,7 @@ class InprocListener:
         self.port = port
         self.strangers: AnswerStranger | None = None
         self.context = copy_context()
-        """Owner of a listener, for those who bring it something."""
+        """Context of the listener's process, for who brings it something."""
         self._exchange = exchange
         self._address = address
         self._answer = answer

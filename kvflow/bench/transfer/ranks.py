@@ -40,7 +40,7 @@ Job: TypeAlias = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What a reader measured in one turn, and how many bytes it compared. `cpu_s` is its producer's, too."""
+    """Measurements of a reader in one turn, and how many bytes it compared. `cpu_s` is its producer's, too."""
 
     seconds: Sequence[float]
     cpu_s: float
@@ -49,11 +49,11 @@ class TurnResult:
 
 
 class Way(Protocol):
-    """How a contender loads."""
+    """A contender's way to load."""
 
     async def connect(self, address: AgentAddress) -> None: ...
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
-        """What does these loads at once. There are no tickets where the producer needs to say nothing."""
+        """A job that does these loads at once. There are no tickets where the producer needs to say nothing."""
         ...
 
 

@@ -59,7 +59,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """How late a 1 ms ticker was on kvflow's event loop while it loaded."""
+    """Lag of a 1 ms ticker on kvflow's event loop while it loaded."""
 
     transport: Fabric
     size: str
@@ -145,7 +145,7 @@ def targets_of(idle: Idle, speeds: Sequence[Speed], lags: Sequence[Lag]) -> Iter
 
 
 def busy_targets_of(idle: Idle, speeds: Sequence[Speed]) -> Iterator[TargetRow]:
-    """The same where other processes compute."""
+    """The targets where other processes compute."""
     over = [row for row in speeds if row.transport is idle.transport and row.size == ONE_BLOCK]
     bare = [row.p99_s for row in over if row.contender is Contender.HOP]
     ratios = [(row.p99_s / p99_s, row.size) for row in over if row.contender is Contender.KVFLOW for p99_s in bare]

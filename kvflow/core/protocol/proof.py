@@ -288,7 +288,7 @@ class SealProof:
 
 
 def quick_read_max_s(hold_s: float) -> float:
-    """Longest time of a read for which a seal that was fetched meanwhile to vouch for it."""
+    """Longest time of a read for which a seal that was fetched meanwhile may vouch."""
     return hold_s / 2
 
 

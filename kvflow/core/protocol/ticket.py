@@ -52,7 +52,7 @@ _NO_LEASE: dict[str, Any] = {
     "pending": False,
     "payload": False,
 }
-"""The lease id of a rank that has to be asked."""
+"""Fields of the `RankLease` of a rank that has to be asked."""
 _READ = "_read"  # of a ticket that was read, among its attributes: how many block ids it has, or will have
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 
@@ -554,7 +554,7 @@ def _check_groups(ticket: Ticket) -> None:
 
 
 def _plain_groups(groups: object) -> list[Any]:
-    """The fields as `msgspec.convert` takes them."""
+    """Groups as `msgspec.convert` takes them."""
     if not isinstance(groups, tuple) or not all(isinstance(group, GroupFacts) for group in groups):
         raise RequestError(f"ticket: groups: expected a tuple of GroupFacts, got {shown(groups)}")
     return [msgspec.structs.asdict(group) for group in groups]

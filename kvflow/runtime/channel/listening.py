@@ -258,7 +258,7 @@ class ZmqListener:
 
 
 def _property(frame: zmq.Frame, name: str) -> str | None:
-    """What ZeroMQ knows of a frame's connection; None with peers that speak one of its first protocols."""
+    """Properties of a frame's connection in ZeroMQ; None with peers that speak one of its first protocols."""
     try:
         return str(frame.get(name))
     except zmq.ZMQError:

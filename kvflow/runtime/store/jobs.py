@@ -39,7 +39,7 @@ class WantedEntry(NamedTuple):
     tables: Sequence[BlockIds]
     """Its blocks, by group."""
     entries: BlockIds
-    """The same, as the ledger counts them."""
+    """Its blocks as the ledger counts them."""
 
 
 class Job:

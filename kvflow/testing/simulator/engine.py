@@ -275,7 +275,7 @@ class SimEngine:
         return Life(self._simulation.loop, f"{self.name}.{next(self._lives)}")
 
     def _forget_all(self) -> None:
-        """The state of a process that has not started."""
+        """Forget all, as a process that has not started."""
         self.running = False
         self.asleep = False
         """True while its memory is somebody else's."""
@@ -659,7 +659,7 @@ class SimEngine:
             self._note("safe", load.offer.request_id)
 
     def _judge_refusal(self, request_id: str, error: KVFlowError) -> None:
-        """True if an engine that did everything right may get this error."""
+        """Fail unless an engine that did everything right may get this error."""
         expected = isinstance(error, LoadError | PeerError | RuntimeUnavailable)
         if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
             expected = "host_buffer_bytes_max" in str(error)

@@ -82,7 +82,7 @@ class Network:
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[SimFlight] = []
         self._ended: asyncio.Future[None] = loop.create_future()
-        """Number of the next flight."""
+        """Done when the next flight ends."""
         self._context = copy_context()
 
     # --- hosts

@@ -162,7 +162,7 @@ class Settings:
     """Number of times that some engine sleeps."""
 
     def config(self, shape: Shape, host: str, index: int) -> Config:
-        """Place of a rank; stages count first."""
+        """The Config of one rank; stages count first."""
         pp_rank, tp_rank = divmod(index, shape.tp_size)
         return replace(
             self.base,

@@ -162,7 +162,7 @@ class SimRank:
         self._on_change(self)
 
     def _change(self, verb: Callable[[BlockIds], None], ids: BlockIds) -> None:
-        """Watch the changes of the ledger."""
+        """Change the ledger, and tell who watches it."""
         self._on_change(self)
         verb(ids)
 

@@ -19,7 +19,7 @@ _BESIDE: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
 
 
 class Polling(NamedTuple):
-    """Seconds for which a read is polled for without a pause."""
+    """How a read's end is polled for without a pause: for `spin_s`, and longer for a large one."""
 
     spin_s: float
     bytes_per_s: float

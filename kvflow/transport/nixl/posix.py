@@ -86,7 +86,7 @@ class PosixMover:
         self._params = dict(params)
         self._spans: list[Sequence[Span]] = []
         self._sizes: dict[int, int] = {}
-        """Registrations of the open files, by descriptor."""
+        """Sizes of the open files, by descriptor."""
         self._kept: list[object] = []
         self._lost: list[object] = []
         try:
