@@ -247,7 +247,7 @@ class ZmqListener:
                 case zmq.Event.DISCONNECTED:
                     self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
                 case zmq.Event.CLOSED:
-                    logger.warning("dropped all %s connections of the side channel", self._connections)
+                    logger.warning("side channel at %s: dropped all %s connections", self._endpoint, self._connections)
                     self._counts["recycled"] += 1
                     self._connections = 0
                     self._socket.bind(self._endpoint)
