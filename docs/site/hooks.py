@@ -22,6 +22,8 @@ from tables import HANDLES, find, public_names  # noqa: E402
 # Pages of the repository that are pages of the site, too.
 PAGES = {
     "contributing.md": ".github/CONTRIBUTING.md",
+    "style.md": ".github/STYLE.md",
+    "releasing.md": ".github/RELEASING.md",
     "examples.md": "examples/README.md",
 }
 _ON_SITE = {path: name for name, path in PAGES.items()}

@@ -1,4 +1,4 @@
-"""What exists once a KV cache is registered: the parts that serve, load and know peers, and what peers are answered.
+"""The parts of a registered KV cache: those that serve, load and know peers, and what peers are answered.
 
 Each registration makes all of it anew (`incarnation`); nothing here changes afterwards but the parts themselves.
 """
@@ -64,11 +64,11 @@ _USES = {
     "producer": MemoryUse.SERVED,
     "consumer": MemoryUse.READ_INTO,
 }
-"""What the cache's memory is for, by Config.role."""
+"""Uses of the cache's memory, by Config.role."""
 
 
 class Equipment(NamedTuple):
-    """What loads and leases of one registration work with."""
+    """Equipment of the loads and leases of one registration."""
 
     gear: Gear
     route: Route
@@ -201,7 +201,7 @@ class _RankMemory:
     """Where those are."""
     staging: Sequence[HostBuffers]
     shown: tuple[LayerSet, ...]
-    """The same or, with host staging, the host blocks."""
+    """Layers that peers are shown: the cache's or, with host staging, the host blocks'."""
 
     @property
     def filled(self) -> CacheDevice:

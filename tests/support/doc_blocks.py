@@ -35,7 +35,8 @@ from kvflow.cli.app import app
 from tests.bench.__main__ import bench
 
 ROOT = Path(__file__).parents[2]
-TOP = ("README.md", "docs/changelog.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md", "examples/README.md")
+OF_GITHUB = ("CONTRIBUTING", "RELEASING", "SECURITY", "STYLE")
+TOP = ("README.md", "docs/changelog.md", "examples/README.md", *(f".github/{name}.md" for name in OF_GITHUB))
 PAGES = {
     path.relative_to(ROOT).as_posix(): path for path in [*(ROOT / page for page in TOP), *(ROOT / "docs").rglob("*.md")]
 }

@@ -53,7 +53,7 @@ class LeaseTerms:
 
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
-    """One lease in the book. Only the book changes it."""
+    """A lease in the book. Only the book changes it."""
 
     terms: LeaseTerms
     offered_s: float

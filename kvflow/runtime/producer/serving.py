@@ -165,7 +165,7 @@ class Serving:
             message = messages.decode_notification(payload)
         except messages.WireError as error:
             self._notifications[Counted.MALFORMED] += 1
-            logger.info("dropped a notification: %s", error)
+            logger.info("dropped a reader's notification that is none: %s", error)
             return
         match message:
             case messages.ReadDone(lease_ids=lease_ids, reader=reader):
