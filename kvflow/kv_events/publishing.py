@@ -53,7 +53,8 @@ class Publisher:
         self._topic = text(topic, "topic", error=ConfigError).encode()
         self._batches_max = whole(batches_max, "batches_max", least=0, most=1 << 20, error=ConfigError)
         self._bytes_max = whole(bytes_max, "bytes_max", least=0, error=ConfigError)
-        self._rank = data_parallel_rank
+        rank = data_parallel_rank
+        self._rank = None if rank is None else whole(rank, "data_parallel_rank", least=0, error=ConfigError)
         self._next, self._bytes = 0, 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._socket: zmq.Socket[bytes] | None = None
@@ -120,7 +121,7 @@ class Publisher:
 
         Raises:
             UsageError: The publisher is not open.
-            RequestError: The batch is larger than subscribers take; nothing was published.
+            RequestError: A value that is no event, or a batch larger than subscribers take; nothing was published.
         """
         if self._socket is None:
             raise UsageError("the Publisher is not open")

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import openai_server.neighbours
+import disaggregated.neighbours
 import pytest
+from disaggregated.groups import LayerGroups
 from disaggregated.keeper import background_tasks
-from openai_server.messages import PrefillRequest
+from disaggregated.messages import PrefillRequest
+from disaggregated.prefill import PrefillWorker
 from openai_server.metrics import PrefillMetrics
-from openai_server.prefill import PrefillWorker
 from openai_server.worker import introduction_of
 from paged_engine import Engine
 from paged_engine.weights import load_model
@@ -51,7 +52,7 @@ class Side:
 
 @pytest.fixture
 async def sides(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Side]]:
-    monkeypatch.setattr(openai_server.neighbours, "TOKENS_MIN", BLOCK_SIZE)
+    monkeypatch.setattr(disaggregated.neighbours, "TOKENS_MIN", BLOCK_SIZE)
     model, cluster, made = load_model(tiny.checkpoint), InprocCluster(), list[Side]()
 
     def runtime(name: str, metrics: PrefillMetrics) -> kvflow.Runtime:
@@ -67,8 +68,7 @@ async def sides(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[l
         background_tasks() as start_task,
     ):
         for engine, opened, metrics in ((one, one_runtime, first), (other, other_runtime, second)):
-            layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=BLOCK_SIZE)
-            await opened.register_kv_caches(engine.kv_caches, layout)
+            await opened.register_kv_caches(LayerGroups(engine).caches)
             worker = PrefillWorker(engine, opened, start_task, metrics, share_prefixes=True)
             made.append(Side(engine, opened, worker, metrics))
         yield made

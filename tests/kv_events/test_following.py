@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from publishers import WAIT_S, KnownMap, ScriptedPublisher, stored, until
+from event_publishers import WAIT_S, KnownMap, ScriptedPublisher, stored, until
 
 from kvflow.core.prefix.events import AllBlocksCleared, BlockStored
 from kvflow.errors import ConfigError, UsageError
@@ -56,19 +56,19 @@ async def test_what_comes_live_and_by_a_replay_is_taken_once() -> None:
         assert (known.has(3), known.blocks, of(subscriber).batches, of(subscriber).forgotten) == (True, 1, 4, 0)
 
 
-async def test_a_gap_that_no_replay_closes_forgets_what_was_told() -> None:
-    for kept in (True, False):
-        known = KnownMap()
-        async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-            await publisher.subscribed()
-            await publisher.replayed()
-            await publisher.send(0, stored(1))
-            await until(lambda known=known: known.has(1))  # type: ignore[misc]
-            await publisher.send(5, stored(6))
-            assert await publisher.replayed(*([(4, stored(5))] if kept else [])) == 1
-            await until(lambda known=known: known.has(6))  # type: ignore[misc]
-            assert [known.has(1), known.has(5)] == [False, kept]
-            assert of(subscriber).forgotten == 1
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_gap_that_no_replay_closes_forgets_what_was_told(kept: bool) -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        await publisher.replayed()
+        await publisher.send(0, stored(1))
+        await until(lambda: known.has(1))
+        await publisher.send(5, stored(6))
+        assert await publisher.replayed(*([(4, stored(5))] if kept else [])) == 1
+        await until(lambda: known.has(6))
+        assert [known.has(1), known.has(5)] == [False, kept]
+        assert of(subscriber).forgotten == 1
 
 
 async def test_without_replays_a_gap_forgets() -> None:

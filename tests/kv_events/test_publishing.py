@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from publishers import END, WAIT_S, KnownMap, stored, until
+from event_publishers import END, WAIT_S, KnownMap, stored, until
 
 from kvflow.core.prefix.events import AllBlocksCleared, BlockStored, decode_batch
 from kvflow.errors import ConfigError, RequestError, UsageError
@@ -77,6 +77,9 @@ async def test_a_batch_that_subscribers_would_refuse_is_refused_and_takes_no_num
     async with Publisher(ANYWHERE) as publisher:
         with pytest.raises(RequestError, match="at most"):
             publisher.publish([BlockStored(block_hashes=[1], token_ids=[1 << 40] * 600_000, block_size=600_000)])
+        for wrong in (None, {}, BlockStored(block_hashes=[1 << 64], token_ids=[], block_size=1)):
+            with pytest.raises(RequestError, match=r"^events: "):
+                publisher.publish([wrong])  # type: ignore[list-item]
         assert publisher.publish([]) == 0
         assert publisher.replay_endpoint is None
 
@@ -98,7 +101,14 @@ async def test_it_ends_with_its_block_and_is_entered_once() -> None:
 
 
 async def test_nonsense_is_refused_by_name() -> None:
-    for wrong in ({"endpoint": 7}, {"topic": None}, {"batches_max": -1}, {"bytes_max": 0.5}, {"replay_endpoint": 7}):
+    for wrong in (
+        {"endpoint": 7},
+        {"topic": None},
+        {"batches_max": -1},
+        {"bytes_max": 0.5},
+        {"data_parallel_rank": "0"},
+        {"replay_endpoint": 7},
+    ):
         with pytest.raises(ConfigError):
             Publisher(**{"endpoint": ANYWHERE, **wrong})  # type: ignore[arg-type]
     async with Publisher(ANYWHERE) as publisher:

@@ -9,19 +9,19 @@ entries are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from kvflow.checks import printable
-from kvflow.errors import ProtocolError
+from kvflow.checks import instance, printable, said
+from kvflow.errors import ProtocolError, RequestError
 
 BATCH_BYTES_MAX = 4 << 20
 EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
 """Events of a batch, and blocks of an event."""
-TOKENS_MAX = 1 << 20
+TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
 _SAID_CHARS = 200
 
 BlockHash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
@@ -51,7 +51,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_hashes: _Hashes
     parent_block_hash: BlockHash | None = None
     token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
-    block_size: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+    block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
@@ -153,12 +153,19 @@ def encode_batch(
 
     Returns:
         The last frame of a message.
+
+    Raises:
+        RequestError: A value that is no event, or that no message can carry.
     """
-    told: Sequence[msgspec.Struct] = [_in_places(event) if arrays else event for event in events]
-    return msgspec.msgpack.encode((ts, told, data_parallel_rank))
+    told = [instance(event, msgspec.Struct, "events") for event in events]
+    try:
+        found = [_in_places(event) for event in told] if arrays else told
+        return msgspec.msgpack.encode((ts, found, data_parallel_rank))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"events: a value that msgpack cannot carry: {said(error)}") from error
 
 
-def _in_places(event: KVEvent) -> msgspec.Struct:
+def _in_places(event: msgspec.Struct) -> msgspec.Struct:
     kind = _ARRAYS[type(event).__name__]
     found: msgspec.Struct = kind(**{name: getattr(event, name) for name in kind.__struct_fields__})
     return found

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TypeAlias
 
-from kvflow.checks import count, whole
+from kvflow.checks import count, shown, text, whole
 from kvflow.core.prefix.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from kvflow.core.prefix.keys import key_state
 from kvflow.core.protocol.prompts import marked_by_keys
@@ -28,6 +28,8 @@ KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unk
 """Kinds of groups that keep all of a prompt, as vLLM names them, or that nothing is said about."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
 """About as many are taken in at once."""
+_PLACES_MAX = 16
+"""Names of one block: one in each group of a cache."""
 
 _Place: TypeAlias = tuple[str | None, int | None, BlockHash]  # medium, group, the engine's name
 
@@ -41,7 +43,7 @@ class _Block:
         self.key, self.state, self.end = key, state, end
         self.parent = b"" if parent is None else parent.key
         self.start = 0 if parent is None else parent.end
-        self.places: set[_Place] = set()
+        self.places: tuple[_Place, ...] = ()
         self.children = 0
 
 
@@ -67,17 +69,17 @@ class _Cached:
             self.block_tokens = max(self.block_tokens, tokens)
         elif key in self.leaves:
             self.leaves.move_to_end(key)
-        before = self.places.get(place)
-        if before is not None and before is not block:
-            self.remove(place)
-        self.places[place] = block
-        block.places.add(place)
+        if place not in block.places:
+            self.remove(place)  # the name was another block's
+            if len(block.places) < _PLACES_MAX:
+                self.places[place] = block
+                block.places += (place,)
         return block
 
     def remove(self, place: _Place) -> None:
         block = self.places.pop(place, None)
         if block is not None:
-            block.places.discard(place)
+            block.places = tuple(one for one in block.places if one != place)
             if not block.places:
                 self._drop(block)
 
@@ -132,7 +134,7 @@ class PrefixMap:
         media: Media whose blocks count; what an engine has moved elsewhere is not in its cache.
 
     Raises:
-        RequestError: A salt that is no bytes or too long, or `blocks_max` below 1.
+        RequestError: A salt that is no bytes or too long, `blocks_max` below 1, or media that are no list of texts.
     """
 
     def __init__(
@@ -140,7 +142,8 @@ class PrefixMap:
     ) -> None:
         self._beginning = key_state(salt)
         self._blocks_max = whole(blocks_max, "blocks_max", least=1)
-        self._media = frozenset(media)
+        count(media, "media")
+        self._media = frozenset(None if medium is None else text(medium, "media") for medium in media)
         self._holders: dict[str, _Cached] = {}
 
     @property
@@ -173,6 +176,9 @@ class PrefixMap:
         Args:
             holder: Whose it is, in the words that `holders` is to answer in, such as its address.
             event: A `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
+
+        Raises:
+            RequestError: It is none of these.
         """
         for _ in self.steps(holder, event):
             pass
@@ -186,7 +192,12 @@ class PrefixMap:
 
         Returns:
             An iterator to be used up before the holder's next event.
+
+        Raises:
+            RequestError: As `apply`, by the iterator.
         """
+        if not isinstance(event, KVEvent):
+            raise RequestError(f"event: expected one of a prefix cache's, got {shown(event)}")
         if isinstance(event, AllBlocksCleared):
             yield from self.forgetting(holder)
         elif event.medium in self._media:
@@ -212,7 +223,14 @@ class PrefixMap:
             pass
 
     def forgetting(self, holder: str) -> Iterator[None]:
-        """`forget` in pieces, as `steps`: the holder has nothing any more at once, its memory is given back after."""
+        """`forget` in pieces: the holder has nothing any more with the first, its memory is given back with all.
+
+        Args:
+            holder: As for `apply`.
+
+        Returns:
+            An iterator to be used up before the holder's next event.
+        """
         known = self._holders.pop(holder, None)
         while known is not None and known.places:
             for _ in range(min(8 * _PIECE_BLOCKS, len(known.places))):

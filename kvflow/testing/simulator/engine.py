@@ -62,7 +62,7 @@ Ending: TypeAlias = "LoadReport | BaseException"
 
 
 class SimEngine:
-    """One engine over all its lives."""
+    """An engine over all its lives."""
 
     ranks: list[SimRank]
     offers: dict[SimOffer, None]
@@ -241,7 +241,7 @@ class SimEngine:
 
     @contextlib.contextmanager
     def _bounded(self, what: str, bound_s: float) -> Iterator[None]:
-        """What is awaited inside has to be over after `bound_s`, not counting the time that its process was frozen."""
+        """Bound what is awaited inside by `bound_s`, not counting the time that its process was frozen."""
         life, loop = self.life, self._simulation.loop
         begun_s, frozen_s = loop.time(), life.frozen_s
         yield
@@ -275,10 +275,10 @@ class SimEngine:
         return Life(self._simulation.loop, f"{self.name}.{next(self._lives)}")
 
     def _forget_all(self) -> None:
-        """What a process knows before it has started."""
+        """Forget all, as a process that has not started."""
         self.running = False
         self.asleep = False
-        """Whether its memory is somebody else's for a while."""
+        """True while its memory is somebody else's."""
         self._naps = 0
         self.ranks = []
         self.offers = {}
@@ -516,7 +516,7 @@ class SimEngine:
         self._give_back(load)
 
     async def wait_and_load(self, offer: SimOffer, ticket: Ticket, plan: LoadPlan, wait_s: float) -> None:
-        """The same, but the request has to wait first."""
+        """Load as an engine whose request has to wait first."""
         with contextlib.ExitStack() as kept:
             try:
                 for rank in self.ranks:
@@ -566,7 +566,7 @@ class SimEngine:
         return [task.result() for task in tasks]
 
     async def _load_on(self, rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending:
-        """One rank's load: its report, or what it raised. Success is judged in the very moment it is reported."""
+        """Load on one rank: its report, or what it raised. Success is judged in the very moment it is reported."""
         deadline_s = self._base.load_deadline_s if request.deadline_s is None else request.deadline_s
         mine = RankLoad(load)
         LOAD.set(mine)
@@ -659,7 +659,7 @@ class SimEngine:
             self._note("safe", load.offer.request_id)
 
     def _judge_refusal(self, request_id: str, error: KVFlowError) -> None:
-        """Whether an engine that did everything right may get this error."""
+        """Fail unless an engine that did everything right may get this error."""
         expected = isinstance(error, LoadError | PeerError | RuntimeUnavailable)
         if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
             expected = "host_buffer_bytes_max" in str(error)
@@ -670,5 +670,5 @@ class SimEngine:
             self.fail("I5", f"{request_id}: {type(error).__name__}: {error}")
 
     def _wrong_token(self, load: SimLoad, rank: SimRank) -> str | None:
-        """What is wrong with the bytes of a load on a rank; None if nothing is."""
+        """The fault in the bytes of a load on a rank; None if there is none."""
         return rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables)

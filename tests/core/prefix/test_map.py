@@ -84,6 +84,17 @@ def test_a_name_that_an_engine_gives_to_other_tokens_is_theirs() -> None:
     assert (tokens_known(known), tokens_known(known, PROMPT[16:]), known.blocks) == (0, 16, 1)
 
 
+def test_a_block_has_few_names() -> None:
+    """Else one that is named anew without end would take memory without end."""
+    known = PrefixMap()
+    for name in range(100):
+        known.apply("a", stored(PROMPT[:16], 16, block_hashes=[name]))
+    known.apply("a", BlockRemoved(block_hashes=list(range(15)), medium="GPU"))
+    assert tokens_known(known) == 16
+    known.apply("a", BlockRemoved(block_hashes=[15], medium="GPU"))
+    assert known.blocks == 0
+
+
 def test_blocks_of_several_groups_are_there_while_one_has_them() -> None:
     known = told(stored(PROMPT, 16, group_idx=0), stored(PROMPT, 16, group_idx=1))
     known.apply("a", BlockRemoved(block_hashes=names(PROMPT, 16), medium="GPU", group_idx=0))
@@ -227,6 +238,9 @@ def test_what_is_known_is_what_a_model_counts(steps: list[tuple[str, str, int, i
     [
         (lambda: PrefixMap(salt="tenant"), "salt"),  # type: ignore[arg-type]
         (lambda: PrefixMap(blocks_max=0), "blocks_max"),
+        (lambda: PrefixMap(media="GPU"), "media"),
+        (lambda: PrefixMap(media=[7]), "media"),  # type: ignore[list-item]
+        (lambda: PrefixMap().apply("a", None), "event"),  # type: ignore[arg-type]
         (lambda: PrefixMap().holders(7, 16), "keys"),  # type: ignore[arg-type]
         (lambda: PrefixMap().holders([[1]], 16), "keys"),  # type: ignore[list-item]
         (lambda: PrefixMap().holders([], 0), "key_tokens"),

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from disaggregated.keeper import BlockKeeper
 from paged_engine import BlockId, Engine
 
 import kvflow
+from disaggregated.groups import LayerGroups
+from disaggregated.keeper import BlockKeeper
+from disaggregated.messages import PrefillRequest
 from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import Shelved
-from kvflow.core.cache.groups import GroupFacts
-from openai_server.messages import PrefillRequest
 
 ANY_NUMBER = 1 << 31  # nothing is pinned for readers
 TOKENS_MIN = 64  # fewer are computed sooner than asked for
@@ -28,8 +28,8 @@ class Neighbours:
 
     def __init__(self, engine: Engine, runtime: kvflow.Runtime, keeper: BlockKeeper) -> None:
         self._block_size = engine.block_size
-        group = PagedGroup(GroupFacts(name="kv", block_size=engine.block_size))
-        self._shelf = PagedShelf([group], engine.block_size)
+        self._groups = LayerGroups(engine)
+        self._shelf = PagedShelf([PagedGroup(group.facts) for group in self._groups.caches], engine.block_size)
         self._sharing = runtime.share(self._shelf, pinned_blocks_max=ANY_NUMBER)
         self._runtime = runtime
         self._keeper = keeper
@@ -43,7 +43,8 @@ class Neighbours:
         """These blocks hold this prompt."""
         keys = tuple(kvflow.prefix_keys(prompt, self._block_size))
         if keys:
-            self._shelf.add([Shelved(parent=b"", keys=keys, block_tables=(tuple(block_ids[: len(keys)]),))], None)
+            tables = (tuple(block_ids[: len(keys)]),) * len(self._groups.caches)
+            self._shelf.add([Shelved(parent=b"", keys=keys, block_tables=tables)], None)
 
     async def pull(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
         """Fill blocks that `blocks` has reserved with what a neighbour has of the prompt; how many tokens that is.
@@ -70,7 +71,7 @@ class Neighbours:
         load = kvflow.LoadRequest(
             f"{request.request_id}/prefix",
             ticket=offers[0].ticket,
-            block_ids=block_ids[: tokens // self._block_size],
+            block_ids=self._groups.tables(block_ids, tokens),
         )
         try:
             await self._keeper.load(load, blocks)
