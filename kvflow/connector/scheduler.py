@@ -65,7 +65,6 @@ __all__ = [
     "EngineRequest",
     "Finished",
     "Matched",
-    "PagedGroup",
     "Scheduled",
     "SchedulingConfig",
     "Sharing",
