@@ -36,7 +36,7 @@ class Attempt:
     address: str
     """Of the rank that its ticket names first."""
     outcome: str
-    """"loaded", "late", "cancelled" or the name of the error's type."""
+    """"loaded", "late", the name of the error's type, or "ended" if the load has ended before it was known."""
     error: str
     """Why it has not given the prompt, or ""."""
     bytes: int

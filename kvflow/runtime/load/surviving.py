@@ -40,12 +40,12 @@ from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
 from kvflow.runtime.load.meeting import Meeting, check_alike
 from kvflow.runtime.peers.peer import Reaching
-from kvflow.runtime.records import CANCELLED, LOADED, Attempt
+from kvflow.runtime.records import LOADED, Attempt
 
 logger = logger_of(__name__)
 
 SOURCES_MAX = 16
-LATE = "late"
+LATE, ENDED = "late", "ended"
 LATE_TIMES = 8
 LATE_LEAST_S = 0.5
 """What is late: not heard of for so many times its longest read, and so long at least. Of a peer that has never been
@@ -107,6 +107,8 @@ class _Course:
         """Those that have not had their turn."""
         self._to_release: list[Ticket] = []
         """Those whose leases may be open although nobody reads them any more."""
+        self._taken = False
+        """Whether a source has its turn."""
         self._asked = 0
         self._attempts: list[Attempt] = []
         self._begun_s = self._looked_s = surviving.clock.now_s()
@@ -126,6 +128,10 @@ class _Course:
                 report = await self._attempt()
                 if report is not None:
                     return replace(report, attempts=tuple(self._attempts))
+        except BaseException:
+            if self._taken:
+                self._note(ENDED, self._late)
+            raise
         finally:
             self._stop_looking()
             if self._kept is not None:
@@ -136,7 +142,7 @@ class _Course:
         """The report, if the next source has given all; None if there is another one. Raises why the load ends."""
         work, surviving = self._work, self._surviving
         work.ticket = self._next()
-        self._begun_s = surviving.clock.now_s()
+        self._begun_s, self._taken = surviving.clock.now_s(), True
         error: KVFlowError | None = None
         self._look_later()
         try:
@@ -144,7 +150,6 @@ class _Course:
             report = await carry(self._load, work)
         except asyncio.CancelledError:
             if not self._was_late():
-                self._note(CANCELLED)
                 raise
         except _LEAD_ON as problem:
             error = problem
@@ -218,6 +223,7 @@ class _Course:
 
     def _note(self, outcome: str, error: str = "") -> None:
         """A source has had its turn."""
+        self._taken = False
         ticket, flight = self._work.ticket, self._work.flight
         self._attempts.append(
             Attempt(
