@@ -133,7 +133,7 @@ class BlockLedger:
     def begin_load(self, ids: BlockIds) -> None:
         """Claim blocks for writing; BlocksBusy if one is leased or being written."""
         use = self._use[ids]
-        if use.any() and not (self._keeps(ids) and (use == _IN_FLIGHT).all()):
+        if use.any() and not self._keeps(ids):
             self._refuse(ids, use != _FREE, "loaded")
         self._use[ids] = _IN_FLIGHT
 
@@ -142,19 +142,21 @@ class BlockLedger:
         self.begin_load(ids)
         self._kept.append(ids)
 
-    def let_go(self, ids: BlockIds) -> None:
-        """Keep them no more: they are free, unless they are quarantined until their load has ended."""
+    def let_go(self, ids: BlockIds, *, safe: bool) -> None:
+        """Keep them no more: they are free, or quarantined until `end_load`."""
         self._kept = [one for one in self._kept if one is not ids]
-        if (self._use[ids] == _IN_FLIGHT).all():
+        if safe:
             self.end_load(ids)
+        else:
+            self.quarantine(ids)
 
     def _keeps(self, ids: BlockIds) -> bool:
         return any(one is ids for one in self._kept)
 
     def quarantine(self, ids: BlockIds) -> None:
-        """The load of these blocks has ended, its bytes have not."""
+        """The load of these blocks has ended, its bytes have not; what is kept is still being loaded."""
         assert (self._use[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
-        self._use[ids] = _QUARANTINED
+        self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
         """No byte can land in these blocks any more."""

@@ -136,7 +136,7 @@ class _Course:
             self._stop_looking()
             if self._kept is not None:
                 self._kept.close()
-            ledger.let_go(work.entries)
+            ledger.let_go(work.entries, safe=work.flight is None or work.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
         """The report, if the next source has given all; None if there is another one. Raises why the load ends."""

@@ -201,10 +201,12 @@ class Simulation:
             body = survive(self, consumer, list(offers))
             self.spawn(consumer.life, body, f"load of several {offers[0].number}")
 
-    def strike(self, trouble: Callable[[Simulation, SimEngine], None], engine: SimEngine) -> None:
-        """Something befalls this very engine, if it runs."""
+    def strike(
+        self, trouble: Callable[[Simulation, SimEngine, SimEngine], None], engine: SimEngine, consumer: SimEngine
+    ) -> None:
+        """Something befalls this very engine, which the consumer reads from, if it runs."""
         if engine.running:
-            trouble(self, engine)
+            trouble(self, engine, consumer)
 
     async def _produce(self, producer: SimEngine, number: int) -> None:
         """In the producer: offer a prompt, send the ticket to whoever decodes it, and wait for the end."""
