@@ -52,6 +52,7 @@ from kvflow.runtime.load.load import (
     said_priority,
 )
 from kvflow.runtime.load.meeting import check_expected
+from kvflow.runtime.load.never_read import NeverRead
 from kvflow.runtime.peers.peer import LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
@@ -106,6 +107,7 @@ class Loader:
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
+        self._never_read = NeverRead(reach.delivered)
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -121,6 +123,7 @@ class Loader:
             },
             quarantines=len(self.quarantines),
             renewals=self._remote_leases.sent,
+            never_read=self._never_read.count,
             **self._counts,
             **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
         )
@@ -331,6 +334,11 @@ class Loader:
         self._counts[counted] += 1
         if work.attempts:
             self._counts["sources_left"] += len(work.attempts) - 1
+            for attempt in work.attempts:
+                if attempt.error:
+                    self._never_read.failed(attempt.engine_id, attempt.error)
+        elif error:
+            self._never_read.failed(work.ticket.engine_id, error)
         if work.verification is not Verification.OFF:
             self._verified[work.verification] += 1
         if self._gate.paused:

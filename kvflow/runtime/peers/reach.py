@@ -258,6 +258,10 @@ class Reach:
         peers = (known.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
         return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
 
+    def delivered(self, engine_id: str) -> bool:
+        """Whether a read of any rank of an engine has ended well."""
+        return any(peer.engine_id == engine_id and peer.read_s > 0 for peer in self._peers.known.values())
+
     def failed(self, source: Source, why: str) -> None:
         """A read from it failed."""
         self._peers.failed(source.connection, why)
