@@ -8,7 +8,6 @@ reach each other: their networks, their CURVE keys, and NIXL's backends between 
 from __future__ import annotations
 
 from kvflow.config import Config
-from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
@@ -80,13 +79,6 @@ def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
     )
     found = ours.compatibility.differences(prefill.compatibility)
     found += problems_of(prefill.at.rank, prefill.metadata, prefill.regions, ours)
-    mine, theirs = (topology.layers_of(one.metadata.cache_shares) for one in (decode, prefill))
-    if prefill.metadata.cache_shares[0].pp_size == 1:  # else other stages have the rest
-        whole = decode.metadata.cache_shares[0].pp_size == 1
-        missing = (
-            topology.missing_layers(layers, (theirs.get(part, ()),), whole=whole) for part, layers in mine.items()
-        )
-        found += [problem for problem in missing if problem]
     if found:
         return [fail("hand-over", problem, _FIX) for problem in dict.fromkeys(found)]
     return [ok("hand-over", "no rule says no; whether they reach each other only the two can find out")]

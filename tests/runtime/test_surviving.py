@@ -531,3 +531,19 @@ async def test_a_prompt_that_breaks_while_it_is_computed_comes_from_the_next() -
         report = await load
         made.assert_all_of(made.second)
         assert made.outcomes(report.attempts) == [("first", "PrefillFailed"), ("second", "loaded")]
+
+
+@in_virtual_time
+async def test_an_engine_that_no_load_has_ever_read_from_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where another one behind it hides that it never hands over."""
+    async with trio() as made:
+        for number in range(5):
+            first, second = (made.offer(engine, f"{number}") for engine in (made.first, made.second))
+            await first.revoke()
+            await made.load([first, second])
+            loading = known(made.reader.runtime.statistics().loading)
+            assert loading.never_read == (number >= 2)
+        told = [one.getMessage() for one in caplog.records if "never read" in one.getMessage()]
+        assert len([one for one in caplog.records if "has ever read from it" in one.getMessage()]) == 1, told
+        await made.warm()
+        assert known(made.reader.runtime.statistics().loading).never_read == 0

@@ -280,6 +280,8 @@ class Loader:
         """End it with an error that names it, and carries it if bytes may still land."""
         if isinstance(error, PeerError | LoadError | RequestError):  # of its ticket, or which others meet, too
             error = error.of_request(load.request_id, work.ticket.engine_id)
+        if isinstance(error, PeerError | LoadError) and work.attempts is None:
+            self._never_read.failed(work.ticket.engine_id, str(error))
         error.quarantine = load if work.flight is not None and not work.flight.safe else None
         logger.info("load %s failed in phase %s: %s", load.request_id, work.where, error)
         self._end(load, work, error, "failed", type(error).__name__, str(error))
@@ -337,8 +339,6 @@ class Loader:
             for attempt in work.attempts:
                 if attempt.error:
                     self._never_read.failed(attempt.engine_id, attempt.error)
-        elif error:
-            self._never_read.failed(work.ticket.engine_id, error)
         if work.verification is not Verification.OFF:
             self._verified[work.verification] += 1
         if self._gate.paused:

@@ -14,6 +14,7 @@ from kvflow.core.cache.backends import heads_are_apart
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, SetPair
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.proof import RemoteClock
