@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from kvflow.checks import said
+from kvflow.core.protocol.prompts import check_alike
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     ChecksumMismatch,
@@ -38,7 +39,7 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight, Gear
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
-from kvflow.runtime.load.meeting import Meeting, check_alike
+from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.peers.peer import Reaching
 from kvflow.runtime.records import LOADED, Attempt
 
