@@ -12,11 +12,16 @@ from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.prefix.keys import prefix_keys
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Progress
-from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.peers.prewarm import Prewarmed
+from kvflow.runtime.prefix.requests import PrefixAnswer, PrefixOffer, PrefixReport, PrefixRequest
+from kvflow.runtime.prefix.sharing import SharedPrefixes
+from kvflow.runtime.prefix.shelf import Run, Shelf
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
@@ -59,11 +64,16 @@ __all__ = [
     "LoadRequest",
     "Observer",
     "PeerAddress",
+    "PrefixAnswer",
+    "PrefixOffer",
+    "PrefixReport",
+    "PrefixRequest",
     "Prewarmed",
     "Progress",
     "Rank",
     "RestoreReport",
     "RestoreRequest",
+    "Run",
     "Runtime",
     "RuntimeState",
     "RuntimeStatistics",
@@ -71,10 +81,13 @@ __all__ = [
     "SaveRequest",
     "Segment",
     "ServeRequest",
+    "SharedPrefixes",
+    "Shelf",
     "StateLayout",
     "StateTensor",
     "Ticket",
     "errors",
     "layout_for_backend",
     "merge_tickets",
+    "prefix_keys",
 ]

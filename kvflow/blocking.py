@@ -1,7 +1,11 @@
 """kvflow for engines that are not asyncio programs: the same verbs, called from any thread.
 
 `Runtime` is the handle of a thread with an event loop of its own, and on it a `kvflow.Runtime`. Every verb comes in two
-forms: one that blocks and has a bound, and one that starts the work and returns at once (`start_load`, `start`).
+forms: one that blocks and has a bound, and one that starts the work and returns at once (`start_load`, `start`). The
+bound is the `timeout_s` of the call, where None is as long as it takes; without one, the time that Config and the
+request allow for what is asked, and `call_timeout_s` of the Runtime for the loop's thread. `Runtime.open` alone has
+none, as opening a `kvflow.Runtime` has none.
+
 Progress depends on no thread of the engine. What it refuses: leaving anything behind. Closing, dropping the handle, or
 the death of the loop settles whoever waits, and the thread ends.
 """
@@ -33,6 +37,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.logs import logger_of
@@ -49,7 +54,10 @@ from kvflow.runtime.load.load import (
     request_name,
 )
 from kvflow.runtime.memory.host_buffers import BlockCopier
-from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.peers.prewarm import Prewarmed
+from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
+from kvflow.runtime.prefix.sharing import SharedPrefixes
+from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
@@ -200,7 +208,8 @@ class Load(Pending[LoadReport]):
     def __iter__(self) -> Iterator[Progress]:
         """Its progress, as of `kvflow.Load`: whenever more tokens have landed, until it has ended.
 
-        Raises what `result` raises. Each step waits for the loop; other threads may wait for the same load.
+        Raises what `result` raises; TimeoutError if the loop's thread is stuck, for longer than the load may take and
+        the runtime's `call_timeout_s`. Each step waits for the loop; other threads may wait for the same load.
         """
         tokens = -1
         while (progress := self._step(tokens)) is not None:
@@ -218,7 +227,7 @@ class Load(Pending[LoadReport]):
             return await self._load.progressed(tokens)
 
         try:
-            return self._host.call(progressed, None)
+            return self._host.call(progressed, _loading_s(self._host.config, self._request) + self._host.call_timeout_s)
         except RuntimeClosed:  # the loop has ended: `result` says how the load has
             return None
 
@@ -285,7 +294,7 @@ def _lease_verb(shown: VerbT) -> VerbT:
         async def work(_: asynchronous.Runtime) -> object:
             return getattr(self._lease, shown.__name__)(*given, **named)
 
-        found = self._host.call(work, None)
+        found = self._host.call(work, self._host.call_timeout_s)
         return self if isinstance(found, AsyncLease) else found
 
     return act  # type: ignore[return-value]
@@ -354,7 +363,7 @@ class Lease:
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
         """So many tokens are computed: see `kvflow.Lease.advance`.
 
-        Returns when the loop has taken note, however long that takes.
+        Returns when the loop has taken note.
 
         Args:
             num_tokens: how many, from the first one on.
@@ -363,6 +372,8 @@ class Lease:
         Raises:
             RequestError: as `kvflow.Lease.advance` has it.
             RuntimeClosed: the loop has been closed; RuntimeBroken if it has died.
+            TimeoutError: the loop's thread is stuck, for longer than the runtime's `call_timeout_s`; whether it has
+                taken note is not known.
             UsageError: on the loop's own thread.
         """
 
@@ -378,7 +389,7 @@ class Lease:
 
         Raises:
             RequestError: `reason` is no text.
-            RuntimeClosed, RuntimeBroken, UsageError: as for `advance`.
+            RuntimeClosed, RuntimeBroken, TimeoutError, UsageError: as for `advance`.
         """
 
     @_lease_verb
@@ -390,7 +401,7 @@ class Lease:
 
         Raises:
             RequestError, BlocksBusy: as `kvflow.Lease.extend` has it.
-            RuntimeClosed, RuntimeBroken, UsageError: as for `advance`.
+            RuntimeClosed, RuntimeBroken, TimeoutError, UsageError: as for `advance`.
         """
 
     @_lease_verb
@@ -403,7 +414,7 @@ class Lease:
 
         Raises:
             RequestError: as `kvflow.Lease.complete` has it.
-            RuntimeClosed, RuntimeBroken, UsageError: as for `advance`.
+            RuntimeClosed, RuntimeBroken, TimeoutError, UsageError: as for `advance`.
         """
 
     def restart(self, ttl_s: float | None = None) -> None:
@@ -421,10 +432,14 @@ class Lease:
 # --- how long the loop may take for a verb, beyond `call_timeout_s`
 
 
-def _storing_s(config: Config, request: SaveRequest | RestoreRequest) -> float:
+def _loading_s(config: Config, request: LoadRequest | SaveRequest | RestoreRequest | PrefixRequest) -> float:
     asked_s = checks.answer(lambda: request.deadline_s)
     deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
-    return deadline_s + 2 * config.cancel_grace_s
+    return deadline_s + config.cancel_grace_s
+
+
+def _storing_s(config: Config, request: SaveRequest | RestoreRequest | PrefixRequest) -> float:
+    return _loading_s(config, request) + config.cancel_grace_s
 
 
 def _ending_s(config: Config) -> float:
@@ -451,7 +466,7 @@ def _verb(within: Callable[..., float] = lambda *_, **__: 0.0) -> Callable[[Verb
                 return await found if isinstance(found, Coroutine) else found
 
             try:
-                found = self._host.call(work, within(self.config, *given, **named) + self._call_timeout_s)
+                found = self._host.call(work, within(self.config, *given, **named) + self._host.call_timeout_s)
             except KVFlowError as error:
                 if error.quarantine is not None:
                     error.quarantine = QuarantinedBlocks(error.quarantine, self._host)
@@ -466,11 +481,20 @@ def _verb(within: Callable[..., float] = lambda *_, **__: 0.0) -> Callable[[Verb
 class Runtime:
     """A `kvflow.Runtime` in a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
 
-    All methods may be called from any thread but the loop's own, where those that wait raise UsageError.
-    `call_timeout_s` is how long a call waits for the loop's thread beyond the time that what it asks for may take; it
-    passes only if that thread is stuck, and then the call raises TimeoutError. Verbs raise
+    All methods may be called from any thread but the loop's own, where those that wait raise UsageError. Verbs raise
     RuntimeClosed if the runtime is closed, RuntimeBroken if its loop has died. A runtime that is dropped without being
     closed is closed in the background, with a ResourceWarning.
+
+    Args:
+        config: settings of the rank.
+        observers: are told, on the loop's thread, how every load and lease has ended.
+        world: clock, network and the like, for tests.
+        foreign: engines of another make, as for `kvflow.Runtime`.
+        call_timeout_s: how long a call waits for the loop's thread, in seconds, beyond the time that what it asks for
+            may take. It passes only if that thread is stuck, and then the call raises TimeoutError.
+
+    Raises:
+        ConfigError: what was given is not of that kind.
     """
 
     def __init__(
@@ -482,9 +506,10 @@ class Runtime:
         foreign: Foreign | None = None,
         call_timeout_s: float = 10.0,
     ) -> None:
-        self._call_timeout_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
-        self._host = _Host(asynchronous.Runtime(config, observers=observers, world=world, foreign=foreign))
+        bound_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
+        self._host = _Host(asynchronous.Runtime(config, observers=observers, world=world, foreign=foreign), bound_s)
         self.config = config
+        self._shared: SharedPrefixes | None = None
         self._drop = weakref.finalize(self, _dropped, self._host)
         self._drop.atexit = False
 
@@ -501,13 +526,13 @@ class Runtime:
         self.close()
 
     def open(self) -> None:
-        """Start the thread and the runtime; returns when it is open.
+        """Start the thread and the runtime; returns when it is open, however long that takes.
 
         Raises:
             ConfigError: something that Config asks for cannot be had. The thread has ended then.
             UsageError: it was opened, or closed, before.
         """
-        self._host.open(_closing_s(self.config) + self._call_timeout_s)
+        self._host.open(_closing_s(self.config) + self._host.call_timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the runtime (see `kvflow.Runtime.aclose`) and end the thread. Closing twice is fine.
@@ -522,7 +547,7 @@ class Runtime:
         """
         bound_s = _bound(timeout_s)
         self._drop.detach()
-        self._host.close(_closing_s(self.config) + self._call_timeout_s if bound_s is None else bound_s)
+        self._host.close(_closing_s(self.config) + self._host.call_timeout_s if bound_s is None else bound_s)
 
     def register_kv_caches(
         self,
@@ -616,7 +641,7 @@ class Runtime:
         deadline_s = checked_load_request(request, self.config.limits.block_ids_max).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
-        after_s = self.config.cancel_grace_s + self._call_timeout_s
+        after_s = self.config.cancel_grace_s + self._host.call_timeout_s
         try:
             return load.result(bound_s + after_s)
         finally:
@@ -638,7 +663,7 @@ class Runtime:
             RequestError: the ticket cannot be right; on entering the block.
         """
         kept = contextlib.ExitStack()
-        self._host.call_at_once(lambda runtime: kept.enter_context(runtime.keep_leases(ticket)), self._call_timeout_s)
+        self._host.call_at_once(lambda runtime: kept.enter_context(runtime.keep_leases(ticket)))
         try:
             yield
         finally:
@@ -656,6 +681,75 @@ class Runtime:
 
         Raises:
             RequestError: the ticket cannot be right.
+        """
+
+    def share(self, shelf: Shelf, *, pinned_blocks_max: int | None = None) -> None:
+        """Answer peers that look for a prefix: see `kvflow.Runtime.share`.
+
+        Args:
+            shelf: the prefix cache. It is asked on the loop's thread, which it must not block, while the engine's own
+                threads may change it.
+            pinned_blocks_max: blocks that may be pinned for readers at once; a quarter of the cache if None.
+
+        Raises:
+            UsageError, RuntimeUnavailable: as `kvflow.Runtime.share` has it.
+        """
+        self._shared = self._host.call_at_once(
+            lambda runtime: runtime.share(shelf, pinned_blocks_max=pinned_blocks_max)
+        )
+
+    def reclaim(self, blocks: int) -> int:
+        """Take pinned blocks of what is shared back at once: see `kvflow.SharedPrefixes.reclaim`.
+
+        Args:
+            blocks: how many.
+
+        Returns:
+            How many are free that were pinned.
+
+        Raises:
+            RequestError: it is no number.
+            UsageError: nothing was shared.
+        """
+        return self._host.call_at_once(lambda _: self._require_shared().reclaim(blocks))
+
+    def unshare(self) -> None:
+        """Share no more: see `kvflow.SharedPrefixes.close`.
+
+        Raises:
+            UsageError: nothing was shared.
+        """
+        self._host.call_at_once(lambda _: self._require_shared().close())
+
+    @_verb(_storing_s)
+    def seek_prefix(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
+        """Ask peers for a prefix, and read nothing: see `kvflow.Runtime.seek_prefix`.
+
+        Args:
+            request: whom to ask, and for what.
+
+        Returns:
+            What is offered, the longest first.
+
+        Raises:
+            RequestError, RuntimeUnavailable: as `kvflow.Runtime.seek_prefix` has it.
+        """
+
+    @_verb(_storing_s)
+    def pull_prefix(self, request: PrefixRequest) -> PrefixReport:
+        """Fill blocks with as much of a prefix as some peer has: see `kvflow.Runtime.pull_prefix`.
+
+        An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
+
+        Args:
+            request: the prompt's keys, the local blocks, and whom to ask.
+
+        Returns:
+            How many tokens are there now, and from whom.
+
+        Raises:
+            RequestError, PeerError, LoadError, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.pull_prefix` has
+                it.
         """
 
     @_verb(_storing_s)
@@ -754,6 +848,11 @@ class Runtime:
             UsageError: `deadline_s` is no time.
         """
 
+    def _require_shared(self) -> SharedPrefixes:
+        if self._shared is None:
+            raise UsageError("nothing was shared: call `share` first")
+        return self._shared
+
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state.
 
@@ -766,7 +865,7 @@ class Runtime:
         """
         if self._host.alive:
             with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
-                return self._host.call_at_once(asynchronous.Runtime.statistics, self._call_timeout_s)
+                return self._host.call_at_once(asynchronous.Runtime.statistics)
         return self._host.runtime.statistics()
 
     def start(self, work: Work[ResultT]) -> Pending[ResultT]:
@@ -788,8 +887,11 @@ class Runtime:
 class _Host:
     """The thread, its loop and the runtime on it. It does not refer to its handle, whose loss it has to notice."""
 
-    def __init__(self, runtime: asynchronous.Runtime) -> None:
+    def __init__(self, runtime: asynchronous.Runtime, call_timeout_s: float) -> None:
         self.runtime = runtime
+        self.config = runtime.config
+        self.call_timeout_s = call_timeout_s
+        """How long calls wait for the thread, beyond the time that what they ask for may take."""
         self.loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._opened: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -862,13 +964,13 @@ class _Host:
         pending.add_done_callback(self._forget)
         _tell(self.loop, pending._begin, lambda: work(self.runtime))
 
-    def call_at_once(self, verb: Callable[[asynchronous.Runtime], ResultT], timeout_s: float) -> ResultT:
+    def call_at_once(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
         """Call a verb that waits for nothing, on the loop."""
 
         async def work(runtime: asynchronous.Runtime) -> ResultT:
             return verb(runtime)
 
-        return self.call(work, timeout_s)
+        return self.call(work, self.call_timeout_s)
 
     def call(self, work: Work[ResultT], timeout_s: float | None) -> ResultT:
         """Run a coroutine on the loop and wait for it, up to `timeout_s`; then it is cancelled."""

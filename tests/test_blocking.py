@@ -23,10 +23,12 @@ from kvflow import (
     LeaseOutcome,
     LoadReport,
     LoadRequest,
+    PrefixRequest,
     RestoreRequest,
     RuntimeState,
     SaveRequest,
     ServeRequest,
+    prefix_keys,
 )
 from kvflow.blocking import Lease, Load, Runtime
 from kvflow.core.policy.states import LeaseState
@@ -46,7 +48,7 @@ from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.world import World
-from kvflow.testing import ManualClock, assert_closed, assert_quiet
+from kvflow.testing import BlockShelf, ManualClock, assert_closed, assert_quiet
 from kvflow.transport.files import Files
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.support.storing import HeldMover
@@ -181,6 +183,30 @@ def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
     assert pending.done
     assert pending.result().bytes > 0
     assert lease.outcome.result(WAIT_S) is LeaseOutcome.READ
+
+
+def test_a_prefix_is_shared_pulled_and_reclaimed_from_any_thread(inproc: Pair) -> None:
+    """The shelf is asked on the loop's thread."""
+    tokens, shelf = list(range(8)), BlockShelf(4)
+    shelf.put(tokens, [1, 2])
+    with pytest.raises(UsageError, match="nothing was shared"):
+        inproc.producer.reclaim(1)
+    inproc.producer.share(shelf, pinned_blocks_max=2)
+    peer = inproc.producer.start(address).result(WAIT_S)
+    request = PrefixRequest("req", prefix_keys(tokens, 4), 4, [5, 6], [peer], answer_within_s=WAIT_S)
+    (offer,) = inproc.consumer.seek_prefix(request)
+    assert (offer.num_tokens, shelf.pins[1]) == (8, 1)
+    assert inproc.producer.reclaim(1) == 2
+    assert not +shelf.pins
+    report = inproc.consumer.pull_prefix(request)
+    assert report.num_tokens == 8
+    assert all(bool((layer[:, [5, 6]] == 1).all()) for layer in inproc.cache.values())
+    inproc.producer.unshare()
+    assert inproc.consumer.pull_prefix(request).num_tokens == 0
+
+
+async def address(runtime: asynchronous.Runtime) -> str:
+    return runtime.address
 
 
 def test_a_lease_is_revoked_from_any_thread(pair: Pair) -> None:
@@ -444,6 +470,64 @@ def test_who_would_wait_for_itself_is_told() -> None:
         assert lease.revoke().wait(WAIT_S) == "revoked"
         with pytest.raises(LeaseExpired):
             load.result(WAIT_S)
+
+
+@contextlib.contextmanager
+def stuck(runtime: Runtime) -> Iterator[None]:
+    """Inside the block the loop's thread does nothing, and calls wait for it a millisecond."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def block(_: asynchronous.Runtime) -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+
+    blocking = runtime.start(block)
+    assert begun.wait(WAIT_S)
+    usual_s, runtime._host.call_timeout_s = runtime._host.call_timeout_s, 0.001
+    try:
+        yield
+    finally:
+        runtime._host.call_timeout_s = usual_s
+        go_on.set()
+        blocking.result(WAIT_S)
+
+
+def test_a_stuck_loop_keeps_nobody_waiting() -> None:
+    """Verbs that wait for the loop's thread alone: each ends by itself, and what it asked for is not done later."""
+    with opened_pair(InprocNetwork(), config=PLAIN) as pair:
+        lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=12, computed_tokens=0))
+        waits: dict[str, Callable[[], object]] = {
+            "advance": lambda: lease.advance(8),
+            "extend": lambda: lease.extend([3]),
+            "complete": lambda: lease.complete(),
+            "fail": lambda: lease.fail("broken"),
+            "serve_blocks": lambda: pair.producer.serve_blocks(replace(OFFER, block_ids=[4, 5])),
+            "decline": lambda: pair.producer.decline("other"),
+            "is_stored": lambda: pair.producer.is_stored("key"),
+            "statistics": lambda: pair.producer.statistics(),
+            "keep_leases": lambda: pair.producer.keep_leases(lease.ticket).__enter__(),
+        }
+        with stuck(pair.producer):
+            for wait in waits.values():
+                with pytest.raises(TimeoutError):
+                    wait()
+        assert (lease.state, lease.block_ids) == (LeaseState.OFFERED, (1, 2))
+        serving = pair.producer.statistics().serving
+        assert serving is not None
+        assert (serving.open_leases, serving.failed) == (1, 0)
+        assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
+
+
+def test_who_follows_a_load_on_a_stuck_loop_waits_as_long_as_it_may_take() -> None:
+    with opened_pair(InprocNetwork(), config=replace(PLAIN, cancel_grace_s=0.01)) as pair:
+        lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=8, computed_tokens=0))
+        load = pair.consumer.start_load(load_request(lease, deadline_s=0.05))
+        with stuck(pair.consumer), pytest.raises(TimeoutError):
+            next(iter(load))
+        with pytest.raises(DeadlineExceeded):
+            load.result(WAIT_S)
+        load.settled(WAIT_S)
+        assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
 
 
 def test_work_cancelled_before_it_began_never_begins(opened: Runtime) -> None:

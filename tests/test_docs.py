@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -47,39 +42,6 @@ def test_links_between_the_docs_lead_somewhere() -> None:
             target = "".join(target)
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs kvflow[docs]; python3 dev.py docs installs it")
-@pytest.mark.thorough
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Every link and anchor leads somewhere, every page has its place, every public name has a docstring's page.
-
-    Thorough: see `test_links_between_the_docs_lead_somewhere` of this file.
-    """
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    api = (tmp_path / "reference/api/index.html").read_text()
-    missing = [name for name in kvflow.__all__ if name != "errors" and f'id="kvflow.{name}"' not in api]
-    assert missing == []
-    settings = (tmp_path / "reference/config/index.html").read_text()
-    assert [entry.name for entry in fields(Config) if f"<code>{entry.name}</code>" not in settings] == []
-    table = (tmp_path / "reference/errors/index.html").read_text().split("</table>")[0]
-    assert table.count("<tr>") == 1 + len(RAISED) + len(GROUPS)
-    assert "<code>(2, B, H, N, D)</code>" in (tmp_path / "reference/tensors/index.html").read_text()
-
-
-@pytest.mark.parametrize("kind", [kvflow.Runtime, kvflow.Lease, kvflow.Load])
-def test_what_users_call_says_what_it_takes_gives_and_raises(kind: type) -> None:
-    for name, member in vars(kind).items():
-        said = inspect.getdoc(member) or ""
-        if name.startswith("_") or not inspect.isfunction(member) or said.startswith("Only for"):
-            continue
-        assert not re.search(r"(?<!`)\bRaises (?!:)\w", said), f"{name}: errors have a section of their own"
-        taken = inspect.signature(member).parameters.keys() - {"self"}
-        if taken and kind is kvflow.Runtime and name != "observed_by":
-            assert all(re.search(rf"^    {one}: ", said, re.MULTILINE) for one in taken), f"{name}: Args"
 
 
 def test_decisions_are_short_and_in_their_index() -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tables import find, public_names  # noqa: E402
+from tables import HANDLES, find, public_names  # noqa: E402
 
 # Pages of the repository that are pages of the site, too.
 PAGES = {
@@ -37,8 +37,6 @@ _OWN = {
     "kvflow.Load": ("begin", "end", "follow", "note_progress", "progressed"),
     "kvflow.Runtime": ("observed_by",),
 }
-# Handles are made by the runtime: how is no part of the API.
-_HANDLES = ("Load", "Lease")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -75,7 +73,7 @@ def _api_page(full: str) -> str:
     options: dict[str, Any] = {"heading_level": 1, "filters": ["!^_", "^__init__$", *hidden]}
     if isinstance(found, type) and issubclass(found, enum.Enum):
         options["show_if_no_docstring"] = True  # its members
-    if name in _HANDLES:
+    if name in HANDLES:
         options |= {"merge_init_into_class": False, "filters": ["!^_", *hidden]}
     shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in options.items()}
     lines = [f"      {key}: {value}" for key, value in shown.items()]

@@ -21,6 +21,8 @@ import kvflow
 
 DOCS = Path(__file__).resolve().parents[1]
 FIRST = ("Runtime", "Config", "ServeRequest", "Lease", "Ticket", "LoadRequest", "Load", "LoadReport", "CacheLayout")
+HANDLES = ("Load", "Lease", "Pending", "BlockWatch", "OfferWatch")
+"""Made by the library: how is no part of the API."""
 _MARK = re.compile(r"^<!-- table: (\w+) -->\n(?:.*?^<!-- /table -->\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -53,15 +55,18 @@ def find(full: str) -> Any:
 
 
 def said_of(full: str) -> str:
-    """The first paragraph of a public name's docstring."""
+    """The first paragraph of a public name's docstring, which of a value is the string below it."""
     module, _, name = full.rpartition(".")
     found = find(full)
-    if found is not None:
-        return "" if isinstance(found, str) else (inspect.getdoc(found) or "").split("\n\n")[0]
+    if inspect.isclass(found) or inspect.isfunction(found):
+        return inspect.cleandoc(found.__doc__ or "").split("\n\n")[0]
     for path in sorted(_source_of(module).parent.glob("*.py")):
-        for node in ast.parse(path.read_text("utf-8")).body:
+        body = ast.parse(path.read_text("utf-8")).body
+        for node in body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 return (ast.get_docstring(node) or "").split("\n\n")[0]
+        if said := _below_values(body).get(name):
+            return said.split("\n\n")[0]
     return ""
 
 
@@ -109,10 +114,17 @@ def settings_table(kind: type[Any]) -> str:
 def docstrings_of(kind: type[Any]) -> dict[str, str]:
     """The string below each field; a comment has none."""
     (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    return _below_values(body)
+
+
+def _below_values(body: Iterable[ast.stmt]) -> dict[str, str]:
     found = {}
     for entry, text in pairwise(body):
         match entry, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(said))),
+            ):
                 found[name] = inspect.cleandoc(said)
     return found
 

@@ -30,7 +30,14 @@ def name_of(request_id: str) -> str:
 def producer_params(rendezvous: Ticket) -> dict[str, Any]:
     """The parameters of the request that is to be computed for a rendezvous; its reader's are `rendezvous.to_params()`.
 
-    Raises RequestError if the ticket is of another kind.
+    Args:
+        rendezvous: a ticket by `Ticket.rendezvous`.
+
+    Returns:
+        `kv_transfer_params` in JSON types.
+
+    Raises:
+        RequestError: the ticket is of another kind.
     """
     ticket = checks.instance(rendezvous, Ticket, "producer_params")
     if not ticket.awaited:
@@ -86,3 +93,4 @@ class Dialect(NamedTuple):
 
 
 OWN_DIALECT = Dialect()
+"""Tickets as engines of our own make write them."""

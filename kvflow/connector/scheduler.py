@@ -177,11 +177,25 @@ class SchedulingConfig:
         return self.leave_last_token or self.has_state
 
     def takes(self, params: Mapping[str, Any]) -> bool:
-        """Whether a request with these parameters is to come from remote."""
+        """Whether a request is to come from remote.
+
+        Args:
+            params: its `kv_transfer_params`.
+
+        Returns:
+            True if they ask for it, and this engine consumes.
+        """
         return self.consumes and bool(params.get("do_remote_prefill"))
 
     def offers(self, params: Mapping[str, Any]) -> bool:
-        """Whether a request with these parameters is computed for a reader."""
+        """Whether a request is computed for a reader.
+
+        Args:
+            params: its `kv_transfer_params`.
+
+        Returns:
+            True if they ask for it, and this engine produces. What comes from remote is not offered again.
+        """
         return self.produces and bool(params.get("do_remote_decode")) and not self.takes(params)
 
     @property
@@ -190,7 +204,14 @@ class SchedulingConfig:
         return math.lcm(*(group.block_size for group in self.all_groups if group.whole), 1)
 
     def offered_of(self, num_prompt_tokens: int) -> int:
-        """Tokens of a prompt that are offered."""
+        """Tokens of a prompt that are offered.
+
+        Args:
+            num_prompt_tokens: how many it has.
+
+        Returns:
+            As many, or those that fill whole blocks of every group with `full_blocks_only`.
+        """
         return num_prompt_tokens - (num_prompt_tokens % self.full_block_tokens if self.full_blocks_only else 0)
 
 
@@ -270,9 +291,12 @@ def _registered(facts: GroupFacts, block_size: int) -> _Group:
 
 
 class ConnectorScheduler:
-    """All requests of one engine's scheduler that concern transfers.
+    """All requests of one engine's scheduler that concern transfers. Nothing is offered before `introduce`.
 
-    `new_secret` makes a text that nobody can guess. Nothing is offered before `introduce`.
+    Args:
+        config: the settings it decides by.
+        new_secret: makes a text that nobody can guess, another one each time.
+        dialect: the form of tickets in the parameters that routers carry.
     """
 
     def __init__(
@@ -303,20 +327,40 @@ class ConnectorScheduler:
         return all(group.facts.whole for group in self._groups)
 
     def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
-        """None for a request that does not concern transfers, or not any more."""
+        """Where a request is in its life.
+
+        Args:
+            request_id: the engine's.
+
+        Returns:
+            Its state; None for a request that does not concern transfers, or not any more.
+        """
         request = self._consumers.get(request_id) or self._producers.get(request_id)
         return request.state if request else None
 
     def blocks_held(self, request_id: str) -> bool:
-        """Whether the request's blocks must stay as they are, although it may have ended for the engine."""
+        """Whether a request's blocks must stay as they are, although it may have ended for the engine.
+
+        Args:
+            request_id: the engine's.
+
+        Returns:
+            False also for a request that is not known.
+        """
         state = self.state_of(request_id)
         return state is not None and request_blocks_held(state)
 
     def introduce(self, ticket: Ticket) -> None:
-        """Say who the engine's ranks are: a ticket of theirs, whatever for (`merge_tickets` of all ranks' tickets).
+        """Say who the engine's ranks are.
 
         Where the ranks have registered smaller blocks than the engine's, as many of theirs are one of the engine's, one
-        behind the other: what leaves here counts theirs. ConfigError if these do not divide the engine's.
+        behind the other: what leaves here counts theirs.
+
+        Args:
+            ticket: `merge_tickets` of what `ConnectorWorker.introduction` gives on every rank.
+
+        Raises:
+            ConfigError: the ranks' groups are not as many as the engine's, or their blocks do not divide the engine's.
         """
         sizes = [group.block_size for group in ticket.groups] or [ticket.block_size]
         if len(sizes) != len(self._groups):
@@ -327,8 +371,14 @@ class ConnectorScheduler:
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """A request has come.
 
-        RequestError (PromptMismatch if the ticket is of another prompt): its prompt is computed locally. So it is for a
-        ticket that has come before, unless samples share it and one of them still needs it.
+        Args:
+            request: what the engine knows of it.
+            sharing: who else has its ticket.
+
+        Raises:
+            RequestError: its parameters are no ticket, or the ticket has come before, unless samples share it and one
+                of them still needs it; PromptMismatch if it is of another prompt. The prompt is computed locally then.
+            UsageError: a request of that id is there already.
         """
         if self.state_of(request.request_id) is not None:
             raise UsageError(f"request {request.request_id!r}: it is there already")
@@ -372,7 +422,13 @@ class ConnectorScheduler:
     def reject(self, request: EngineRequest) -> None:
         """A request with a ticket was refused before it could be added, or is over: nobody will read what is offered.
 
-        Its producer is told, unless a request has had the ticket. RequestError if it is none.
+        Its producer is told, unless a request has had the ticket.
+
+        Args:
+            request: what the engine knows of it.
+
+        Raises:
+            RequestError: its parameters are no ticket.
         """
         params = checks.mapping(request.kv_transfer_params or {}, "kv_transfer_params")
         if not self._config.takes(params):
@@ -404,7 +460,16 @@ class ConnectorScheduler:
         return found
 
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Tokens beyond `num_computed_tokens`, which fill whole blocks, that can come from remote."""
+        """How much of a prompt can come from remote. No side effects: ask as often as you like.
+
+        Args:
+            request_id: the engine's.
+            num_computed_tokens: tokens that the engine has already; they fill whole blocks.
+
+        Returns:
+            The tokens beyond those. 0 for a request that does not concern transfers, or for fewer than
+            `SchedulingConfig.fetch_tokens_min`.
+        """
         request = self._consumers.get(request_id)
         if request is None or request.state is not ConsumerState.EXPECTED:
             return Matched(0, False)
@@ -414,11 +479,18 @@ class ConnectorScheduler:
         return Matched(None, False) if request.use.waits(request) else Matched(tokens, True)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
-        """A request has got blocks: `block_ids` are all of its own in prompt order, computed ones first.
+        """A request has got blocks.
 
-        With several groups they are a table for each; a group with a window has null blocks in front of it, as many as
-        are not needed, and a state's slot is the last of its table. With `num_external_tokens` 0 nothing will be read,
-        so its producer is told. Raises UsageError if the number is not one that `num_new_matched_tokens` has given.
+        Args:
+            request_id: the engine's.
+            block_ids: all of its own in prompt order, computed ones first. With several groups a table for each; a
+                group with a window has null blocks in front of it, as many as are not needed, and a state's slot is the
+                last of its table.
+            num_external_tokens: as `num_new_matched_tokens` has given them. With 0 nothing will be read, so its
+                producer is told.
+
+        Raises:
+            UsageError: it has given another number, or there are not as many tables as groups.
         """
         request = self._consumers.get(request_id)
         if request is None or request.state is not ConsumerState.EXPECTED:
@@ -458,10 +530,18 @@ class ConnectorScheduler:
         preempted: Iterable[str],
         block_ids: Callable[[str], GivenTables],
     ) -> Step:
-        """The work of this step for the workers; afterwards nothing of it is left here.
+        """What the workers do in this step.
 
-        `preempted` have lost their blocks before this step; `block_ids` tells all blocks of a request that has some, as
-        `update_after_alloc` takes them.
+        Args:
+            scheduled: the requests of the step.
+            preempted: ids of requests that have lost their blocks before it.
+            block_ids: tells all blocks of a request that has some, as `update_after_alloc` takes them.
+
+        Returns:
+            The work for `ConnectorWorker.begin` on every rank; afterwards nothing of it is left here.
+
+        Raises:
+            UsageError: `block_ids` gives not as many tables as there are groups.
         """
         for request_id in preempted:
             self._preempt(request_id)
@@ -477,7 +557,12 @@ class ConnectorScheduler:
         return step
 
     def update_from_workers(self, *, received: Iterable[str] = (), sent: Iterable[str] = ()) -> None:
-        """Loads that have ended, well or not, and leases that have. Ids that nobody waits for change nothing."""
+        """Take what has ended on all workers. Ids that nobody waits for change nothing.
+
+        Args:
+            received: requests whose loads have ended, well or not (`Results.received`).
+            sent: requests whose leases have (`Results.sent`).
+        """
         for request_id in received:
             consumer = self._consumers.get(request_id)
             if consumer is not None and knows(CONSUMER_TABLE, consumer.state, ConsumerEvent.RECEIVED):
@@ -488,11 +573,20 @@ class ConnectorScheduler:
                 self._producer_fires(producer, ProducerEvent.SENT)
 
     def request_finished(self, request_id: str, *, completed: bool, block_ids: GivenTables | None = None) -> Finished:
-        """A request has ended for the engine: `completed` by itself, or else aborted or failed.
+        """A request has ended for the engine.
 
-        With `hold_blocks` its blocks are the engine's again when it is reported as sent, or as received. With
-        `block_ids`, those that it still has, nothing is offered of which a block has been taken back since; nor is a
-        state that has gone on with the request's answer.
+        Args:
+            request_id: the engine's.
+            completed: whether by itself; else it was aborted, or has failed.
+            block_ids: those that it still has. With them nothing is offered of which a block has been taken back since;
+                nor is a state that has gone on with the request's answer.
+
+        Returns:
+            What the router gets, and whether the blocks must stay: with `hold_blocks` they are the engine's again when
+            the request is reported as sent, or as received.
+
+        Raises:
+            UsageError: there are not as many tables as groups.
         """
         if request_id in self._consumers:
             return self._consumer_finished(self._consumers[request_id])

@@ -74,7 +74,11 @@ class Results:
 
 
 class ConnectorWorker:
-    """One rank's worker. It owns nothing: who made the runtime closes it."""
+    """One rank's worker. It owns nothing: who made the runtime closes it.
+
+    Args:
+        runtime: the rank's, open.
+    """
 
     def __init__(self, runtime: BlockingRuntime) -> None:
         self._runtime = runtime
@@ -82,15 +86,30 @@ class ConnectorWorker:
         self._courier = _Courier(self._happened)
 
     def introduction(self) -> Ticket:
-        """Who this rank is, for `ConnectorScheduler.introduce`: a ticket of nothing. Once a cache is registered."""
+        """Who this rank is, for `ConnectorScheduler.introduce`.
+
+        Returns:
+            A ticket of nothing.
+
+        Raises:
+            RuntimeUnavailable: no cache is registered; or what `blocking.Runtime.serve_blocks` raises.
+        """
         return self._runtime.serve_blocks(ServeRequest("introduction", block_ids={}, num_tokens=0)).ticket
 
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
-        """Start a step's work; returns at once. Raises RuntimeBroken if the loop has died, RuntimeClosed if closed.
+        """Start a step's work; returns at once.
 
-        Where a device computes after it was told to: what is saved is there once `ready` has happened, and what is
-        received may be written once `after` has, which is recorded before the step's own work. A step that recalls
-        what flows (`Step.recall`) waits here until no read of it can succeed any more, some Limits.seal_hold_s.
+        A step that recalls what flows (`Step.recall`) waits here until no read of it can succeed any more, some
+        Limits.seal_hold_s. The events are for a device that computes after it was told to.
+
+        Args:
+            step: what `ConnectorScheduler.build_step` has given.
+            ready: happens once what is saved is there. Without it that is there now.
+            after: happens once what is received may be written; recorded before the step's own work.
+
+        Raises:
+            RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
+            TimeoutError: what flows was not recalled within 60 s.
         """
         if step.recall:
             self._runtime.start(lambda _: self._courier.recall(step)).result(_RECALL_S)
@@ -98,7 +117,14 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
 
     def collect(self) -> Results:
-        """Loads and leases that have ended meanwhile; returns at once. Raises what has gone wrong in kvflow itself."""
+        """Take what has ended meanwhile; returns at once.
+
+        Returns:
+            Loads and leases that have ended since the last call, each once.
+
+        Raises:
+            BaseException: what has gone wrong in kvflow itself, from then on with every call.
+        """
         if self._courier.problem is not None:
             raise self._courier.problem
         happened = tuple(self._happened.popleft() for _ in range(len(self._happened)))

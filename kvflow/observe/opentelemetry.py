@@ -29,7 +29,11 @@ _NS = 1_000_000_000
 
 
 def current_traceparent() -> str:
-    """The current span as a W3C traceparent, for a ServeRequest; that of a new trace if no span is current."""
+    """The current span as a W3C traceparent, for a ServeRequest.
+
+    Returns:
+        That of a new trace if no span is current.
+    """
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
     if "traceparent" in carrier:
@@ -48,12 +52,21 @@ def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str 
 
 
 class OpenTelemetrySpans:
-    """A `kvflow.Observer`. Without a tracer it takes the global provider's."""
+    """A `kvflow.Observer` that makes spans.
+
+    Args:
+        tracer: makes the spans; None takes the global provider's.
+    """
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or trace.get_tracer("kvflow")
 
     def load_ended(self, record: LoadRecord) -> None:
+        """Make the spans of a load.
+
+        Args:
+            record: of the load, which has just ended.
+        """
         here = trace.get_current_span().get_span_context()
         attributes = _attributes(record, "peer", "bytes", "descriptors", "verification", "freshness")
         attributes["kvflow.peer_engine"] = record.peer_engine_id
@@ -62,6 +75,11 @@ class OpenTelemetrySpans:
         self._tell(record, attributes, SpanKind.CLIENT, span_links, failed, landed=record.landed)
 
     def lease_ended(self, record: LeaseRecord) -> None:
+        """Make the spans of a lease.
+
+        Args:
+            record: of the lease, which has just ended.
+        """
         self._tell(record, _attributes(record, "tokens", "readers"), SpanKind.SERVER, computed=record.computed)
 
     def _tell(

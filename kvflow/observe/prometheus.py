@@ -29,7 +29,14 @@ _SCRAPE_WAIT_S = 1.0
 
 
 class PrometheusMetrics(Collector):
-    """A `kvflow.Observer` and a collector at once. Several in one process need a registry each."""
+    """A `kvflow.Observer` and a collector at once. Several in one process need a registry each.
+
+    Args:
+        registry: of prometheus_client, to which all metrics are added.
+
+    Raises:
+        ValueError: the registry has them already.
+    """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._watched: list[_Watched] = []
@@ -43,13 +50,30 @@ class PrometheusMetrics(Collector):
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
-        """Show this runtime's gauges; to be called on its loop, once it is open."""
+        """Show a runtime's gauges; to be called on its loop.
+
+        Args:
+            runtime: one that is open.
+
+        Raises:
+            RuntimeError: no event loop runs here.
+        """
         self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
+        """Count a load.
+
+        Args:
+            record: what became of it.
+        """
         self._note(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
+        """Count a lease.
+
+        Args:
+            record: what became of it.
+        """
         self._note(record)
 
     def _note(self, record: LoadRecord | LeaseRecord) -> None:
@@ -60,11 +84,20 @@ class PrometheusMetrics(Collector):
                 self._histograms[name].labels(*labels).observe(amount)
 
     def describe(self) -> list[Metric]:
-        """Nothing in advance: the gauges are not known before a runtime is watched."""
+        """For the registry, when this is added to it.
+
+        Returns:
+            Nothing in advance: the gauges are not known before a runtime is watched.
+        """
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry; from any thread."""
+        """For the registry, with each scrape; from any thread.
+
+        Returns:
+            Gauges and counters of all watched runtimes, as they are now. One whose loop does not answer within a second
+            is shown as it was before.
+        """
         snapshots = [(watched.labels, watched.statistics()) for watched in self._watched]
         for kind, shown in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text, label, values_of in shown:

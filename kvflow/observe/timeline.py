@@ -56,6 +56,12 @@ class RecordFile:
 
     Writing happens on the event loop, some microseconds per record and a write now and then: for diagnosing, not for
     every day.
+
+    Args:
+        path: of the file, which is made if there is none.
+
+    Raises:
+        OSError: it cannot be opened.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -72,9 +78,19 @@ class RecordFile:
         self._file.close()
 
     def load_ended(self, record: LoadRecord) -> None:
+        """Write a line.
+
+        Args:
+            record: of the load, which has just ended.
+        """
         self._write("load", record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
+        """Write a line.
+
+        Args:
+            record: of the lease, which has just ended.
+        """
         self._write("lease", record)
 
     def _write(self, kind: str, record: LoadRecord | LeaseRecord) -> None:
@@ -85,7 +101,18 @@ class RecordFile:
 
 
 def read_records(path: Path) -> Iterator[RecordLine]:
-    """The lines of a file; BadRecords names the first that is none. OSError if it cannot be read."""
+    """Read a file that `RecordFile` has written.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Its lines, each read when it is asked for.
+
+    Raises:
+        BadRecords: a line is no record; its number is named.
+        OSError: the file cannot be read.
+    """
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             try:
@@ -102,7 +129,14 @@ _Moment: TypeAlias = tuple[int, float]  # process of the timeline, Unix time
 
 
 def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
-    """All records as one trace, as the JSON object that Perfetto opens."""
+    """All records as one trace, for Perfetto.
+
+    Args:
+        lines: of all engines' files, in any order.
+
+    Returns:
+        A JSON object: dumped to a file, Perfetto opens it.
+    """
     processes: dict[tuple[str, Rank], int] = {}
     leases: dict[_Offer, list[_Moment]] = {}
     loads: list[tuple[_Offer, _Moment, float]] = []
@@ -157,9 +191,14 @@ def _moments(line: RecordLine) -> list[Moment]:
 
 
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
-    """Shares by request, for loads of leases that grew: tokens that had landed when the last one was computed, of all.
+    """How much of each prompt had landed when its last token was computed, for loads of leases that grew.
 
-    By the wall clocks of both machines; without loads whose lease is in no file.
+    Args:
+        lines: of all engines' files, in any order.
+
+    Returns:
+        By request, a share from 0 to 1 of its tokens, by the wall clocks of both machines. Without loads whose lease is
+        in no file.
     """
     computed: dict[_Offer, float] = {}
     loads: list[tuple[_Offer, RecordLine]] = []

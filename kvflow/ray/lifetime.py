@@ -16,7 +16,12 @@ OpenedT = TypeVar("OpenedT")
 
 
 class Lifetime(Generic[OpenedT]):
-    """The content of a context, from `start` to `stop`."""
+    """The content of a context, from `start` to `stop`.
+
+    Args:
+        context: is entered and left by one task.
+        name: of the task, and in errors.
+    """
 
     def __init__(self, context: AbstractAsyncContextManager[OpenedT], name: str = "kvflow-lifetime") -> None:
         self._context = context
@@ -25,7 +30,7 @@ class Lifetime(Generic[OpenedT]):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> OpenedT:
-        """Enter the context.
+        """Enter the context. Cancelling ends it and waits for that.
 
         Returns:
             What it opens.
@@ -33,8 +38,6 @@ class Lifetime(Generic[OpenedT]):
         Raises:
             UsageError: it was started before.
             Exception: whatever entering raises.
-
-        Cancelling ends the context and waits for it.
         """
         if self._task is not None:
             raise UsageError(f"{self._name}: a Lifetime is started once")
@@ -53,14 +56,22 @@ class Lifetime(Generic[OpenedT]):
     async def stop(self) -> None:
         """Leave the context, and wait until it is left. Does nothing if it was never entered; stopping twice is fine.
 
-        Raises whatever leaving raises, or what has ended it before. Cancelling stops the waiting; the leaving goes on.
+        Cancelling stops the waiting; the leaving goes on.
+
+        Raises:
+            Exception: whatever leaving raises, or what has ended it before.
         """
         self._stopping.set()
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def check(self) -> None:
-        """Raise what has ended the context by itself, such as a background task that failed; nothing while it lives."""
+        """Raise what has ended the context by itself, such as a background task that failed; nothing while it lives.
+
+        Raises:
+            Exception: what has ended it.
+            UsageError: it was stopped, or cancelled.
+        """
         if self._task is not None and self._task.done():
             if self._task.cancelled():
                 raise UsageError(f"{self._name} was cancelled")

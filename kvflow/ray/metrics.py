@@ -21,7 +21,11 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 
 class RayMetrics:
-    """A `kvflow.Observer` for one runtime of a replica, and a task that shows its statistics. Made in the replica."""
+    """A `kvflow.Observer` for one runtime of a replica, and a task that shows its statistics. Made in the replica.
+
+    Args:
+        period_s: how often statistics are shown, in seconds.
+    """
 
     def __init__(self, period_s: float = 5.0) -> None:
         self._period_s = period_s
@@ -47,9 +51,19 @@ class RayMetrics:
         self._counted: dict[tuple[int, str], float] = {}
 
     def load_ended(self, record: LoadRecord) -> None:
+        """Count a load.
+
+        Args:
+            record: what became of it.
+        """
         self._note(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
+        """Count a lease.
+
+        Args:
+            record: what became of it.
+        """
         self._note(record)
 
     def _note(self, record: LoadRecord | LeaseRecord) -> None:
@@ -62,7 +76,11 @@ class RayMetrics:
                 counter.inc(amount, tags=dict(zip(names, labels, strict=True)))
 
     async def watch(self, runtime: Runtime) -> None:
-        """Show the runtime's statistics every period, until this is cancelled."""
+        """Show a runtime's statistics every period. It never ends by itself: cancel it.
+
+        Args:
+            runtime: the one whose records this observes.
+        """
         where = dict(zip(LABELS, (runtime.config.engine_id, *map(str, runtime.rank)), strict=True))
         while True:
             self._show(runtime.statistics(), where)

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import RequestError, RuntimeUnavailable
 from kvflow.logs import logger_of
-from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.runtime.runtime import Runtime
 
 if TYPE_CHECKING:

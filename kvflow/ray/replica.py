@@ -92,6 +92,9 @@ class ReplicaRuntime:
         To be called by the replica that goes, before it ends the tasks that hold the leases' blocks. Bounded by
         `drain_deadline_s` and what `Runtime.drain` adds; by less if the deployment was given less time meanwhile, which
         Serve does without starting replicas again. Cancelling stops the waiting.
+
+        Returns:
+            What became of what was open; not `finished` if the runtime had ended before.
         """
         if self.runtime.state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
             return DrainReport(finished=False)  # what was open has ended with it
@@ -99,9 +102,13 @@ class ReplicaRuntime:
         return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
 
     def metadata(self) -> dict[str, Any]:
-        """Who the replica is, in JSON types: for `record_replica_metadata`, and for who prewarms (`kvflow.ray.peers`).
+        """Who the replica is: for `record_replica_metadata`, and for who prewarms (`kvflow.ray.peers`).
 
-        Raises RuntimeBroken and RuntimeClosed, as `Runtime.address` does.
+        Returns:
+            Engine, side channel's address, node and rank, in JSON types.
+
+        Raises:
+            RuntimeBroken, RuntimeClosed: as for `Runtime.address`.
         """
         rank = self.runtime.rank
         return {
@@ -114,7 +121,11 @@ class ReplicaRuntime:
         }
 
     def routing_stats(self) -> dict[str, Any]:
-        """Counts of what is open and what is free now, in JSON types: for `record_routing_stats`."""
+        """What is open and what is free now: for `record_routing_stats`.
+
+        Returns:
+            The state, and counts of free blocks, open leases and open loads, in JSON types.
+        """
         now = self.runtime.statistics()
         blocks = now.blocks
         return {

@@ -42,6 +42,10 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.prefix.pull import Means, Prefixes
+from kvflow.runtime.prefix.seek import Seeker
+from kvflow.runtime.prefix.sharing import Leasing, SharedPrefixes
+from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells
@@ -106,12 +110,46 @@ class RegisteredCache:
         """Who answers readers of another make."""
         self.digests = DigestAnswers(context, local, self.serving.held, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
+        self.sharing: SharedPrefixes | None = None
+        """Who answers questions for prefixes, if this cache is shared."""
+        seeker = Seeker(context, local, self.own_reach, self.peers, self.remote_leases)
+        leases = self.remote_leases
+        means = Means(
+            seeker.seek,
+            seeker.give_back,
+            self.loader.tables_of,
+            self.reach.parse_ticket,
+            self.loader.start,
+            leases.keep_while,
+            leases.release,
+        )
+        self.prefixes = Prefixes(context.config, local, means)
+        self._context = context
+        self._config = context.config
         self._rank = context.identity.rank
         self._clock = context.clock
 
+    def share(self, shelf: Shelf, pinned_blocks_max: int | None) -> SharedPrefixes:
+        """See `Runtime.share`."""
+        if self._config.role == "consumer":
+            raise UsageError(f"share: the role of engine {self._config.engine_id!r} is 'consumer'")
+        if self.sharing is not None:
+            raise UsageError(f"share: the cache of engine {self._config.engine_id!r} is shared already")
+
+        def forget() -> None:
+            self.sharing = None
+
+        leasing = Leasing(partial(self.serving.serve, holds=False), self.serving.open_lease, self.serving.revoke)
+        self.sharing = SharedPrefixes(self._context, leasing, shelf, self.ledger, self.local, pinned_blocks_max)
+        self.sharing.on_close = forget
+        return self.sharing
+
     def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
-        ours, theirs = self.local.caller.target, request.target
+        ours = self.local.caller.target
+        if isinstance(request, messages.WhoRequest):
+            return messages.RankNamed(target=ours)
+        theirs = request.target
         if theirs.engine_id != ours.engine_id:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
             return refusal(f"unknown engine: expected {asked_for!r}, this is {ours.engine_id!r}")
@@ -131,6 +169,8 @@ class RegisteredCache:
                     return refusal(str(error))
             case messages.DigestRequest():
                 return self.digests.answer(request)
+            case messages.SeekRequest():
+                return messages.NoLease(ended=False) if draining or not self.sharing else self.sharing.answer(request)
             case messages.OfferRequest() | messages.NewsRequest():
                 try:
                     return self.serving.news.answer(request)

@@ -11,6 +11,8 @@ from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.load.load import LoadingStatistics
 from kvflow.runtime.peers.table import PeerStatistics
+from kvflow.runtime.prefix.requests import PrefixStatistics
+from kvflow.runtime.prefix.shelf import SharingStatistics
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.store.requests import StoreStatistics
 from kvflow.transport.base import TransportStatistics
@@ -25,6 +27,8 @@ _SENT = ("notifications_sent", "notifications_received", "notifications_failed")
 
 
 class RuntimeState(enum.StrEnum):
+    """Whether a runtime takes new work (OPEN), ends what it has (DRAINING, CLOSING), or can do nothing any more."""
+
     NEW = "new"
     OPEN = "open"
     DRAINING = "draining"
@@ -57,6 +61,10 @@ class RuntimeStatistics:
     """Notifications that came before a cache was registered, when no lease could exist."""
     store: StoreStatistics | None = None
     """None also where Config names no store. It counts anew with each registration."""
+    sharing: SharingStatistics | None = None
+    """None where the cache is not shared. It counts anew with each `Runtime.share`."""
+    prefixes: PrefixStatistics | None = None
+    """It counts anew with each registration."""
 
 
 @dataclass(slots=True)

@@ -172,6 +172,8 @@ class Supervisor:
             loading=past.with_loading(cache.loader.statistics if cache else None),
             peers=cache.peers.statistics if cache else (),
             store=cache.store.statistics if cache and cache.store else None,
+            sharing=cache.sharing.statistics if cache and cache.sharing else None,
+            prefixes=cache.prefixes.statistics if cache else None,
             readers=cache.readers.count if cache else 0,
             listener=self._listener.statistics if services else None,
             transport=past.with_transport(self._incarnation.transport.statistics if self._incarnation else None),

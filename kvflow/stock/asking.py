@@ -30,11 +30,25 @@ async def ask_rank(
     engine_id: str = "",
     bytes_max: int = METADATA_BYTES_MAX,
 ) -> Shown:
-    """What the rank of the engine that listens at `tcp://host:port` shows of itself, in an answer of `bytes_max`.
+    """Ask a stock engine what one of its ranks shows of itself. Cancelling gives the question up.
 
     **The rank has to exist**: vLLM's listener dies of the question about another one. Every engine has rank 0, 0.
-    Raises PeerUnreachable if nobody answers within `timeout_s`, ProtocolError if what answers is no stock vLLM,
-    RequestError for what is no address, rank, name or time. Cancelling gives the question up.
+
+    Args:
+        address: where the engine listens, `tcp://host:port`.
+        pp_rank: which of its stages.
+        tp_rank: which rank of the stage.
+        timeout_s: how long an answer may take, in seconds.
+        engine_id: for errors.
+        bytes_max: how large an answer may be.
+
+    Returns:
+        The hash of its engine, its metadata, and what its clock showed.
+
+    Raises:
+        PeerUnreachable: nobody answers in time.
+        ProtocolError: what answers is no stock vLLM.
+        RequestError: what was given is no address, rank, name or time.
     """
     host, port = split_address(address, what="stock address", error=RequestError)
     checks.text(engine_id, "engine_id", most=_NAME_CHARS_MAX)

@@ -40,7 +40,11 @@ def machine_id() -> str:
 
 
 def arrival() -> Arrival:
-    """The moment at which parameters have come, for `StockTicket.arrived`: now, on this machine's clock."""
+    """The moment at which parameters have come, for `StockTicket.arrived`.
+
+    Returns:
+        Now, on this machine's clock.
+    """
     return Arrival(machine_id(), clock_gettime(CLOCK_BOOTTIME))
 
 
@@ -106,13 +110,34 @@ class StockPeers:
             raise ConfigError(f"stock serve_version: {error}") from error
 
     def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> StockHandshakes:
-        """See `runtime.foreign.Foreign`. ConfigError for a cache that is not exchanged with stock engines."""
+        """For the runtime: see `runtime.foreign.Foreign`.
+
+        Args:
+            context: the rank's.
+            local: what it has registered.
+            own: how engines of our own make are asked.
+
+        Returns:
+            How engines of both makes are asked who they are.
+
+        Raises:
+            ConfigError: the cache is not exchanged with stock engines.
+        """
         known = Known(frozenset(self.hashes), self.learn_hash, frozenset(self.tp_sizes))
         sights = Sights(self.terms, machine_id(), context)
         return StockHandshakes(context, local, own, _our_cache(local), known, sights)
 
     def reach(self, context: RankContext, peers: Peers, own: Reach) -> StockReach:
-        """See `runtime.foreign.Foreign`."""
+        """For the runtime: see `runtime.foreign.Foreign`.
+
+        Args:
+            context: the rank's.
+            peers: its peers.
+            own: the way from our own tickets to their ranks.
+
+        Returns:
+            The way from tickets of both makes.
+        """
         handshakes = peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
         return StockReach(context, peers, own, handshakes)
@@ -120,7 +145,20 @@ class StockPeers:
     def service(
         self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
     ) -> Service | None:
-        """See `runtime.foreign.Foreign`."""
+        """For the runtime: see `runtime.foreign.Foreign`.
+
+        Args:
+            context: the rank's.
+            local: what it has registered.
+            metadata: what engines of our own make are shown of that.
+            leases: its leases.
+
+        Returns:
+            Who answers stock readers; None without `serve_version`.
+
+        Raises:
+            ConfigError: they cannot be served from this cache, with CURVE, or by several ranks without `ranks`.
+        """
         config = context.config
         if not self.serve_version:
             return None

@@ -85,14 +85,28 @@ class EngineRanks:
         self._shown = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """This rank has registered a cache, and shows that."""
+        """This rank has registered a cache, and shows that. Only its runtime calls it.
+
+        Args:
+            engine_id: of the engine.
+            tp_rank: which of its ranks this is.
+            tp_size: how many it has.
+            metadata: what a reader gets of this rank.
+        """
         self._shown = {}
         self._own = _Card(engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, metadata=metadata)
         if tp_size == 1:
             self._shown = {0: metadata}
 
     def metadata_of(self, tp_rank: int) -> bytes | None:
-        """What readers of a rank get; None if there is no such rank, or not all are known."""
+        """What readers of a rank get.
+
+        Args:
+            tp_rank: which of the engine's ranks.
+
+        Returns:
+            Its metadata; None if there is no such rank, or not all are known.
+        """
         return self._shown.get(tp_rank)
 
 

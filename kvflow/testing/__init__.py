@@ -17,12 +17,14 @@ from kvflow.testing.pair import (
     inproc_pair,
     nixl_pair,
 )
+from kvflow.testing.shelf import BlockShelf
 from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
 from kvflow.testing.watch import BlockWatch, OfferWatch, watch_blocks, watch_offers
 from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
 
 __all__ = [
+    "BlockShelf",
     "BlockWatch",
     "CacheSize",
     "Deadlock",

@@ -23,6 +23,9 @@ class ManualClock:
 
     It moves timers that a runtime takes from its world: leases, holds, renewals. What bounds a wait on the event loop
     (deadlines of loads, timeouts of the side channel) goes by the loop's own time.
+
+    Args:
+        now_s: What it shows first, in seconds.
     """
 
     def __init__(self, now_s: float = 0.0) -> None:
@@ -73,8 +76,15 @@ class ManualClock:
 
 
 class LoopClock:
-    """A clock that is the running loop's time, virtual if the loop's is, as a machine shows it that started
-    some time ago and is a little fast or slow."""
+    """A clock that is the running loop's time, virtual if the loop's is, as another machine shows it.
+
+    Args:
+        offset_s: How much longer ago that machine has started, in seconds.
+        rate: Its seconds in a second of the loop: 1 but for a little, if it is fast or slow.
+
+    Raises:
+        RuntimeError: No event loop runs here.
+    """
 
     def __init__(self, *, offset_s: float = 0.0, rate: float = 1.0) -> None:
         self._loop = asyncio.get_running_loop()
@@ -85,7 +95,7 @@ class LoopClock:
         """The time now.
 
         Returns:
-            Seconds: the loop's time at the clock's rate, and its offset.
+            The loop's time at the clock's rate, and its offset, in seconds.
         """
         return self._offset_s + self._loop.time() * self._rate
 

@@ -152,8 +152,11 @@ def block_by_block(config: Config) -> Config:
 _QUICK, _WORLD, _SIZE = Config(engine_id="any", drain_timeout_s=1.0), World(), CacheSize()
 
 TestEngine: TypeAlias = Engine[InprocTransport]
+"""One side of an `InprocPair`: its runtime, the transport under it, and its cache."""
 InprocPair: TypeAlias = Pair[InprocTransport]
+"""A `Pair` by `inproc_pair`, whose transports have faults to script."""
 NixlPair: TypeAlias = Pair[Transport]
+"""A `Pair` by `nixl_pair`."""
 
 
 @contextlib.asynccontextmanager

@@ -127,7 +127,11 @@ class _Task(asyncio.Task[T]):
 
 
 class VirtualLoop(BaseEventLoop):
-    """See the module. Use it as `asyncio.Runner(loop_factory=new_virtual_loop)`."""
+    """An event loop whose time is a number. Use it as `asyncio.Runner(loop_factory=new_virtual_loop)`.
+
+    When nothing is ready it jumps to the next timer; where there is none it raises `Deadlock`. Threads and sockets it
+    has not: what needs one fails at once with NotImplementedError.
+    """
 
     _ready: deque[asyncio.Handle]
 

@@ -110,7 +110,13 @@ class Carrier(Protocol):
 
 
 class InprocTransport:
-    """See `transport.base.Transport`. Without a `carrier` what is posted is performed in the next turn of the loop."""
+    """A transport within one process: see `transport.base.Transport`.
+
+    Args:
+        name: The agent's, which no other one on its network has.
+        network: Whom it reaches.
+        carrier: When what is posted is performed; None is in the next turn of the loop.
+    """
 
     def __init__(self, name: str, network: InprocNetwork = DEFAULT_NETWORK, *, carrier: Carrier | None = None) -> None:
         self.name = AgentName(name)

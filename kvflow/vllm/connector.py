@@ -100,7 +100,7 @@ class KVFlowIntroductions(KVConnectorWorkerMetadata):
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. Each method belongs to the role that KVConnectorBase_V1 says."""
+    """kvflow as vLLM's KV connector. vLLM makes it, and calls each method in the role that KVConnectorBase_V1 says."""
 
     _cache_hit_source = CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()

@@ -24,6 +24,7 @@ from tests_support import PATIENT, in_virtual_time, limited, small_cache, turns,
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import (
     CacheUnregistered,
     ConfigError,
@@ -38,7 +39,6 @@ from kvflow.errors import (
     TransportBroken,
     UsageError,
 )
-from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.testing import (
     InprocCluster,
     TestEngine,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.peers.prewarm import PeerAddress, prewarm
+from kvflow.runtime.peers.prewarm import prewarm
 
 
 @pytest.mark.parametrize(("count", "spread", "first"), [(40, 0, 0), (40, 1234, 34), (40, 39, 39), (16, 1234, 0)])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from kvflow import checks
+from kvflow.checks import shown
+from kvflow.config import ENGINE_ID_CHARS_MAX, is_host, split_address
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
-from kvflow.errors import PeerError
+from kvflow.errors import PeerError, RequestError
 
 ErrorT = TypeVar("ErrorT", bound=PeerError)
 
@@ -35,3 +39,35 @@ class Address(NamedTuple):
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
         """An error about the rank, which it names."""
         return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress:
+    """One rank of an engine, and where its side channel listens (`Runtime.address`).
+
+    The engine's other ranks are found by their ports, as `Config.listen` gives them out.
+    """
+
+    engine_id: str
+    address: str
+    dp_rank: int = 0
+    pp_rank: int = 0
+    tp_rank: int = 0
+
+    def checked(self) -> PeerAddress:
+        """Check the fields, which the constructor takes as they are.
+
+        Returns:
+            An equal address in Python's own types.
+
+        Raises:
+            RequestError: it names the field that cannot be.
+        """
+        engine_id, address = checks.text(self.engine_id, "engine_id"), checks.text(self.address, "address")
+        if not checks.is_name(engine_id, ENGINE_ID_CHARS_MAX):
+            raise RequestError(f"engine_id: expected a name of at most {ENGINE_ID_CHARS_MAX}, got {shown(engine_id)}")
+        host, port = split_address(address, what="address", error=RequestError)
+        if not is_host(host) or not port:
+            raise RequestError(f"address: expected a host and port to connect to, got {shown(address)}")
+        ranks = {name: checks.whole(getattr(self, name), name, least=0) for name in ("dp_rank", "pp_rank", "tp_rank")}
+        return PeerAddress(engine_id=engine_id, address=address, **ranks)

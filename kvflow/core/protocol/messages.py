@@ -54,6 +54,7 @@ from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.state import ROWS_MAX, StatePart
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.limits import PAYLOAD_BYTES_MAX
 
 PROTOCOL_VERSION = 5
@@ -61,12 +62,16 @@ MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 LEASE_ID_CHARS = 32
+PREFIX_OF = "kvflow-prefix/"
+"""What the names of leases of prefixes begin with, so that no reader can take the name of an engine's own request."""
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _ADDRESS_MAX = (1 << 63) - 1
 _PARTS = (("K", "V"), ("KV",), ("latent",))
 AGENT_METADATA_BYTES_MAX = 1 << 26
 LEASE_IDS_MAX = 1 << 20
 """In one notification."""
+KEYS_MAX = 1 << 10
+"""Keys of a prefix in one question: so it is answered in one short turn of a loop, however long the prefix is."""
 NOTIFICATION_BYTES_MAX = 4 << 10
 _PART_CHARS_MAX = 4096
 _ERROR_CHARS_MAX = 300
@@ -268,6 +273,29 @@ class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
     """Answered as well when no more tokens than that are missing; -1: not before the end of the lease."""
 
 
+class SeekRequest(msgspec.Struct, frozen=True, kw_only=True, tag="seek"):
+    """Question for the longest run of a prefix that is in the cache now. It is answered by an `Offer` of it."""
+
+    reader: Reader
+    target: Target
+    request_id: RequestName
+    """Name of the lease that the reader gets, with `PREFIX_OF` before it; the same at every rank of an engine."""
+    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
+    """See `core.prefix.keys`: number i is that of the first (i + 1) * `key_tokens` tokens."""
+    key_tokens: Size
+
+
+class WhoRequest(msgspec.Struct, frozen=True, kw_only=True, tag="who"):
+    """Question for the engine and rank that listens here, by a reader that knows an address only."""
+
+    reader: Reader
+
+    @property
+    def target(self) -> Target:
+        """A rank of an engine that the reader cannot name."""
+        return Target("unknown", 0, 0, 0)
+
+
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     """`regions.Regions` on the wire."""
 
@@ -323,6 +351,8 @@ class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     """Whether its blocks are still being computed."""
     payload: bool = False
     """Whether a payload comes with its end."""
+    held: bool = True
+    """Whether the blocks are held for a moment after its end: see `core.protocol.proof`."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
@@ -336,6 +366,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     """The engine's, by group."""
     extends: bool
     prompt_digest: PromptDigest
+    queued_bytes: Count = 0
+    """Bytes of prefixes that are leased to others now: what may be read before."""
+
+
+class RankNamed(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
+    """The answer to a `WhoRequest`."""
+
+    target: Target
 
 
 class Declined(msgspec.Struct, frozen=True, kw_only=True, tag="declined"):
@@ -412,10 +450,29 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
 WaitingRequest: TypeAlias = OfferRequest | NewsRequest
 """Questions that may be answered late."""
 Request: TypeAlias = (
-    MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | DigestRequest | Goodbye | WaitingRequest
+    MetadataRequest
+    | LeaseRequest
+    | ReleaseRequest
+    | ClockRequest
+    | DigestRequest
+    | Goodbye
+    | WaitingRequest
+    | SeekRequest
+    | WhoRequest
 )
 Reply: TypeAlias = (
-    Metadata | LeaseFound | NoLease | Released | ClockShown | Digests | Ack | Refusal | Offer | Declined | News
+    Metadata
+    | LeaseFound
+    | NoLease
+    | Released
+    | ClockShown
+    | Digests
+    | Ack
+    | Refusal
+    | Offer
+    | Declined
+    | News
+    | RankNamed
 )
 
 

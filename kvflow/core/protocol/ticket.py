@@ -51,6 +51,7 @@ _NO_LEASE: dict[str, Any] = {
     "more_block_ids": (),
     "pending": False,
     "payload": False,
+    "held": True,
 }
 """What a `RankLease` says of a rank that has to be asked."""
 _READ = "_read"  # of a ticket that was read, among its attributes: how many block ids it has, or will have
@@ -95,6 +96,8 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the blocks were still being computed, so that the seal has to be seen before anything is read."""
     payload: bool = False
     """Whether a payload comes with the lease's end."""
+    held: bool = True
+    """Whether the blocks are held for a moment after its end; else the seal is looked at after the last byte."""
 
     @property
     def address(self) -> str:

@@ -51,6 +51,11 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
         return False
 
     def to_params(self) -> dict[str, Any]:
+        """The parameters that routers carry, as they came.
+
+        Returns:
+            A copy.
+        """
         return dict(self.params)
 
 

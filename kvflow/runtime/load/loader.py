@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvflow.config import Config
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.queue import FairQueue
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
@@ -145,6 +146,10 @@ class Loader:
             load, work = self._accept(request, begun_s, waited_s=0.0)
             return self._carry_out(load, work)
         return self._load_in_turn(request, begun_s)
+
+    def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
+        """Local blocks as a request gives them, by group. RequestError if they cannot be right."""
+        return self._gear.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`; raises what is wrong with the request."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvflow import checks
 from kvflow.checks import answer, shown
-from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, is_host, rank_offset, split_address
+from kvflow.config import PORT_MAX, rank_offset, split_address
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
 from kvflow.runtime.peers.peer import check_parallelism
@@ -19,38 +19,6 @@ from kvflow.runtime.peers.reach import Reach, first_to_ask
 from kvflow.runtime.peers.table import Peers
 
 _AT_ONCE_MAX = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerAddress:
-    """One rank of an engine, and where its side channel listens (`Runtime.address`).
-
-    The engine's other ranks are found by their ports, as `Config.listen` gives them out.
-    """
-
-    engine_id: str
-    address: str
-    dp_rank: int = 0
-    pp_rank: int = 0
-    tp_rank: int = 0
-
-    def checked(self) -> PeerAddress:
-        """Check the fields, which the constructor takes as they are.
-
-        Returns:
-            An equal address in Python's own types.
-
-        Raises:
-            RequestError: it names the field that cannot be.
-        """
-        engine_id, address = checks.text(self.engine_id, "engine_id"), checks.text(self.address, "address")
-        if not checks.is_name(engine_id, ENGINE_ID_CHARS_MAX):
-            raise RequestError(f"engine_id: expected a name of at most {ENGINE_ID_CHARS_MAX}, got {shown(engine_id)}")
-        host, port = split_address(address, what="address", error=RequestError)
-        if not is_host(host) or not port:
-            raise RequestError(f"address: expected a host and port to connect to, got {shown(address)}")
-        ranks = {name: checks.whole(getattr(self, name), name, least=0) for name in ("dp_rank", "pp_rank", "tp_rank")}
-        return PeerAddress(engine_id=engine_id, address=address, **ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +57,7 @@ async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket 
         if isinstance(engine, PeerAddress):
             engine = engine.checked()
             engine_id = engine.engine_id
-            wanted = await _ask(reach, peers, engine)
+            wanted = await ranks_at(reach, peers, engine)
         else:
             ticket = reach.parse_ticket(engine)
             engine_id = ticket.engine_id
@@ -107,17 +75,24 @@ async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket 
     return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=error)
 
 
-async def _ask(reach: Reach, peers: Peers, engine: PeerAddress) -> list[Address]:
-    """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut."""
+async def ranks_at(reach: Reach, peers: Peers, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
+    """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut.
+
+    With `every_rank` those that only other ranks of ours need, too. Raises as `Peers.connect` does, and RequestError.
+    """
     host, port = split_address(engine.address, what="address")
     here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
     parallelism = (await peers.connect(peers.get(Address(engine.engine_id, here, engine.address)), None)).parallelism
     sizes = {"tp_size": parallelism.tp_size, "pp_size": parallelism.pp_size}
     base, wanted = port - rank_offset(*here, **sizes), []
-    what = f"prewarm: engine {engine.engine_id!r} at {engine.address}"
-    for rank in reach.ranks_of(parallelism, engine.dp_rank, what):
+    what = f"engine {engine.engine_id!r} at {engine.address}"
+    ranks = reach.ranks_of(parallelism, engine.dp_rank, what)
+    if every_rank:
+        pairs = itertools.product(range(parallelism.pp_size), range(parallelism.tp_size))
+        ranks = [Rank(engine.dp_rank, *pair) for pair in pairs]
+    for rank in ranks:
         there = base + rank_offset(*rank, **sizes)
         if not 0 < there <= PORT_MAX:
-            raise RequestError(f"prewarm: port {port} of {here} puts {rank} at port {there}")
+            raise RequestError(f"{what}: port {port} of {here} puts {rank} at port {there}")
         wanted.append(Address(engine.engine_id, rank, f"tcp://{host}:{there}"))
     return wanted

@@ -344,6 +344,7 @@ class Reach:
             more_block_ids=reply.more_block_ids,
             pending=reply.pending,
             payload=reply.payload,
+            held=reply.held,
         )
         try:
             check_lease(lease, ticket)
@@ -364,7 +365,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
     proof = SealProof(
         grows=connection.staged or lease.pending,
         not_expired_before_s=surely_s,
-        quick_read_max_s=connection.quick_read_max_s,
+        quick_read_max_s=connection.quick_read_max_s if lease.held else 0.0,
     )
     address = connection.seals_address + lease.seal_index * SEAL_SIZE_BYTES
     return Source(peer, connection, lease, surely_s, address, proof)

@@ -85,7 +85,7 @@ class Rendezvous:
                 times = f"{offer.ttl_s} s, until {offer.lease.expires_s} s on its clock"
                 raise at.failure(ProtocolError, f"an offer for {times}")
             else:
-                lease = _lease(at, offer.lease)
+                lease = lease_told(at, offer.lease)
                 tables = lease.block_tables or offer.block_ids
                 found(self._ways.told(ticket, peer, connection, lease, tables), offer.ttl_s)
             room[at] = connection.num_blocks
@@ -150,7 +150,9 @@ class Rendezvous:
                 if ours != theirs:
                     both = f"{first_at.rank} says {str(ours)[:80]}, {at.rank} says {str(theirs)[:80]}"
                     raise at.failure(ProtocolError, f"its ranks offer different things: {name}: {both}")
-        leases = {(at.rank.pp, at.rank.tp): _lease(at, offer.lease) for at, offer in offers if offer.lease is not None}
+        leases = {
+            (at.rank.pp, at.rank.tp): lease_told(at, offer.lease) for at, offer in offers if offer.lease is not None
+        }
         ranks = [leases.pop((rank.pp_rank, rank.tp_rank), rank) for rank in ticket.ranks]
         tables = first.block_ids or ((),)
         try:
@@ -172,7 +174,8 @@ class Rendezvous:
             raise first_at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
 
 
-def _lease(at: Address, found: messages.LeaseFound) -> RankLease:
+def lease_told(at: Address, found: messages.LeaseFound) -> RankLease:
+    """A lease as the rank itself has told of it."""
     host, port = split_address(at.address, what="peer")
     return RankLease(
         pp_rank=at.rank.pp,
@@ -187,6 +190,7 @@ def _lease(at: Address, found: messages.LeaseFound) -> RankLease:
         more_block_ids=found.more_block_ids,
         pending=found.pending,
         payload=found.payload,
+        held=found.held,
     )
 
 

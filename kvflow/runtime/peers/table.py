@@ -150,18 +150,25 @@ class Peers:
 
     async def find_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseFound | messages.NoLease:
         """Ask a rank for its lease of a request. Raises a PeerError."""
+        return _expected(peer, await self._ask_connected(peer, question), messages.LeaseFound)
+
+    async def seek(self, peer: Peer, question: messages.SeekRequest) -> messages.Offer | messages.NoLease:
+        """Ask a rank for a prefix. Raises a PeerError."""
+        return _expected(peer, await self._ask_connected(peer, question), messages.Offer)
+
+    async def _ask_connected(self, peer: Peer, question: messages.Request) -> messages.Reply:
+        """Put a question; a peer that does not answer counts as failed, and its connection as broken."""
         connection = peer.current
         async with peer.questions:
             if connection is not None and peer.current is None:  # others who asked have found out
                 raise peer.at.failure(PeerUnreachable, peer.last_error)
             connection = peer.current
             try:
-                reply = await self.handshakes.ask(peer, question)
+                return await self.handshakes.ask(peer, question)
             except PeerUnreachable as error:
                 if connection is not None:
                     self.failed(connection, str(error))
                 raise
-        return _expected(peer, reply, messages.LeaseFound)
 
     async def release(self, peer: Peer, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
         """Tell a rank, without a connection, that a lease is not needed. Raises a PeerError, or Overloaded."""

@@ -59,4 +59,5 @@ class OpenLease:
             more_block_ids=own.more_block_ids,
             pending=held.computed < held.num_tokens or self.ticket.extends,
             payload=own.payload,
+            held=own.held,
         )

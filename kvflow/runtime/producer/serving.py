@@ -10,10 +10,10 @@ has failed. Late, duplicate and malformed notifications are counted and change n
 Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
 its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
 read, and the whole read took less than half of the hold: the wipe came after t, so the blocks came back a hold after t
-at the earliest, when the read had ended (`core.protocol.proof`). That needs a hold that is never shorter than
-promised, so the one timer for all leases, which a loop may round, only has the book look at the clock. Reads that lose
-this race may take as long as they like: their memory stays registered, what they see is thrown away, and their load is
-LeaseExpired.
+at the earliest, when the read had ended (`core.protocol.proof`). Readers of a lease without a hold, which says so,
+look after the last byte only. The second way needs a hold that is never shorter than promised, so the one timer for
+all leases, which a loop may round, only has the book look at the clock. Reads that lose this race may take as long as
+they like: their memory stays registered, what they see is thrown away, and their load is LeaseExpired.
 """
 
 from __future__ import annotations
@@ -92,8 +92,10 @@ class Serving:
         """The requests whose leases are open, or hold their blocks still."""
         return [entry.terms.request_id for entry in self._offers]
 
-    def serve(self, request: ServeRequest) -> Lease:
-        """Open a lease. Raises RequestError or UsageError, and changes nothing then."""
+    def serve(self, request: ServeRequest, *, holds: bool = True) -> Lease:
+        """Open a lease; with `holds` its blocks are held for a moment after its end. Raises RequestError or UsageError,
+        and changes nothing then.
+        """
         request = checked_serve_request(request, self._config)
         if self._config.role == "consumer" and count_block_ids(request.block_ids, self._config.limits.block_ids_max):
             what = f"request {request.request_id!r}: serve_blocks"
@@ -106,14 +108,14 @@ class Serving:
         offered_s = self._clock.now_s()
         if held.computed < held.num_tokens:
             held.history = History(self._clock.now_s, offered_s)
-        ticket = self._tickets.make(request, held, digest, offered_s)
+        ticket = self._tickets.make(request, held, digest, offered_s, holds)
         entry = self._book.open(
             LeaseTerms(
                 lease_id=held.lease_id,
                 request_id=request.request_id,
                 ttl_s=ticket.ttl_s,
                 reader_count=request.reader_count,
-                holds_blocks=len(held.entries) > 0 or held.extends,
+                holds_blocks=holds and (len(held.entries) > 0 or held.extends),
             ),
             offered_s,
         )
@@ -419,7 +421,7 @@ class _Tickets:
             fixed_ports=config.listen_port > 0,
         )
 
-    def make(self, request: ServeRequest, held: HeldBlocks, digest: str, now_s: float) -> Ticket:
+    def make(self, request: ServeRequest, held: HeldBlocks, digest: str, now_s: float, holds: bool) -> Ticket:
         """Make the ticket of a lease that is about to be opened."""
         first, *more = map(tuple, map(np.ndarray.tolist, held.tables))
         host = [*map(tuple, map(np.ndarray.tolist, held.host_tables or ()))]
@@ -432,6 +434,7 @@ class _Tickets:
             more_block_ids=tuple(host[1:]),
             pending=(len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
             payload=request.payload,
+            held=holds,
         )
         return self._ticket(
             request_id=request.request_id,

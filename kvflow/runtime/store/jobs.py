@@ -22,7 +22,7 @@ from kvflow.runtime.load.flight import Flight, Gear, Read
 from kvflow.runtime.store.disk import EntryFile
 from kvflow.runtime.store.moves import Moves, opened_file
 from kvflow.runtime.store.requests import PHASES, SaveRequest
-from kvflow.runtime.store.shelf import Shelf
+from kvflow.runtime.store.shelf import FileShelf
 from kvflow.transport.files import Direction, Files, MoveFailed
 
 logger = logger_of(__name__)
@@ -148,7 +148,7 @@ class Job:
 class Jobs:
     """All of one store."""
 
-    def __init__(self, shelf: Shelf, ledger: BlockLedger) -> None:
+    def __init__(self, shelf: FileShelf, ledger: BlockLedger) -> None:
         self._ledger = ledger
         self.outcomes = dict.fromkeys(_OUTCOMES, 0)
         """Jobs that have ended, by outcome."""

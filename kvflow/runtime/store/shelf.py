@@ -14,7 +14,7 @@ from kvflow.transport.files import Files
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class FileShelf:
     """Directory, index and thread of a store's files."""
 
     directory: Directory
@@ -22,7 +22,7 @@ class Shelf:
     files: Files
 
 
-async def open_shelf(config: Config, files: Files) -> Shelf:
+async def open_shelf(config: Config, files: Files) -> FileShelf:
     """Start the thread, and find what is there. Raises ConfigError; cancelling leaves nothing open."""
     assert config.store_dir is not None, "Config names a store"
     path = os.path.join(os.fspath(config.store_dir), f"dp{config.dp_rank}-pp{config.pp_rank}-tp{config.tp_rank}")
@@ -42,7 +42,7 @@ async def open_shelf(config: Config, files: Files) -> Shelf:
     except BaseException:
         files.abandon(directory.close, 0.0)
         raise
-    return Shelf(directory, index, files)
+    return FileShelf(directory, index, files)
 
 
 def _removing(directory: Directory, entries: tuple[Entry, ...]) -> Callable[[], None]:

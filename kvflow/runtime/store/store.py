@@ -49,7 +49,7 @@ from kvflow.runtime.store.requests import (
     StoreStatistics,
     checked,
 )
-from kvflow.runtime.store.shelf import Shelf, open_shelf
+from kvflow.runtime.store.shelf import FileShelf, open_shelf
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import Direction, Files
 
@@ -72,7 +72,7 @@ class StoredCache(NamedTuple):
 class BlockStore:
     """All saves and restores of one registration."""
 
-    def __init__(self, context: RankContext, gear: Gear, shelf: Shelf, cache: StoredCache) -> None:
+    def __init__(self, context: RankContext, gear: Gear, shelf: FileShelf, cache: StoredCache) -> None:
         self._config = context.config
         self._now_s = context.clock.now_s
         self._token_hex = context.token_hex

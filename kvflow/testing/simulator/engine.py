@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import LeaseState
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import (
     BlocksBusy,
@@ -30,7 +31,6 @@ from kvflow.errors import (
 )
 from kvflow.runtime.load.load import Again, LoadReport, LoadRequest, Verification
 from kvflow.runtime.load.load import Load as Handle
-from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime

@@ -13,9 +13,9 @@ import gc
 import tracemalloc
 
 from kvflow.config import Config
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.limits import Limits
 from kvflow.runtime.load.load import LoadRequest
-from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.pair import CacheSize, TestEngine

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from kvflow.config import Config
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError
 from kvflow.limits import Limits
-from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World

@@ -194,7 +194,7 @@ INTEGERS = ["kvflow.version", *PORTS, *PLACES, *SIZES, *RANK_COUNTS, *COUNTS]
 SECONDS = ["kvflow.ttl_s", *(f"{rank}expires_s" for rank in OF_RANKS)]
 
 
-LEFT_OUT = {"more_block_ids", "groups", "more_kinds", "pending", "payload"}
+LEFT_OUT = {"more_block_ids", "groups", "more_kinds", "pending", "payload", "held"}
 """Not in a ticket of one group whose blocks are there, and with whose end nothing comes."""
 
 

@@ -1,0 +1,290 @@
+"""Pulls: a prefix from whoever has most of it, as ordinary loads; what fails is read from the next holder.
+
+What a load of a prefix proves is what every load proves: that the lease covered the whole read. What was leased under
+a key is the holder's word, as with any offer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from kvflow.config import Config
+from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import KVFlowError, LoadError, PeerError, RequestError
+from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.peers.peer import LocalRank, token_bytes
+from kvflow.runtime.prefix.requests import (
+    AskedPeer,
+    PrefixAnswer,
+    PrefixOffer,
+    PrefixReport,
+    PrefixRequest,
+    PrefixStatistics,
+    checked_prefix_request,
+)
+
+_RATES_MAX = 1 << 10
+_NEWEST = 0.3  # weight of the last load in the rate of a holder
+
+
+@dataclass(slots=True)
+class _Pull:
+    """A pull under way."""
+
+    request: PrefixRequest
+    tables: tuple[BlockIds, ...]
+    ends_s: float
+    asked: list[AskedPeer] = field(default_factory=list)
+    taken: AskedPeer | None = None
+    pull_s: float | None = None
+    compute_s: float | None = None
+
+    def left_s(self) -> float:
+        """Time until its deadline: a moment at least, in which a load finds out that it is over."""
+        return max(self.ends_s - asyncio.get_running_loop().time(), 1e-6)
+
+
+class Means(NamedTuple):
+    """What pulls are made of: questions to holders, and ordinary loads."""
+
+    seek: Callable[[PrefixRequest, float], Awaitable[list[AskedPeer]]]
+    give_back: Callable[[Sequence[AskedPeer]], None]
+    find_blocks: Callable[[GivenBlockIds, str], tuple[BlockIds, ...]]
+    parse_ticket: Callable[[Ticket | Mapping[str, Any]], Ticket]
+    start: Callable[[LoadRequest], Load]
+    keep_while: Callable[[Ticket], AbstractContextManager[None]]
+    release: Callable[[Ticket | Mapping[str, Any]], Awaitable[bool]]
+
+
+class Prefixes:
+    """All pulls of a registration."""
+
+    def __init__(
+        self,
+        config: Config,
+        local: LocalRank,
+        means: Means,
+    ) -> None:
+        self._config = config
+        self._groups = local.groups
+        self._token_bytes = token_bytes(local)
+        self._means = means
+        self._rates: OrderedDict[str, float] = OrderedDict()
+        """Bytes per second that loads from each engine have had."""
+        self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
+
+    @property
+    def statistics(self) -> PrefixStatistics:
+        return PrefixStatistics(**self._counts)
+
+    async def seek(self, given: PrefixRequest) -> tuple[PrefixOffer, ...]:
+        """See `Runtime.seek_prefix`."""
+        request = checked_prefix_request(given, self._config.limits)
+        asked = await self._means.seek(request, request.answer_within_s)
+        return tuple(one.offer for one in asked if one.offer is not None)
+
+    async def pull(self, given: PrefixRequest) -> PrefixReport:
+        """See `Runtime.pull_prefix`."""
+        request = checked_prefix_request(given, self._config.limits)
+        deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
+        tables = self._means.find_blocks(request.block_ids, request.request_id)
+        if request.rest is not None:
+            try:
+                request = replace(request, rest=self._means.parse_ticket(request.rest))
+            except RequestError as error:
+                raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
+        pull = _Pull(request, tables, asyncio.get_running_loop().time() + deadline_s)
+        self._counts["pulls"] += 1
+        pull.asked = await self._means.seek(request, min(request.answer_within_s, deadline_s))
+        try:
+            loads = await (self._pull(pull) if request.rest is None else self._pull_both(pull))
+        finally:
+            self._means.give_back([one for one in pull.asked if one is not pull.taken])
+        return self._report(pull, loads)
+
+    async def _pull(self, pull: _Pull) -> list[LoadReport]:
+        """The prefix from the best holder, or from the next, if one fails."""
+        offers = [one for one in pull.asked if one.offer is not None]
+        with ExitStack() as kept:
+            for one in offers[1:]:
+                assert one.offer is not None, "it was chosen"
+                kept.enter_context(self._means.keep_while(one.offer.ticket))
+            for one in offers:
+                assert one.offer is not None, "it was chosen"
+                if self._pays(pull, one, one.offer):
+                    report = await self._taken(pull, one, self._start(pull, one.offer))
+                    if report is not None:
+                        return [report]
+        return []
+
+    async def _pull_both(self, pull: _Pull) -> list[LoadReport]:
+        """The prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
+        request, best = pull.request, next((one for one in pull.asked if one.offer is not None), None)
+        unit = max(group.block_size for group in self._groups)
+        tokens = 0 if best is None or best.offer is None else best.offer.num_tokens // unit * unit
+        if best is None or best.offer is None or not self._pays(pull, best, best.offer):
+            return [await self._rest(pull, pull.tables)]
+        heads, tails = _divided(self._groups, pull.tables, request.cached_tokens, tokens)
+        if not any(map(len, heads)) or not any(map(len, tails)):
+            return [await self._rest(pull, pull.tables)]
+        loads = [self._means.start(self._load_of_rest(pull, tails))]
+        try:
+            loads.append(self._start(pull, best.offer, heads, f"{request.request_id}/prefix"))
+            report, end = await self._taken(pull, best, loads[1]), await loads[0]
+        except BaseException:
+            for load in loads:
+                load.cancel()
+            await asyncio.shield(asyncio.gather(*(load.settled() for load in loads)))
+            raise
+        if report is None:  # its bytes are those of the whole prompt as well, whose lease is open still
+            end = await self._means.start(self._load_of_rest(pull, pull.tables))
+        assert request.rest is not None, "else there is no rest"
+        await self._means.release(request.rest)
+        return [end] if report is None else [report, end]
+
+    async def _rest(self, pull: _Pull, tables: Sequence[BlockIds]) -> LoadReport:
+        """All of it from the engine that has the whole prompt."""
+        return await self._means.start(replace(self._load_of_rest(pull, tables), keep_offer=False))
+
+    def _load_of_rest(self, pull: _Pull, tables: Sequence[BlockIds]) -> LoadRequest:
+        request = pull.request
+        assert request.rest is not None, "else there is no rest"
+        return LoadRequest(
+            request_id=request.request_id,
+            ticket=request.rest,
+            block_ids=_given(tables),
+            deadline_s=pull.left_s(),
+            priority=request.priority,
+            prompt=request.prompt,
+            after=request.after,
+            keep_offer=True,
+        )
+
+    def _start(
+        self, pull: _Pull, offer: PrefixOffer, tables: Sequence[BlockIds] | None = None, request_id: str = ""
+    ) -> Load:
+        request = pull.request
+        if tables is None:
+            tables = _filled(self._groups, pull.tables, request.cached_tokens, offer.num_tokens)
+        return self._means.start(
+            LoadRequest(
+                request_id=request_id or request.request_id,
+                ticket=offer.ticket,
+                block_ids=_given(tables),
+                deadline_s=pull.left_s(),
+                priority=request.priority,
+                after=request.after,
+            )
+        )
+
+    async def _taken(self, pull: _Pull, one: AskedPeer, load: Load) -> LoadReport | None:
+        """What a load from a holder gives; None if that fails and its blocks are safe, to be filled from elsewhere."""
+        try:
+            report = await load
+        except (PeerError, LoadError) as error:
+            one.why = str(error)
+            self._counts["failed_sources"] += 1
+            if not await _settled(load, pull.left_s()):
+                raise
+            return None
+        assert one.offer is not None, "it was loaded"
+        pull.taken, one.why = one, ""
+        self._learn(one.offer.ticket.engine_id, report)
+        return report
+
+    def _pays(self, pull: _Pull, one: AskedPeer, offer: PrefixOffer) -> bool:
+        """Whether pulling it is expected to be faster than computing it; a holder that nobody knows is tried."""
+        per_token_s, rate = pull.request.recompute_s_per_token, self._rates.get(offer.ticket.engine_id)
+        tokens = offer.num_tokens - pull.request.cached_tokens
+        pull.pull_s = None
+        if rate is not None:
+            queued = min(offer.queued_bytes, rate)  # of a holder that is read by many; a second at most
+            pull.pull_s = offer.round_trip_s + (tokens * self._token_bytes + queued) / rate
+        if per_token_s is None:
+            return True
+        pull.compute_s = tokens * per_token_s
+        if pull.pull_s is None or pull.pull_s <= pull.compute_s:
+            return True
+        one.why = f"{tokens} tokens take {pull.pull_s:.3g} s from there, {pull.compute_s:.3g} s to compute"
+        self._counts["declined"] += 1
+        return False
+
+    def _learn(self, engine_id: str, report: LoadReport) -> None:
+        """A rate that was measured. What is quick says little, so it is never more than the bytes of a millisecond."""
+        rate = report.bytes / max(report.total_s, 1e-3)
+        before = self._rates.pop(engine_id, rate)
+        self._rates[engine_id] = before + _NEWEST * (rate - before)
+        if len(self._rates) > _RATES_MAX:
+            self._rates.popitem(last=False)
+
+    def _report(self, pull: _Pull, loads: Sequence[LoadReport]) -> PrefixReport:
+        request, taken = pull.request, pull.taken
+        pulled = 0 if taken is None or taken.offer is None else loads[0].tokens
+        if pulled:
+            self._counts["hits"] += 1
+            self._counts["tokens"] += pulled
+            self._counts["bytes"] += loads[0].bytes
+        there = request.cached_tokens + sum(report.tokens for report in loads)
+        told = [(one.peer, one.offer.num_tokens if one.offer is not None else 0, one) for one in pull.asked]
+        return PrefixReport(
+            request_id=request.request_id,
+            num_tokens=there,
+            pulled_tokens=pulled,
+            bytes=sum(report.bytes for report in loads),
+            source=taken.peer if taken is not None else "",
+            answers=tuple(PrefixAnswer(peer=peer, num_tokens=tokens, why=one.why) for peer, tokens, one in told),
+            loads=tuple(loads),
+            pull_s=pull.pull_s,
+            compute_s=pull.compute_s,
+        )
+
+
+async def _settled(load: Load, within_s: float) -> bool:
+    """Whether no byte can land in the blocks of a load that has failed, once that is so or the time is over."""
+    if load.safe:
+        return True
+    try:
+        async with asyncio.timeout(within_s):
+            await load.settled()
+    except (TimeoutError, KVFlowError):
+        return False
+    return True
+
+
+def _given(tables: Sequence[BlockIds]) -> Any:
+    """As requests have block ids."""
+    return tables[0].tolist() if len(tables) == 1 else [ids.tolist() for ids in tables]
+
+
+def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int) -> list[BlockIds]:
+    """The local blocks that a prefix of so many tokens fills, of tables that begin behind what is cached."""
+    filled = []
+    for group, ids in zip(groups, tables, strict=True):
+        size = group.block_size
+        first, stop = cached // size, -(-tokens // size)
+        if group.whole:
+            filled.append(ids[: stop - first])
+        elif size > 1:
+            filled.append(ids[max(group.first_needed(tokens) // size - first, 0) : stop - first])
+        else:
+            filled.append(ids)
+    return filled
+
+
+def _divided(
+    groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
+) -> tuple[list[BlockIds], list[BlockIds]]:
+    """What of the local blocks a prefix fills, and what the rest does, which has windows and state."""
+    heads, tails = [], []
+    for group, ids in zip(groups, tables, strict=True):
+        at = tokens // group.block_size - cached // group.block_size if group.whole else 0
+        heads.append(ids[:at])
+        tails.append(ids[at:])
+    return heads, tails

@@ -1,0 +1,182 @@
+"""Pulls of prefixes as their caller sees them: the request, what holders offer, the report, and the counts of all."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+from kvflow import checks
+from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
+from kvflow.core.policy.events import DeviceEvent, checked_event
+from kvflow.core.prefix.keys import KEY_BYTES
+from kvflow.core.protocol.addresses import PeerAddress
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import RequestError
+from kvflow.limits import Limits
+from kvflow.runtime.load.load import LoadReport
+
+PEERS_MAX = 64
+_KEYS_MAX = 1 << 20
+
+GivenPeer: TypeAlias = "PeerAddress | Ticket | Mapping[str, Any] | str"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRequest:
+    """Fill `block_ids` with as much of a prefix as one of `peers` has in its cache.
+
+    `keys` are `kvflow.prefix_keys` of the prompt, one for each `key_tokens` tokens: best the block size of the cache
+    that is filled. Each peer is the address of one of its ranks ("tcp://host:port"), a `PeerAddress`, or any ticket of
+    the engine; at most 64 are asked, side by side.
+
+    `block_ids` are the local blocks for the tokens from `cached_tokens` on, in prompt order, as many as the keys are
+    for. For a cache of several groups they are a list for each: one with a window has a block for every place of the
+    prompt, too, and those at the end of what is found are filled; one of state has its slot.
+    """
+
+    request_id: str
+    keys: Sequence[bytes]
+    key_tokens: int
+    block_ids: GivenBlockIds
+    peers: Sequence[GivenPeer]
+    cached_tokens: int = 0
+    """Tokens that are in the caller's cache already: full blocks of it. What holders have of them is not read."""
+    deadline_s: float | None = None
+    """For questions and bytes together; Config.load_deadline_s if None."""
+    answer_within_s: float = 0.25
+    """Time in which a holder has to answer; who answers later is left out."""
+    priority: int = 0
+    after: DeviceEvent | None = None
+    """As for a `LoadRequest`: without it the local blocks have to be at rest."""
+    recompute_s_per_token: float | None = None
+    """What computing a token takes here. With it nothing is pulled that is computed sooner, by the rate that was
+    measured to that holder; None pulls what is found."""
+    rest: Ticket | Mapping[str, Any] | None = None
+    """A ticket of the whole prompt, whose engine gives what the prefix has not: both are read side by side, and what
+    fails of the prefix is read from there as well. `block_ids` are then those of all tokens, windows and state as for a
+    load of that ticket."""
+    prompt: Sequence[int] | None = None
+    """Token ids of the prompt, to be compared with `rest` as `LoadRequest.prompt` is."""
+    every_rank: bool = False
+    """Whether the tickets of `Runtime.seek_prefix` are for other ranks of this engine, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOffer:
+    """What one holder has, leased: an ordinary ticket, to be loaded, or given back by `Runtime.release_blocks`."""
+
+    peer: str
+    """Engine that offers it, and where it was asked."""
+    ticket: Ticket
+    num_tokens: int
+    queued_bytes: int
+    """Bytes that the holder has leased to other readers of prefixes."""
+    round_trip_s: float
+    """Time that the question took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixAnswer:
+    """What came of asking, and reading from, one holder."""
+
+    peer: str
+    num_tokens: int
+    """Tokens that it has offered."""
+    why: str
+    """Why they were not taken; "" of the one that they were taken from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixReport:
+    """What is in the local blocks after a pull: the prompt's first `num_tokens` tokens, and who gave them."""
+
+    request_id: str
+    num_tokens: int
+    """Tokens of the prompt that are there, `cached_tokens` included; 0 if nothing was found and nothing cached."""
+    pulled_tokens: int
+    """Tokens that came from the holder of the prefix."""
+    bytes: int
+    source: str
+    """Holder that they came from; "" if none."""
+    answers: tuple[PrefixAnswer, ...]
+    loads: tuple[LoadReport, ...]
+    """Reports of the loads that have filled the blocks: of the prefix, and of `PrefixRequest.rest`."""
+    pull_s: float | None
+    """What pulling the prefix was expected to take, by the rate that was measured to that holder; None if none was."""
+    compute_s: float | None
+    """What computing it was said to take."""
+
+    @property
+    def payload(self) -> builtins.bytes:
+        """What came with the end of the lease of `PrefixRequest.rest`."""
+        return self.loads[-1].payload if self.loads else b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStatistics:
+    """Pulls of prefixes so far, by what came of them, and what they have saved."""
+
+    pulls: int
+    hits: int
+    """Pulls that have brought tokens."""
+    tokens: int
+    bytes: int
+    failed_sources: int
+    """Holders that have offered, and whose bytes did not come or were not fresh."""
+    declined: int
+    """Offers that were not taken, since computing was expected to be faster."""
+
+
+@dataclass(slots=True, eq=False)
+class AskedPeer:
+    """One engine that is asked, and what came of it so far."""
+
+    given: str
+    peer: str
+    """Its name once that is known, before that as given."""
+    task: asyncio.Task[None] | None = None
+    offer: PrefixOffer | None = None
+    why: str = "it has not answered in time"
+    given_up: bool = False
+    """Nobody waits for its answer any more."""
+
+
+def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:
+    """The request with its numbers and texts as Python's own. RequestError names what cannot be right."""
+    counted = partial(counted_block_ids, most=limits.block_ids_max)
+    plain = checks.settled_request(given, PrefixRequest, "pull_prefix", {"block_ids": counted, **_RULES})
+    if plain.cached_tokens % plain.key_tokens and plain.cached_tokens > len(plain.keys) * plain.key_tokens:
+        raise RequestError(f"request {plain.request_id!r}: cached_tokens is {plain.cached_tokens}, beyond all keys")
+    return plain
+
+
+def _keys(given: object, what: str) -> tuple[bytes, ...]:
+    checks.count(given, what, most=_KEYS_MAX)
+    found: tuple[Any, ...] | None = checks.answer(lambda: tuple(cast(Any, given)))
+    if not found or not all(type(key) is bytes and len(key) == KEY_BYTES for key in found):
+        raise RequestError(f"{what}: expected keys of {KEY_BYTES} bytes each, got {checks.shown(given)}")
+    return found
+
+
+def _peers(given: object, what: str) -> tuple[Any, ...]:
+    if not isinstance(given, tuple | list) or checks.count(given, what) > PEERS_MAX:
+        raise RequestError(f"{what}: expected at most {PEERS_MAX} addresses or tickets, got {checks.shown(given)}")
+    return tuple(given)
+
+
+_RULES: Mapping[str, checks.Check] = {
+    "keys": _keys,
+    "key_tokens": partial(checks.whole, least=1),
+    "peers": _peers,
+    "cached_tokens": partial(checks.whole, least=0),
+    "deadline_s": checks.optional(checks.seconds),
+    "answer_within_s": checks.seconds,
+    "priority": checks.whole,
+    "after": checked_event,
+    "recompute_s_per_token": checks.optional(checks.seconds),
+    "every_rank": checks.flag,
+}

@@ -1,0 +1,269 @@
+"""The reader's questions: who of several engines has how much of a prefix.
+
+Every engine is asked by a task of its own, which outlives who asks: an offer that comes too late is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvflow import checks
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address, PeerAddress
+from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError, RuntimeUnavailable
+from kvflow.logs import logger_of
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.peers.peer import Connection, LocalRank
+from kvflow.runtime.peers.prewarm import ranks_at
+from kvflow.runtime.peers.reach import Reach
+from kvflow.runtime.peers.rendezvous import lease_told
+from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.prefix.requests import AskedPeer, GivenPeer, PrefixOffer, PrefixRequest
+
+logger = logger_of(__name__)
+
+_NAMES_MAX = 1 << 10
+
+
+class Seeker:
+    """Asks engines for prefixes."""
+
+    def __init__(
+        self, context: RankContext, local: LocalRank, reach: Reach, peers: Peers, remote_leases: RemoteLeases
+    ) -> None:
+        self._context = context
+        self._local = local
+        self._reach = reach
+        self._peers = peers
+        self._remote_leases = remote_leases
+        self._names: OrderedDict[str, PeerAddress] = OrderedDict()
+        """Who was found at an address."""
+        self._silent: Counter[str] = Counter()
+        """Questions that nobody waits for any more, and that have no answer yet: by the engine as it was given."""
+
+    async def seek(self, request: PrefixRequest, within_s: float) -> list[AskedPeer]:
+        """Ask all its peers; those with an offer come first, the longest before others, then the least busy.
+
+        Returns once all have answered or `within_s` has passed; or, if one has all of it, after as much time again.
+        Cancelling gives back what is offered.
+        """
+        loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
+        begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
+        asked = [AskedPeer(given, given) for given in map(_named, request.peers)]
+        try:
+            for one, peer in zip(asked, request.peers, strict=True):
+                if self._silent[one.given]:
+                    one.why = "it has not answered an earlier question yet"
+                    continue
+                body = self._ask(one, peer, request, question_id)
+                one.task = self._context.spawn(body, name=f"kvflow-seek {request.request_id}")
+            waiting, ends_s = {one.task for one in asked if one.task is not None}, begun_s + within_s
+            while waiting and (left_s := ends_s - loop.time()) > 0:
+                _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if any(one.offer is not None and one.offer.num_tokens >= most for one in asked):
+                    ends_s = min(ends_s, begun_s + 2 * (loop.time() - begun_s))
+                    most = math.inf  # once
+        except BaseException:
+            self.give_back(asked)
+            raise
+        for one in asked:
+            one.given_up = one.offer is None
+            if one.task in waiting:
+                self._silent[one.given] += 1
+        turn = int(question_id[:8], 16) % max(len(asked), 1)  # so that many who ask at once do not all read from one
+        return sorted(asked[turn:] + asked[:turn], key=_worth)
+
+    def give_back(self, asked: Sequence[AskedPeer]) -> None:
+        """Give up what was offered, soon; and what will be."""
+        for one in asked:
+            one.given_up = True
+            if one.offer is not None:
+                self._release_later(one.offer.ticket)
+
+    def _release_later(self, ticket: Ticket) -> None:
+        body = self._release(ticket)
+        try:
+            self._context.spawn(body, name=f"kvflow-give-back {ticket.request_id}")
+        except RuntimeUnavailable:
+            body.close()  # its leases run out
+
+    async def _release(self, ticket: Ticket) -> None:
+        try:
+            await self._remote_leases.release(ticket)
+        except KVFlowError as error:
+            logger.info("a prefix could not be given back: %s", error)  # its leases run out
+
+    async def _ask(self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
+        """The body of a task: what one engine has."""
+        try:
+            asked.offer = await self._ask_engine(asked, peer, request, question_id)
+        except KVFlowError as error:
+            if isinstance(peer, str):
+                self._names.pop(peer, None)
+            asked.why = str(error)
+        self._silent.pop(asked.given, None)
+        if asked.given_up and asked.offer is not None:
+            await self._release(asked.offer.ticket)
+            asked.offer = None
+
+    async def _ask_engine(
+        self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
+    ) -> PrefixOffer | None:
+        ranks, connection, fixed = await self._found(asked, peer, request)
+        begun_s = asyncio.get_running_loop().time()
+        every = max(-(-len(request.keys) // messages.KEYS_MAX), 1)
+        keys, key_tokens = b"".join(request.keys[every - 1 :: every]), request.key_tokens * every
+
+        async def one(at: Address) -> messages.Offer | None:
+            question = messages.SeekRequest(
+                reader=self._local.reader,
+                target=at.target,
+                request_id=question_id,
+                keys=keys,
+                key_tokens=key_tokens,
+            )
+            reply = await self._peers.seek(self._peers.get(at), question)
+            return reply if isinstance(reply, messages.Offer) else None
+
+        replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
+        took_s = asyncio.get_running_loop().time() - begun_s
+        offers = [(at, reply) for at, reply in zip(ranks, replies, strict=True) if isinstance(reply, messages.Offer)]
+        problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
+        ticket = _ticket(connection, question_id, offers, fixed, self._context.config.limits.block_ids_max)
+        if len(offers) < len(ranks) or ticket is None or ticket.num_tokens <= request.cached_tokens:
+            if ticket is not None:
+                self._release_later(ticket)
+            if problem is not None:
+                raise problem
+            asked.why = "it has nothing of it" if not offers else "it has no more than is cached here"
+            return None
+        asked.why = "another one was taken"
+        for at, _ in offers:
+            self._check(ticket, at)
+        queued = max(offer.queued_bytes for _, offer in offers)
+        return PrefixOffer(
+            peer=asked.peer, ticket=ticket, num_tokens=ticket.num_tokens, queued_bytes=queued, round_trip_s=took_s
+        )
+
+    def _check(self, ticket: Ticket, at: Address) -> None:
+        """ProtocolError, of the holder, if what it offers cannot be right, where it is a rank that we read from."""
+        peer, lease = self._peers.get(at), ticket.find(at.rank)
+        if peer.current is not None and lease is not None:
+            self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
+
+    async def _found(
+        self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest
+    ) -> tuple[list[Address], Connection, bool]:
+        """The ranks of an engine that are to be asked, the connection to the first, and if their ports are fixed."""
+        if isinstance(peer, str):
+            peer = self._names.get(peer) or await self._who(peer)
+        fixed = isinstance(peer, PeerAddress)
+        if isinstance(peer, PeerAddress):
+            ranks = await ranks_at(self._reach, self._peers, peer.checked(), every_rank=request.every_rank)
+        else:
+            ticket = self._reach.parse_ticket(peer)
+            await self._reach.check(ticket)
+            ranks, fixed = self._reach.whereabouts(ticket), ticket.fixed_ports
+        if not ranks:
+            raise RequestError("none of its ranks has anything for us")
+        first = self._peers.get(ranks[0])
+        asked.peer = first.label
+        connection = await self._peers.connect(first, None)
+        for at in () if request.every_rank else ranks[1:]:
+            await self._peers.connect(self._peers.get(at), None)
+        return ranks, connection, fixed
+
+    async def _who(self, given: str) -> PeerAddress:
+        """Who listens at an address."""
+        address = given if given.startswith("tcp://") else f"tcp://{given}"
+        PeerAddress(engine_id="unknown", address=address).checked()
+        question = messages.WhoRequest(reader=self._local.reader)
+        fingerprint = self._local.compatibility.fingerprint()
+        reply = await self._context.side_channel.ask(address, question, fingerprint=fingerprint)
+        if not isinstance(reply, messages.RankNamed):
+            said = reply.reason if isinstance(reply, messages.Refusal) else f"a {type(reply).__name__}"
+            kind: type[PeerError] = PeerUnreachable if isinstance(reply, messages.Refusal) else ProtocolError
+            raise kind(f"{given}: it does not say who it is: {checks.printable(said, 300)}", peer=address)
+        known = reply.target
+        ranks = {"dp_rank": known.dp_rank, "pp_rank": known.pp_rank, "tp_rank": known.tp_rank}
+        found = self._names[given] = PeerAddress(engine_id=known.engine_id, address=address, **ranks)
+        if len(self._names) > _NAMES_MAX:
+            self._names.popitem(last=False)
+        return found
+
+
+def _named(peer: GivenPeer) -> str:
+    if isinstance(peer, PeerAddress):
+        return f"{peer.engine_id} at {peer.address}"
+    if isinstance(peer, Ticket):
+        return f"{peer.engine_id} at {peer.address}"
+    if isinstance(peer, Mapping):
+        return checks.shown(peer.get("remote_engine_id"))
+    return peer if isinstance(peer, str) else checks.shown(peer)
+
+
+def _worth(asked: AskedPeer) -> tuple[float, ...]:
+    offer = asked.offer
+    return (0.0, -offer.num_tokens, offer.queued_bytes) if offer is not None else (1.0,)
+
+
+def _ticket(
+    connection: Connection,
+    question_id: str,
+    offers: Sequence[tuple[Address, messages.Offer]],
+    fixed_ports: bool,
+    block_ids_max: int,
+) -> Ticket | None:
+    """The ticket of what all these ranks offer: as much as all have. None if there is nothing that they have in common.
+
+    Ranks may have a prefix in different blocks. A window, or state, is of one length only.
+    """
+    leased = [(at, offer, offer.lease) for at, offer in offers if offer.lease is not None]
+    if not leased:
+        return None
+    tokens = min(offer.num_tokens for _, offer, _ in leased)
+    groups, tables, ranks = connection.groups, [], list[RankLease]()
+    for at, offer, found in leased:
+        lease = lease_told(at, found)
+        given = lease.block_tables or offer.block_ids
+        if len(given) != len(groups) or (offer.num_tokens > tokens and not all(group.whole for group in groups)):
+            return None
+        own = [
+            ids[: -(-tokens // group.block_size)] if group.whole else ids
+            for group, ids in zip(groups, given, strict=True)
+        ]
+        tables.append(own)
+        ranks.append(msgspec.structs.replace(lease, block_ids=own[0], more_block_ids=tuple(own[1:])))
+    if all(own == tables[0] for own in tables):
+        ranks = [msgspec.structs.replace(rank, block_ids=None, more_block_ids=()) for rank in ranks]
+    cut: Any = connection.parallelism
+    ticket = Ticket(
+        engine_id=offers[0][0].engine_id,
+        request_id=messages.PREFIX_OF + question_id,
+        block_ids=tables[0][0],
+        more_block_ids=tuple(tables[0][1:]),
+        num_tokens=tokens,
+        ttl_s=min(offer.ttl_s for _, offer, _ in leased),
+        dp_rank=offers[0][0].rank.dp,
+        tp_size=cut.tp_size,
+        pp_size=cut.pp_size,
+        block_size=cut.block_size,
+        kv_heads=cut.kv_heads,
+        model_kv_heads=cut.model_kv_heads,
+        more_kinds=cut.more,
+        groups=connection.told_groups,
+        fixed_ports=fixed_ports,
+        ranks=tuple(ranks),
+    )
+    try:
+        return read_ticket(ticket, block_ids_max)
+    except RequestError as error:
+        raise offers[0][0].failure(ProtocolError, f"what it offers cannot be right: {error}") from error

@@ -1,0 +1,276 @@
+"""The holder's side: questions for prefixes, answered by ordinary leases on what the engine's shelf has pinned.
+
+A lease of a prefix has no hold (`core.protocol.proof`): its readers look at the seal after the last byte. So its blocks
+are the owner's again the moment that it ends, and `reclaim` can promise that nobody waits for a reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow import checks
+from kvflow.core.policy.lease_book import LeaseEntry
+from kvflow.core.policy.ledger import BlockLedger
+from kvflow.core.prefix.keys import KEY_BYTES
+from kvflow.core.protocol import messages
+from kvflow.errors import KVFlowError, RequestError, UsageError
+from kvflow.logs import logger_of
+from kvflow.runtime.channel.protocol import Answered, refusal
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import LocalRank, token_bytes
+from kvflow.runtime.prefix.shelf import Run, SharingStatistics, Shelf
+from kvflow.runtime.producer.lease import ServeRequest
+from kvflow.runtime.producer.open_lease import OpenLease
+
+logger = logger_of(__name__)
+
+_TTL_S = 5.0  # readers begin at once, and renew
+_RUNS_MAX = 1 << 10
+_ASKED_AT_ONCE_MAX = 256  # of a shelf that has to be waited for
+_SHELF_WITHIN_S = 1.0
+_SHARE_OF_CACHE = 4
+_MISS = messages.NoLease(ended=False)
+
+
+class Leasing(NamedTuple):
+    """How runs are leased; see `serving.Serving`."""
+
+    serve: Callable[[ServeRequest], object]
+    """Opens a lease without a hold."""
+    find: Callable[[str], OpenLease | None]
+    revoke: Callable[[LeaseEntry], None]
+
+
+class SharedPrefixes:
+    """A prefix cache that is shared with peers, until `close`; what `Runtime.share` returns."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        leasing: Leasing,
+        shelf: Shelf,
+        ledger: BlockLedger,
+        local: LocalRank,
+        pinned_blocks_max: int | None,
+    ) -> None:
+        if not checks.answer(lambda: isinstance(shelf, Shelf)):
+            raise UsageError(f"share: expected a Shelf, with match and unpin, got {checks.shown(shelf)}")
+        num_blocks = ledger.counts().total
+        most = max(num_blocks // _SHARE_OF_CACHE, 1)
+        if pinned_blocks_max is not None:
+            most = checks.whole(pinned_blocks_max, "share: pinned_blocks_max", least=1, error=UsageError)
+        self._ttl_s = min(_TTL_S, context.config.lease_ttl_s)
+        self._spawn = context.spawn
+        self._now_s = context.clock.now_s
+        self._leasing = leasing
+        self._shelf = shelf
+        self._pinned_max = most
+        self._groups = local.groups
+        self._token_bytes = token_bytes(local)
+        self.on_close: Callable[[], None] = _nothing
+        """Told once."""
+        self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        """How many runs have pinned each block, by its ledger entry."""
+        self._pinned = self._leased_tokens = 0
+        self._runs: dict[OpenLease, Run] = {}
+        """Oldest first."""
+        self._asked: set[asyncio.Future[messages.Reply]] = set()
+        self._counts = dict.fromkeys(("found", "missed", "busy", "failed", "reclaimed"), 0)
+        self._closed = False
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that are pinned for readers now, each counted once."""
+        return self._pinned
+
+    @property
+    def statistics(self) -> SharingStatistics:
+        """What is leased to readers now, and what has happened so far."""
+        return SharingStatistics(runs=len(self._runs), pinned_blocks=self._pinned, **self._counts)
+
+    def reclaim(self, blocks: int) -> int:
+        """End the oldest runs at once, until as many blocks are free that were pinned: their owner needs them.
+
+        `Shelf.unpin` is called for each of them before this returns. Their readers see a miss, whatever they have read.
+        Where the cache goes through host buffers, a run that is being copied is free once that copy has ended.
+
+        Args:
+            blocks: how many; more than are pinned frees all.
+
+        Returns:
+            How many are free that were pinned.
+
+        Raises:
+            RequestError: it is no number.
+        """
+        wanted, before = checks.whole(blocks, "reclaim: blocks", least=0), self._pinned
+        for opened in list(self._runs):
+            if before - self._pinned >= wanted:
+                break
+            self._counts["reclaimed"] += 1
+            self._end(opened)
+        return before - self._pinned
+
+    def close(self) -> None:
+        """Share no more: runs that are leased end, as by `reclaim`, and questions are answered with a miss.
+
+        Closing twice is fine.
+        """
+        if not self._closed:
+            self._closed = True
+            for opened in list(self._runs):
+                self._end(opened)
+            self.on_close()
+
+    def _end(self, opened: OpenLease) -> None:
+        self._leasing.revoke(opened.entry)
+        if opened.outcome.done():
+            self._over(opened)
+
+    def _over(self, opened: OpenLease) -> None:
+        """A run's lease has ended, and nothing reads its blocks: unpin it, once."""
+        run = self._runs.pop(opened, None)
+        if run is None:
+            return
+        entries = opened.held.entries
+        self._leased_tokens -= run.num_tokens
+        self._pins[entries] -= 1
+        self._pinned -= int((self._pins[entries] == 0).sum())
+        self._unpin(run)
+
+    def _unpin(self, run: Run) -> None:
+        try:
+            self._shelf.unpin(run)
+        except Exception:
+            logger.exception("a shelf has failed to unpin a run of %s tokens", run.num_tokens)
+
+    def answer(self, question: messages.SeekRequest) -> Answered:
+        """Answer a reader in this turn of the loop, or when the shelf has."""
+        size = KEY_BYTES
+        keys = [question.keys[at : at + size] for at in range(0, len(question.keys), size)]
+        if len(question.keys) % size:
+            return refusal(f"keys of a prefix: {len(question.keys)} bytes, expected a multiple of {size}")
+        if self._closed:
+            return _MISS
+        room = self._tokens_in(self._pinned_max - self._pinned) // question.key_tokens
+        if room < 1 or len(self._runs) >= _RUNS_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
+            return self._counted("busy")
+        del keys[room:]
+        try:
+            found = self._shelf.match(keys, question.key_tokens)
+        except Exception as error:  # noqa: BLE001 - an engine's own code: whatever it is, the reader gets a miss
+            return self._failed(question, error)
+        if found is not None and inspect.isawaitable(found):
+            reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
+            self._asked.add(reply)
+            reply.add_done_callback(self._asked.discard)
+            body = self._answer_later(question, keys, found, reply)
+            task = self._spawn(body, name=f"kvflow-seek {question.request_id}")
+            task.add_done_callback(lambda _: None if reply.done() else reply.set_result(_MISS))
+            return reply
+        return self._offered(question, keys, found)
+
+    async def _answer_later(
+        self,
+        question: messages.SeekRequest,
+        keys: Sequence[bytes],
+        found: Awaitable[object],
+        reply: asyncio.Future[messages.Reply],
+    ) -> None:
+        answer: messages.Reply = _MISS
+        waiting = asyncio.ensure_future(found)
+        done, _ = await asyncio.wait([waiting], timeout=_SHELF_WITHIN_S)
+        if not done:
+            waiting.add_done_callback(self._too_late)
+            answer = self._counted("busy")
+        elif waiting.cancelled() or waiting.exception() is not None:
+            answer = self._failed(question, None if waiting.cancelled() else waiting.exception())
+        else:
+            answer = self._offered(question, keys, waiting.result())
+        if not reply.done():
+            reply.set_result(answer)
+
+    def _too_late(self, waiting: asyncio.Future[object]) -> None:
+        """A shelf has answered when nobody waited any more."""
+        if not waiting.cancelled() and waiting.exception() is None and isinstance(run := waiting.result(), Run):
+            self._unpin(run)
+
+    def _offered(self, question: messages.SeekRequest, keys: Sequence[bytes], run: object) -> messages.Reply:
+        """The lease of what a shelf has found."""
+        if run is None:
+            return self._counted("missed")
+        if not isinstance(run, Run):
+            return self._failed(question, RequestError(f"a Shelf's match: expected a Run, got {checks.shown(run)}"))
+        request_id = messages.PREFIX_OF + question.request_id
+        try:
+            if self._closed:
+                raise RequestError("it is shared no more")
+            self._check(run, len(keys), question.key_tokens)
+            request = ServeRequest(request_id, run.block_ids, run.num_tokens, ttl_s=self._ttl_s)
+            self._leasing.serve(request)
+        except KVFlowError as error:
+            self._unpin(run)
+            return self._failed(question, error)
+        opened = self._leasing.find(request_id)
+        if opened is None:  # a run of no blocks
+            self._unpin(run)
+            return self._counted("missed")
+        queued = self._leased_tokens * self._token_bytes
+        self._leased_tokens += run.num_tokens
+        entries = opened.held.entries
+        fresh = int((self._pins[entries] == 0).sum())
+        self._runs[opened] = run
+        self._pins[entries] += 1
+        self._pinned += fresh
+        opened.outcome.add_done_callback(partial(self._ended, opened))
+        if self._pinned > self._pinned_max:
+            self._end(opened)
+            return self._counted("busy")
+        if opened.held.offered_tokens != run.num_tokens:
+            self._end(opened)
+            blocks, tokens = len(opened.held.entries), run.num_tokens
+            return self._failed(question, RequestError(f"a Shelf's match: {blocks} blocks for {tokens} tokens"))
+        self._counts["found"] += 1
+        return messages.Offer(
+            lease=opened.found(self._now_s()),
+            num_tokens=run.num_tokens,
+            ttl_s=opened.ticket.ttl_s,
+            block_ids=opened.ticket.block_tables,
+            extends=False,
+            prompt_digest="",
+            queued_bytes=queued,
+        )
+
+    def _ended(self, opened: OpenLease, _: object) -> None:
+        self._over(opened)
+
+    def _tokens_in(self, blocks: int) -> int:
+        """How long a prefix may be, at least, whose blocks of all groups are so many."""
+        whole = [group.block_size for group in self._groups if group.whole] or [1]
+        rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)
+        return max(blocks - rest, 0) * min(whole) // len(whole)
+
+    def _check(self, run: Run, keys: int, key_tokens: int) -> None:
+        tokens = checks.whole(run.num_tokens, "a Shelf's match: num_tokens", least=1)
+        if tokens % key_tokens or tokens > keys * key_tokens:
+            raise RequestError(f"a Shelf's match: {tokens} tokens, expected up to {keys} times {key_tokens}")
+
+    def _counted(self, what: str) -> messages.Reply:
+        self._counts[what] += 1
+        return _MISS
+
+    def _failed(self, question: messages.SeekRequest, error: BaseException | None) -> messages.Reply:
+        """A miss, since the shelf has failed: its engine's own bug, or a block that is just being written."""
+        logger.error("a shelf has failed on question %s: %s", question.request_id, checks.said(error) if error else "")
+        return self._counted("failed")
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""

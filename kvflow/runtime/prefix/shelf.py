@@ -1,0 +1,66 @@
+"""A prefix cache as its engine shows it to kvflow: `Shelf`, and what is counted of one that is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from kvflow.core.plan.descriptors import GivenBlockIds
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks that hold the first `num_tokens` tokens of a prompt, and that their engine has pinned for a reader.
+
+    `block_ids` are as in a `ServeRequest`: in prompt order; for a cache of several groups a list for each. A group with
+    a window gives the last blocks, at least those of the window; one of state the slot that was kept at that token.
+    """
+
+    block_ids: GivenBlockIds
+    num_tokens: int
+
+
+@runtime_checkable
+class Shelf(Protocol):
+    """An engine's prefix cache. Both methods are called on the runtime's loop, and must not block it."""
+
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | Awaitable[Run | None] | None:
+        """Find the longest run of a prefix that is in the cache now, and pin it.
+
+        Args:
+            keys: as `kvflow.prefix_keys` makes them: number i vouches for the first (i + 1) * `key_tokens` tokens.
+            key_tokens: tokens from one key to the next; the reader chooses, so it need not be this cache's block size.
+
+        Returns:
+            The run, of a multiple of `key_tokens` tokens, whose blocks hold these until `unpin`; None if there is none.
+            Or an awaitable of it, for a cache that lives in another thread or process.
+        """
+        ...
+
+    def unpin(self, run: Run) -> None:
+        """Take the pin of a run off again; called once for each run that `match` has given.
+
+        Args:
+            run: the very object.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingStatistics:
+    """Runs that are leased to readers now, and what became of questions so far."""
+
+    runs: int
+    pinned_blocks: int
+    """Blocks of them, each counted once."""
+    found: int
+    """Questions that were answered with a run."""
+    missed: int
+    """Questions for what is not there."""
+    busy: int
+    """Questions for what is there, while too much was pinned for others already."""
+    failed: int
+    """Questions on which the shelf has failed, or gave what cannot be."""
+    reclaimed: int
+    """Runs that were ended because their owner needed the blocks."""

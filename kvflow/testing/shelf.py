@@ -1,0 +1,80 @@
+"""A prefix cache for tests: which block holds which tokens of which prompts, and which of them are pinned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvflow.core.prefix.keys import prefix_keys
+from kvflow.runtime.prefix.shelf import Run
+
+
+class BlockShelf:
+    """A `kvflow.Shelf` of one group of layers, filled and emptied by a test."""
+
+    def __init__(self, block_tokens: int) -> None:
+        """`block_tokens`: Tokens in a block of the cache."""
+        self._block_tokens = block_tokens
+        self._blocks: dict[bytes, int] = {}
+        """The block that ends a prefix, by the key of that."""
+        self.pins: Counter[int] = Counter()
+        """How often each block is pinned for readers."""
+        self.asked = 0
+        """Questions so far."""
+
+    def put(self, tokens: Sequence[int], block_ids: Sequence[int], *, salt: bytes = b"") -> None:
+        """Say which blocks hold the full blocks of a prompt.
+
+        Args:
+            tokens: Of the prompt, from the first one on.
+            block_ids: In prompt order.
+            salt: As for `kvflow.prefix_keys`.
+        """
+        keys = prefix_keys(tokens, self._block_tokens, salt=salt)
+        self._blocks.update(zip(keys, block_ids, strict=True))
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Forget what blocks hold, as before they are used for other tokens.
+
+        Args:
+            block_ids: None of them pinned.
+
+        Raises:
+            AssertionError: One is pinned.
+        """
+        gone = set(block_ids)
+        pinned = sorted(block_id for block_id in gone if self.pins[block_id])
+        assert not pinned, f"blocks {pinned} are pinned for readers"
+        self._blocks = {key: block_id for key, block_id in self._blocks.items() if block_id not in gone}
+
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | None:
+        """Find the longest run of a prefix: see `kvflow.Shelf.match`.
+
+        Args:
+            keys: One for each `key_tokens` tokens.
+            key_tokens: A multiple of this cache's block size, or nothing is found.
+
+        Returns:
+            The run, pinned; None if its first block is not there.
+        """
+        self.asked += 1
+        if key_tokens != self._block_tokens:
+            return None
+        found: list[int] = []
+        for key in keys:
+            block_id = self._blocks.get(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        self.pins.update(found)
+        return Run(tuple(found), len(found) * key_tokens) if found else None
+
+    def unpin(self, run: Run) -> None:
+        """Take a pin off.
+
+        Args:
+            run: As `match` has given it.
+        """
+        ids = [block_id for block_id in run.block_ids if isinstance(block_id, int)]
+        self.pins.subtract(ids)
+        assert all(self.pins[block_id] >= 0 for block_id in ids), f"blocks {ids} were unpinned more often than pinned"

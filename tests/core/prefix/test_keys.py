@@ -1,0 +1,92 @@
+"""Keys of prefixes: what another language must make of the same tokens, and what makes two keys differ."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvflow
+from kvflow.core.prefix.keys import SALT_BYTES_MAX
+from kvflow.core.protocol.prompts import marked
+from kvflow.errors import RequestError
+
+PAGE = Path(__file__).parents[3] / "docs" / "prefix.md"
+TOKENS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=70)
+
+
+def by_the_formula(tokens: list[int], end: int, salt: bytes) -> bytes:
+    data = b"kvflow-prefix-1\0" + struct.pack("<I", len(salt)) + salt + struct.pack(f"<{end}q", *tokens[:end])
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def test_the_docs_have_a_vector_for_other_languages() -> None:
+    rows = re.findall(r"^\| ([-\d, ]+) \| (none|`\w+`) \| `(\w{64})` \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert len(rows) == 4
+    for numbers, said, key in rows:
+        tokens, salt = [int(number) for number in numbers.split(",")], b"" if said == "none" else said[1:-1].encode()
+        assert kvflow.prefix_keys(tokens, len(tokens), salt=salt)[0].hex() == key
+        assert by_the_formula(tokens, len(tokens), salt).hex() == key
+
+
+@given(TOKENS, st.integers(1, 20), st.binary(max_size=40))
+def test_each_full_block_has_the_key_of_all_tokens_before_its_end(tokens: list[int], block: int, salt: bytes) -> None:
+    ends = range(block, len(tokens) + 1, block)
+    assert kvflow.prefix_keys(tokens, block, salt=salt) == [by_the_formula(tokens, end, salt) for end in ends]
+
+
+@given(TOKENS, st.integers(1, 8), st.integers(1, 8))
+def test_blocks_of_other_sizes_agree_at_common_boundaries(tokens: list[int], block: int, times: int) -> None:
+    keys = kvflow.prefix_keys(tokens, block)
+    assert kvflow.prefix_keys(tokens, block * times) == keys[times - 1 :: times]
+
+
+def test_salts_marks_and_tokens_make_other_keys() -> None:
+    tokens = list(range(32))
+    found = [kvflow.prefix_keys(tokens, 16, salt=salt) for salt in (b"", b"a", b"a\0")]
+    found += [kvflow.prefix_keys(marked(tokens, {3: b"a picture"}), 16), kvflow.prefix_keys([7, *tokens[1:]], 16)]
+    assert len({key for keys in found for key in keys}) == 10
+    after_the_first = kvflow.prefix_keys(marked(tokens, {20: b"a picture"}), 16)
+    assert [after_the_first[at] == found[0][at] for at in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, lambda tokens: array("q", tokens), range])
+def test_tokens_may_be_in_any_flat_sequence(make: type) -> None:
+    given = range(33) if make is range else make(list(range(33)))
+    assert kvflow.prefix_keys(given, 16) == kvflow.prefix_keys(list(range(33)), 16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_tokens", "salt", "said"),
+    [
+        ("12", 1, b"", "tokens"),
+        ([1.5], 1, b"", "tokens"),
+        ([True], 1, b"", "tokens"),
+        ([1 << 63], 1, b"", "tokens"),
+        ([[1]], 1, b"", "tokens"),
+        (None, 1, b"", "tokens"),
+        ([None], 1, b"", "tokens"),
+        (b"12", 1, b"", "tokens"),
+        ([1], 0, b"", "block_tokens"),
+        ([1], 1.0, b"", "block_tokens"),
+        ([1], None, b"", "block_tokens"),
+        ([1], 1, "tenant", "salt"),
+        ([1], 1, None, "salt"),
+        ([1], 1, bytes(SALT_BYTES_MAX + 1), "salt"),
+    ],
+)
+def test_nonsense_is_refused_by_name(tokens: object, block_tokens: object, salt: object, said: str) -> None:
+    with pytest.raises(RequestError, match=f"^{said}: expected"):
+        kvflow.prefix_keys(tokens, block_tokens, salt=salt)  # type: ignore[arg-type]
+
+
+def test_a_block_larger_than_the_prompt_and_than_any_memory_has_no_key() -> None:
+    assert kvflow.prefix_keys([1, 2], (1 << 63) - 1) == []
+    assert kvflow.prefix_keys([], 1) == []
