@@ -23,7 +23,7 @@ _NO_FINGERPRINT = bytes(16)
 _FIX = "make both sides equal in this, or let their router not pair them"
 
 
-class _Shown:
+class _RankShown:
     """What one engine tells its readers."""
 
     def __init__(self, at: Address, compatibility: messages.Compatibility, metadata: messages.Metadata) -> None:
@@ -33,41 +33,41 @@ class _Shown:
         self.regions = messages.all_regions_from_wire(metadata.regions)
 
 
-class _Unknown(Exception):
+class _NotTold(Exception):
     """An engine does not tell; in words."""
 
 
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
     """Findings about two engines, each as ENGINE_ID@tcp://host:port. `config` is how we talk to them."""
-    channel, shown, found = ZmqSideChannel(config, SystemClock().now_s), list[_Shown](), list[Finding]()
+    channel, shown, found = ZmqSideChannel(config, SystemClock().now_s), list[_RankShown](), list[Finding]()
     try:
         for name, given in (("prefill engine", prefill), ("decode engine", decode)):
             try:
                 shown.append(await _ask(channel, given))
                 found.append(ok(name, f"{shown[-1].at}: it answers its readers"))
-            except (_Unknown, KVFlowError, messages.WireError) as problem:
+            except (_NotTold, KVFlowError, messages.WireError) as problem:
                 found.append(fail(name, f"{given}: {problem}", "give ENGINE_ID@tcp://host:port as tickets name them"))
     finally:
         channel.close()
     return [*found, *judge_pair(*shown)] if len(shown) == 2 else found
 
 
-async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
+async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
     """First without a cache, which gets the facts that have to be equal; then as a reader with those facts."""
     engine_id, _, address = given.rpartition("@")
     target = messages.Target(engine_id or "?", 0, 0, 0)
     question = messages.MetadataRequest(reader=_READER, target=target)
     refusal = await channel.ask(address, question, fingerprint=_NO_FINGERPRINT)
     if not isinstance(refusal, messages.Refusal) or refusal.compatibility is None:
-        raise _Unknown(refusal.reason if isinstance(refusal, messages.Refusal) else type(refusal).__name__)
+        raise _NotTold(refusal.reason if isinstance(refusal, messages.Refusal) else type(refusal).__name__)
     facts = refusal.compatibility
     reply = await channel.ask(address, question, fingerprint=facts.fingerprint())
     if not isinstance(reply, messages.Metadata):
-        raise _Unknown(reply.reason if isinstance(reply, messages.Refusal) else type(reply).__name__)
-    return _Shown(Address(engine_id, Rank(0, 0, 0), address), facts, reply)
+        raise _NotTold(reply.reason if isinstance(reply, messages.Refusal) else type(reply).__name__)
+    return _RankShown(Address(engine_id, Rank(0, 0, 0), address), facts, reply)
 
 
-def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
+def judge_pair(prefill: _RankShown, decode: _RankShown) -> list[Finding]:
     """Each rule that says no, in the decode engine's words: "ours" is its own."""
     ours = LocalRank(
         reader=_READER,

@@ -1,5 +1,6 @@
-"""A load that survives its source: it has several tickets of one prompt, or gets another one, and reads from one source
-after the other until one has given all of it.
+"""Loads that survive their source: one source is read after the other, until one has given all of the prompt.
+
+A load has several tickets of one prompt, or is brought another one (`LoadRequest.again`).
 
 Each attempt is an ordinary load into the same local blocks, by the ordinary carriers: bytes count only under the seals
 of the source that gave all of them. The next one begins when no byte of the one before can land any more, and the
