@@ -145,6 +145,10 @@ def doctor(
     stock: Annotated[
         str | None, typer.Option(help="The side channel of a vLLM with its own NixlConnector, tcp://host:port.")
     ] = None,
+    pair: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="A prefill and a decode engine, ENGINE_ID@tcp://host:port each: would they hand over?"),
+    ] = None,
     engine_id: Annotated[str, typer.Option(help="Our engine id, whose CURVE keys are used.")] = "doctor",
     curve_secret_key_file: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
     curve_peers_dir: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
@@ -157,7 +161,9 @@ def doctor(
         config = Config(
             engine_id=engine_id, curve_secret_key_file=curve_secret_key_file, curve_peers_dir=curve_peers_dir
         )
-    found = examine(config, peer=peer, peer_engine=peer_engine, stock=stock, transfer=transfer, note=notes.print)
+    found = examine(
+        config, peer=peer, peer_engine=peer_engine, stock=stock, pair=pair, transfer=transfer, note=notes.print
+    )
     findings = list(found)
     if json_output:
         print(json.dumps(findings_as_json(findings), indent=2))

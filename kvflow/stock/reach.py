@@ -37,6 +37,7 @@ class StockReach:
         self.walk, self.when_served, self.ask_digests = own.walk, own.when_served, own.ask_digests
         self.meet, self.ask_patiently = own.meet, own.ask_patiently
         self.succeeded, self.failed = own.succeeded, own.failed
+        self.backs_off, self.delivered = own.backs_off, own.delivered
         self._block_ids_max = context.config.limits.block_ids_max
         self._peers = peers
         self._own = own

@@ -94,6 +94,23 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
         )
 
 
+def check_alike(first: Ticket, other: Ticket, what: str) -> None:
+    """PromptMismatch if two tickets are not of one prompt, as far as both tell.
+
+    Digests can be compared where the request ids are equal, since they are salted with those.
+    """
+    if first.awaited or other.awaited:
+        return
+    ours, theirs = (f"{one.engine_id!r} at {one.address}" for one in (first, other))
+    if first.offered_tokens != other.offered_tokens:
+        offers = f"{ours} offers {first.offered_tokens} tokens, {theirs} {other.offered_tokens}"
+        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {offers}")
+    told = {first.prompt_digest, other.prompt_digest} - {""}
+    if first.request_id == other.request_id and len(told) > 1:
+        digests = f"{ours} has digest {first.prompt_digest}, {theirs} {other.prompt_digest}"
+        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {digests}")
+
+
 def _beginning(token_ids: Sequence[int], num_tokens: int, what: str) -> Sequence[int]:
     found = answer(lambda: token_ids[:num_tokens])
     if found is None:

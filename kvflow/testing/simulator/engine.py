@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import LeaseState
@@ -29,9 +29,10 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeUnavailable,
 )
+from kvflow.runtime.load.load import Again, LoadReport, LoadRequest, Verification
 from kvflow.runtime.load.load import Load as Handle
-from kvflow.runtime.load.load import LoadReport, LoadRequest, Verification
 from kvflow.runtime.producer.lease import Lease, ServeRequest
+from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.books import assert_closed
 from kvflow.testing.clock import LoopClock
@@ -56,6 +57,7 @@ _FORGOTTEN_SHARE = 0.3  # of those: nobody is told
 _TURNED_SHARE = 0.5  # of engines that wake with another layout
 _FOLLOWED_EVERY = 4  # loads, by number: one whose progress somebody wants to know
 _HASTY_EVERY = 3  # offers whose blocks follow, by number: one whose engine tells of tokens before it gives their blocks
+_SLOW_SHARE = 0.2  # of tickets that are asked for when no source is left: a prompt is computed once more
 _DRIFT = 1.01  # a little more than clocks are wrong by
 
 Ending: TypeAlias = "LoadReport | BaseException"
@@ -244,10 +246,16 @@ class SimEngine:
         """Bound what is awaited inside by `bound_s`, not counting the time that its process was frozen."""
         life, loop = self.life, self._simulation.loop
         begun_s, frozen_s = loop.time(), life.frozen_s
-        yield
-        took_s = loop.time() - begun_s - (life.frozen_s - frozen_s)
-        if took_s > bound_s + self._simulation.settings.weather.poll_s + 1e-6:
-            self.fail("I7", f"{what} took {took_s:.6f} s, its bound is {bound_s:.6f} s")
+        cancelled = False
+        try:
+            yield
+        except asyncio.CancelledError:
+            cancelled = True  # who gives up may wait until its blocks are safe
+            raise
+        finally:
+            took_s = loop.time() - begun_s - (life.frozen_s - frozen_s)
+            if not cancelled and took_s > bound_s + self._simulation.settings.weather.poll_s + 1e-6:
+                self.fail("I7", f"{what} took {took_s:.6f} s, its bound is {bound_s:.6f} s")
 
     def crash(self) -> None:
         """The process is killed."""
@@ -493,7 +501,7 @@ class SimEngine:
         if tables is None:
             self._simulation.count("load: no room")
             return
-        load = SimLoad(offer, self, tables)
+        load = SimLoad(offer, self, tables, others=plan.more)
         self._own(load)
         self.loads[load] = None
         self._note("loads", offer.request_id, repr(offer.engine), load.block_ids)
@@ -502,7 +510,9 @@ class SimEngine:
             load.device = [self._later(partial(rank.cache.poison, before, load.block_ids)) for rank in self.ranks]
         endings = await self._load_on_all_ranks(load, ticket, plan)
         succeeded = self._judge(load, endings)
-        offer.loaded = offer.loaded or succeeded
+        for ending in endings if succeeded else ():
+            assert isinstance(ending, LoadReport), "it has succeeded"
+            load.source(ending.attempts).loaded = True
         if not succeeded:
             await self._safe(load)
             await all_over(load.device)
@@ -546,8 +556,9 @@ class SimEngine:
         priority = load.offer.number % 3 if self._simulation.settings.model.priorities else 0
         request = LoadRequest(
             load.offer.request_id,
-            ticket.to_params(),
+            self._tickets(ticket, plan),
             given_block_ids(load.tables),
+            again=self._again(plan) if plan.more else None,
             deadline_s=plan.deadline_s,
             priority=priority,
             verify=True if self._simulation.settings.model.verifies and load.offer.number % 3 == 0 else None,
@@ -564,6 +575,24 @@ class SimEngine:
         if timer is not None:
             timer.cancel()
         return [task.result() for task in tasks]
+
+    def _tickets(self, ticket: Ticket, plan: LoadPlan) -> Any:
+        """What the request names: one ticket as such, several as a list."""
+        named = [ticket, *(one.ticket() for one in plan.more[: plan.named])]
+        return [one.to_params() for one in named] if plan.more else ticket.to_params()
+
+    def _again(self, plan: LoadPlan) -> Again:
+        """Brings the tickets that the request does not name, one by one, some time later."""
+        left = list(plan.more[plan.named :])
+        simulation = self._simulation
+
+        async def again(attempts: Sequence[Attempt]) -> Ticket | None:
+            simulation.count("load: asks again")
+            slow = simulation.rng.random() < _SLOW_SHARE
+            await simulation.pass_time(simulation.rng.uniform(0.0, 5.0) if slow else simulation.network.delay_s())
+            return left.pop().ticket() if left else None
+
+        return again
 
     async def _load_on(self, rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending:
         """Load on one rank: its report, or what it raised. Success is judged in the very moment it is reported."""
@@ -584,6 +613,11 @@ class SimEngine:
             return error
         rank.loaded += 1
         self._simulation.count(f"load: {report.verification}")
+        for attempt in report.attempts:
+            self._simulation.count(f"source: {attempt.outcome}")
+        offer = load.source(report.attempts)
+        if [one.outcome for one in report.attempts].count("loaded") != min(len(report.attempts), 1):
+            self.fail("I4", f"{request.request_id} has one outcome, and attempts {report.attempts}")
         if report.verification is Verification.REPAIRED and not mine.flipped:
             self.fail("I2", f"no byte of {request.request_id} was flipped, but it was read twice")
         wrong = self._wrong_token(load, rank)
@@ -592,9 +626,9 @@ class SimEngine:
             self._simulation.count("load: flipped, and nobody looked")
         elif wrong:
             self.fail("I2", f"{request.request_id} is reported as loaded ({report.verification}), but {wrong}")
-        if report.payload != load.offer.payload and load.offer.tokens:
-            self.fail("I2", f"{request.request_id} came with {report.payload!r}, not {load.offer.payload!r}")
-        given_back_s = load.offer.given_back_s
+        if report.payload != offer.payload and offer.tokens:
+            self.fail("I2", f"{request.request_id} came with {report.payload!r}, not {offer.payload!r}")
+        given_back_s = offer.given_back_s
         if given_back_s is not None and mine.last_landing_s > given_back_s:
             self.fail(
                 "I3",
