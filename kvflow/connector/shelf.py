@@ -127,17 +127,17 @@ class PagedShelf:
         size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]
         tables = [[NO_BLOCK] * end for _ in firsts]
+        places = [*enumerate(zip(tables, firsts, strict=True))]
         for at in range(end - 1, min(firsts) - 1, -1):
             entry = entries.get(key)
             if entry is None:
                 return None, at * size
-            for table, first, ids in zip(tables, firsts, entry.blocks, strict=True):
-                if at < first:
-                    continue
-                if not ids:
-                    return None, at * size
-                table[at] = ids[0]
-            key = entry.parent
+            key, blocks = entry
+            for nth, (table, first) in places:
+                if at >= first:
+                    if not blocks[nth]:
+                        return None, at * size
+                    table[at] = blocks[nth][0]
         return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # keys in a wrong order
 
     def _given(self, tables: BlockTables | list[list[int]], tokens: int) -> Run:
