@@ -67,8 +67,12 @@ class Counted:
             "failed": metric(FAILED),
         }
 
+    @property
+    def all(self) -> dict[str, float]:
+        return {name: value - self._before[name] for name, value in self._now().items()}
+
     def __getattr__(self, name: str) -> float:
-        return self._now()[name] - self._before[name]
+        return self.all[name]
 
 
 def until(server: Server, counted: Counted, name: str, value: float) -> None:
@@ -77,7 +81,7 @@ def until(server: Server, counted: Counted, name: str, value: float) -> None:
         if getattr(counted, name) >= value:
             return
         server.ids(prompt_of(3), 1)
-    raise AssertionError(f"{name} is {getattr(counted, name)}, not {value}")
+    raise AssertionError(f"{name} is {getattr(counted, name)}, not {value}; all: {counted.all}")
 
 
 def settle(*servers: Server) -> None:
