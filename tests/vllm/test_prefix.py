@@ -377,7 +377,6 @@ ROWS = {
     "TP 2 to 1": (_of(HOLDER, "full", *TP2), _of(READER, "full")),
     "TP 1 to 2": (_of(HOLDER, "gemma3"), _of(READER, "gemma3", *TP2)),
     "in MultiConnector": (in_multi(HOLDER), in_multi(READER)),
-    "larger blocks here": (HOLDER, replace(READER, options=("--skip-tokenizer-init", "--block-size", "64"))),
 }
 
 
@@ -393,6 +392,19 @@ def test_other_caches(site: Site, row: str) -> None:
         until(reader, counted, "found", 1)
         assert counted.external >= length - 64
         assert counted.failed == 0
+    settle(holder, reader)
+
+
+def test_a_peer_whose_blocks_do_not_fit_is_of_no_use_and_does_no_harm(site: Site) -> None:
+    """CPU kernels order the bytes of a block by its size."""
+    holder, reader = site.have(HOLDER, replace(READER, options=("--skip-tokenizer-init", "--block-size", "64")))
+    first, second = family()
+    expected = alone(reader, second)
+    holder.ids(first)
+    counted = Counted(reader)
+    assert reader.ids(second) == expected
+    until(reader, counted, "nothing", 1)
+    assert (counted.found, counted.failed, counted.external) == (0, 0, 0)
     settle(holder, reader)
 
 
