@@ -171,7 +171,7 @@ class Surviving:
         return [*producers, RankProcess("reader", partial(open_reader, config_of("reader"), self.shape))]
 
     def _planned(self, name: str, first: int = 0, stop: int | None = None) -> PlannedLoad:
-        ids = list(range(self.blocks))[first:stop]
+        ids = tuple(range(self.blocks))[first:stop]
         return PlannedLoad(request_id=name, local_ids=ids, remote_ids=ids)
 
     def _healthy(self, children: Children) -> Iterator[Turn]:
