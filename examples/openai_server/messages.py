@@ -2,7 +2,8 @@
 
     POST   /prefill               PrefillRequest -> PrefillReply once the prompt is computed, or a Failure
     DELETE /prefill/<request id>  give up: nobody is going to load these blocks
-    POST   /decode                DecodeRequest -> once the blocks are loaded a line of JSON for each Step, or a Failure
+    POST   /decode                DecodeRequest -> once the blocks are loaded a line of JSON for each Step or Failure;
+                                  before that an Again for each prefill worker whose blocks did not come
 
 Both are asked at once, and meet by the request id, which nobody else knows. Tokens, not text: prompts are tokenized
 once, and the KV cache and the first token go from worker to worker without the router.
@@ -86,12 +87,21 @@ class DecodeRequest(Message):
 
     request_id: str
     ticket: dict[str, Any]
+    more: list[dict[str, Any]] = Field(default=[], max_length=15)
+    """Tickets of the same prompt at other prefill workers, which have it computed when they are asked for (`Again`)."""
     prompt_count: int = Field(ge=1)
     max_tokens: int = Field(ge=1)
     """The first one included."""
     deadline_s: Seconds = Field(gt=0)
     sampling: Sampling = GREEDY
     """The same as the first token is chosen with."""
+
+
+class Again(Message):
+    """Among the steps of an answer, before the first: the blocks did not come, those of the next ticket are awaited."""
+
+    again: str
+    """Why they did not come."""
 
 
 class FailureKind(StrEnum):

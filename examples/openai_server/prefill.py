@@ -6,13 +6,14 @@ This is one of the two modules to read if you want to use kvflow in a server of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from disaggregated.keeper import BlockKeeper, StartTask, background_tasks
 from fastapi import FastAPI, Request, Response
 from paged_engine import BlockId, Engine
 
 import kvflow
+from kvflow.errors import KVFlowError
 from openai_server.http_server import serve_http
 from openai_server.messages import FirstToken, Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import PrefillMetrics
@@ -43,14 +44,19 @@ class PrefillWorker:
 
         Cancelling it withdraws the offer and gives the blocks back, once the running step has ended.
         """
-        require_length(self._engine, len(request.prompt), request.max_tokens)
-        async with AsyncExitStack() as blocks:
-            block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
-            if request.max_tokens == 1:
-                token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling)
-            else:
-                token = await self._offered(request, block_ids, blocks)
-            self._metrics.tokens.inc(len(request.prompt))
+        try:
+            require_length(self._engine, len(request.prompt), request.max_tokens)
+            async with AsyncExitStack() as blocks:
+                block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
+                if request.max_tokens == 1:
+                    token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling)
+                else:
+                    token = await self._offered(request, block_ids, blocks)
+                self._metrics.tokens.inc(len(request.prompt))
+        except BaseException as error:
+            with suppress(KVFlowError):  # who waits for an offer need not; of one that was made its lease has said so
+                self._runtime.decline(request.request_id, f"{type(error).__name__}: {error}")
+            raise
         last = request.max_tokens == 1
         return PrefillReply(step=Step.of(token, eos_token_id=self._engine.eos_token_id, last=last))
 

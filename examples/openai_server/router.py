@@ -19,12 +19,12 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 import kvflow
 from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, hand_over
 from openai_server.http_server import CLIENT_KEEP_ALIVE_S
-from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from openai_server.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Rotation, Worker
 
@@ -37,6 +37,7 @@ REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
 RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 PROBE_TICK_S = 0.1
+_LINE: TypeAdapter[Step | Again] = TypeAdapter(Step | Again)
 
 
 def open_client() -> aiohttp.ClientSession:
@@ -73,11 +74,17 @@ class Router:
         return Attempts(attempt=self._attempt, retried=self.metrics.retried, attempts_max=self.attempts_max)
 
     async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        prefill = _Prefill(self, self._pick(self.prefill, avoid))
-        decoding = partial(self._decoding, prefill.worker, avoid)
-        async with aclosing(hand_over(request_id, prompt, prefill, decoding, self._start_task)) as steps:
+        prefills = self._prefills(avoid)
+        decoding = partial(self._decoding, prefills[0].worker, avoid)
+        async with aclosing(hand_over(request_id, prompt, prefills, decoding, self._start_task)) as steps:
             async for step in steps:
                 yield step
+
+    def _prefills(self, avoid: set[Hashable]) -> list[_Prefill]:
+        """The worker whose turn it is, and those that are to compute the prompt should it fail."""
+        first = self._pick(self.prefill, avoid)
+        others = [one for one in self.prefill.up if one is not first and one not in avoid]
+        return [_Prefill(self, one) for one in (first, *others[: self.attempts_max - 1])]
 
     def _start_task(self, body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self.tasks.create_task(body, name=name)
@@ -100,13 +107,13 @@ class Router:
     @asynccontextmanager
     async def _decoding(
         self, prefill: Worker, avoid: set[Hashable], request: DecodeRequest
-    ) -> AsyncIterator[AsyncGenerator[Step, None]]:
+    ) -> AsyncIterator[AsyncGenerator[Step | Again, None]]:
         decode = self._pick(self.decode, avoid)
         with self._losses(self.decode, decode):
             async with self.client.post(f"{decode.url}/decode", data=request.model_dump_json()) as response:
                 if response.status != HTTPStatus.OK:
                     raise _failed(_failure_in(response, await response.read(), decode), prefill, decode)
-                yield _steps_in(response, prefill, decode)
+                yield _steps_in(response, prefill, decode, self.metrics.retried)
 
     @contextmanager
     def _losses(self, rotation: Rotation, worker: Worker) -> Iterator[None]:
@@ -178,15 +185,19 @@ class _Prefill:
         self.router.release(self.worker, request_id)
 
 
-async def _steps_in(response: aiohttp.ClientResponse, prefill: Worker, decode: Worker) -> AsyncGenerator[Step, None]:
+async def _steps_in(
+    response: aiohttp.ClientResponse, prefill: Worker, decode: Worker, retried: Callable[[str], None]
+) -> AsyncGenerator[Step | Again, None]:
     """The steps of a decode worker's answer, up to the last one."""
     async for line in response.content:
         try:
-            step = Step.model_validate_json(line)
+            step = _LINE.validate_json(line)
         except ValidationError:
             raise _failed(_failure_in(response, line, decode), prefill, decode) from None
+        if isinstance(step, Again):
+            retried(FailureKind.PREFILL_AGAIN)
         yield step
-        if step.finish_reason is not None:
+        if isinstance(step, Step) and step.finish_reason is not None:
             return
     message = f"{decode.name} ended its answer early"
     raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), decode)
