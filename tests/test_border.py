@@ -420,7 +420,7 @@ def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides
 MADE_BY_KVFLOW = {"DrainReport", "Lease", "Load", "LoadReport", "Prewarmed", "Progress", "RuntimeStatistics"}
 MADE_BY_KVFLOW |= {"PrefixAnswer", "PrefixOffer", "PrefixReport", "SharedPrefixes"}
 MADE_BY_KVFLOW |= {"Run"}  # made by a shelf, whose mistakes are a miss: see test_prefix
-MADE_BY_KVFLOW |= {"LeaseRecord", "LoadRecord", "Rank", "SaveReport", "RestoreReport"}
+MADE_BY_KVFLOW |= {"Attempt", "LeaseRecord", "LoadRecord", "Rank", "SaveReport", "RestoreReport"}
 RUN_CALLERS_CODE = {"blocking.Runtime.start": "work"}
 
 
