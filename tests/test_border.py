@@ -267,6 +267,8 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "verify": True,
             "num_tokens": 4,
             "keep_offer": False,
+            "again": None,
+            "again_max": 2,
         },
         use_load_request,
         RequestError,
