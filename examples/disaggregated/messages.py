@@ -81,6 +81,8 @@ class PrefillRequest(Message, frozen=True, kw_only=True):
     max_tokens: Count
     deadline_s: Seconds
     sampling: Sampling = GREEDY
+    neighbours: list[dict[str, Any]] = []
+    """Introductions of workers that may have computed the beginning of the prompt."""
 
 
 class PrefillReply(Message, frozen=True, kw_only=True):

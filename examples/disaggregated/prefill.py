@@ -18,6 +18,7 @@ from disaggregated.failures import require_length
 from disaggregated.groups import LayerGroups
 from disaggregated.keeper import BlockKeeper, StartTask
 from disaggregated.messages import FirstToken, Instant, PrefillReply, PrefillRequest, Step
+from disaggregated.neighbours import Neighbours
 from disaggregated.told import Told
 
 
@@ -37,12 +38,21 @@ class Offer:
 class PrefillWorker:
     """Computes what it is asked; open leases are background tasks."""
 
-    def __init__(self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, told: Told) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        runtime: kvflow.Runtime,
+        start_task: StartTask,
+        told: Told,
+        *,
+        share_prefixes: bool = False,
+    ) -> None:
         self._engine = engine
         self._runtime = runtime
         self._keeper = BlockKeeper(runtime, start_task)
         self._told = told
         self._groups = LayerGroups(engine)
+        self._neighbours = Neighbours(engine, runtime, self._keeper) if share_prefixes else None
         self._leases: dict[str, kvflow.Lease] = {}
         self.offers: dict[str, Offer] = {}
         """By request id: of prompts that are computed, and whose blocks are not given back yet."""
@@ -55,15 +65,27 @@ class PrefillWorker:
         require_length(self._engine, len(request.prompt), request.max_tokens)
         async with AsyncExitStack() as blocks:
             block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
+            start = await self._pulled(request, block_ids, blocks)
             if request.max_tokens == 1:
-                token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling)
+                token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling, start=start)
             else:
-                token = await self._offered(request, block_ids, blocks)
-            self._told.computed(len(request.prompt))
+                token = await self._offered(request, block_ids, blocks, start)
+            if self._neighbours is not None:
+                self._neighbours.computed(request.prompt, block_ids)
+            self._told.computed(len(request.prompt) - start)
         last = request.max_tokens == 1
         return PrefillReply(step=Step.of(token, eos_token_id=self._engine.eos_token_id, last=last))
 
-    async def _offered(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
+    async def _pulled(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
+        """How many of the prompt's tokens a neighbour has given."""
+        if self._neighbours is None:
+            return 0
+        self._neighbours.reserved(block_ids)
+        return await self._neighbours.pull(request, block_ids, blocks)
+
+    async def _offered(
+        self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack, start: int
+    ) -> int:
         """Compute a prompt under a lease that grows with it; the first token, which its reader gets with the blocks."""
         lease = self._runtime.serve_blocks(
             kvflow.ServeRequest(
@@ -71,14 +93,14 @@ class PrefillWorker:
                 block_ids=self._groups.tables(block_ids, len(request.prompt)),
                 num_tokens=len(request.prompt),
                 ttl_s=request.deadline_s,
-                computed_tokens=0,
+                computed_tokens=start,
                 payload=True,
             )
         )
         self._leases[request.request_id] = lease
         try:
             token = await self._engine.prefill(
-                request.prompt, block_ids, sampling=request.sampling, computed=lease.advance
+                request.prompt, block_ids, sampling=request.sampling, computed=lease.advance, start=start
             )
             lease.complete(FirstToken(token=token, computed_at=Instant.now()).written())
         except BaseException as error:

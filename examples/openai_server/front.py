@@ -274,7 +274,14 @@ def _event(data: str) -> str:
 
 
 async def run_router(
-    *, host: str, port: int, checkpoint: Path, deadline_s: float, prefill: Mapping[str, str], decode: Mapping[str, str]
+    *,
+    host: str,
+    port: int,
+    checkpoint: Path,
+    deadline_s: float,
+    prefill: Mapping[str, str],
+    decode: Mapping[str, str],
+    share_prefixes: bool = False,
 ) -> None:
     """The whole life of the router's process. `prefill` and `decode` are URLs by name."""
     listening = listen_at(host, port)
@@ -284,7 +291,12 @@ async def run_router(
         metrics.watch_workers(role, partial(_up_count, rotation))
     async with open_client() as client, asyncio.TaskGroup() as group:
         router = Router(
-            prefill=rotations["prefill"], decode=rotations["decode"], client=client, tasks=group, metrics=metrics
+            prefill=rotations["prefill"],
+            decode=rotations["decode"],
+            client=client,
+            tasks=group,
+            metrics=metrics,
+            share_prefixes=share_prefixes,
         )
         watching = router.watch()
         front = Front(

@@ -59,6 +59,8 @@ class Router:
     """Where releases and the watch run."""
     metrics: RouterMetrics
     attempts_max: int = 3
+    share_prefixes: bool = False
+    """Whether prefill workers are told of each other, to load what one has computed of a prompt."""
 
     async def whole(self, prompt: Prompt, read: Callable[[AsyncIterator[Step]], Awaitable[Result]]) -> Result:
         """See `Answers`."""
@@ -90,6 +92,10 @@ class Router:
         return worker
 
     async def ask_prefill(self, worker: Worker, request: PrefillRequest) -> PrefillReply:
+        if self.share_prefixes:
+            others = [one.introduction for one in self.prefill.up if one is not worker]
+            told = [other.to_params() for other in others if other is not None]
+            request = msgspec.structs.replace(request, neighbours=told)
         with self._losses(self.prefill, worker):
             async with self.client.post(f"{worker.url}/prefill", data=request.written()) as response:
                 body = await response.read()

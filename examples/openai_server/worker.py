@@ -51,6 +51,8 @@ class WorkerSettings:
     host: str
     port: int
     checkpoint: Path
+    share_prefixes: bool = False
+    """Whether prefill workers load prefixes from each other."""
 
 
 class WorkerHealth(BaseModel):
@@ -108,7 +110,8 @@ async def _app(settings: WorkerSettings, config: kvflow.Config, engine: Engine) 
         if settings.role == "prefill":
             introduction = introduction_of(runtime)
             app = worker_app(settings, engine, runtime, metrics, introduction)
-            yield prefill_app(app, PrefillWorker(engine, runtime, start_task, metrics))
+            shares = settings.share_prefixes
+            yield prefill_app(app, PrefillWorker(engine, runtime, start_task, metrics, share_prefixes=shares))
         else:
             app = worker_app(settings, engine, runtime, metrics)
             yield decode_app(app, DecodeWorker(engine, runtime, start_task, metrics))

@@ -296,7 +296,12 @@ def check_vllm(words: list[str]) -> None:
     assert (ROOT / module.replace(".", "/")).is_dir()
     assert given["kv_connector"] == "KVFlowConnector"
     assert given["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
-    assert given.get("kv_connector_extra_config", {}).keys() <= {entry.name for entry in fields(Config)}
+    tree = ast.parse((ROOT / "kvflow" / "vllm" / "settings.py").read_text())  # which imports vLLM
+    (extra,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Extra")
+    own = {
+        node.target.id for node in extra.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assert given.get("kv_connector_extra_config", {}).keys() <= own | {entry.name for entry in fields(Config)}
 
 
 def options_of(words: list[str]) -> set[str]:

@@ -118,6 +118,17 @@ class SharedPrefixes:
             self._end(opened)
         return before - self._pinned
 
+    def end(self, run: Run) -> None:
+        """End one run at once, as by `reclaim`: its owner is about to use its blocks for something else.
+
+        Args:
+            run: the very object that `Shelf.match` has given. No effect if it has ended.
+        """
+        opened = next((opened for opened, given in self._runs.items() if given is run), None)
+        if opened is not None:
+            self._counts["reclaimed"] += 1
+            self._end(opened)
+
     def close(self) -> None:
         """Share no more: runs that are leased end, as by `reclaim`, and questions are answered with a miss.
 
