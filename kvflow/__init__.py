@@ -24,7 +24,7 @@ from kvflow.runtime.prefix.sharing import SharedPrefixes
 from kvflow.runtime.prefix.shelf import Run, Shelf
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
-from kvflow.runtime.records import LeaseRecord, LoadRecord, Observer
+from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
@@ -46,6 +46,7 @@ __public_modules__ = (
 )
 
 __all__ = [
+    "Attempt",
     "CacheGroup",
     "CacheLayout",
     "Config",

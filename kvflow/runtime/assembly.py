@@ -32,6 +32,7 @@ from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Carriers, Loader, reads_in_flight
 from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
+from kvflow.runtime.load.surviving import Surviving
 from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestedCache, DigestGear
@@ -101,7 +102,8 @@ class RegisteredCache:
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
         meeting = Meeting(local, self.reach, self.remote_leases, self.whole.carry)
-        carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry)
+        several = Surviving(context, meeting, self.reach, self.remote_leases, gear, self.whole.carry)
+        carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry, several.accept)
         self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None

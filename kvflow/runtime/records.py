@@ -29,6 +29,23 @@ RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What came of one source of a load that has several."""
+
+    engine_id: str
+    address: str
+    """Of the rank that its ticket names first."""
+    outcome: str
+    """"loaded", "late", the name of the error's type, or "ended" if the load has ended before it was known."""
+    error: str
+    """Why it has not given the prompt, or ""."""
+    bytes: int
+    """Bytes that were asked of it; only those of the one that has "loaded" count."""
+    seconds: float
+    """From its turn to its end: until no byte of it could land any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
     """One load that has ended, or was refused. `seconds` has an entry per phase, which add up."""
 
@@ -63,6 +80,8 @@ class LoadRecord:
     """Of a load of a lease that grows: when how many tokens of the prompt had landed, seconds from its beginning on."""
     traceparent: str = ""
     """Trace context that the ticket carried (W3C), or ""."""
+    attempts: Sequence[Attempt] = ()
+    """Of a load of several tickets, or with `again`: its sources, in the order of their turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatisti
 
 _SERVED = ("read", "expired", "revoked", "failed", "renewals")
 _NOTIFIED = ("late_notifications", "duplicate_notifications", "malformed_notifications", "late_reads")
-_LOADED = ("succeeded", "failed", "cancelled", "refused", "bytes", "renewals")
+_LOADED = ("succeeded", "failed", "cancelled", "refused", "bytes", "renewals", "sources_left")
 _MOVED = ("reads", "reads_failed", "bytes_read")
 _SENT = ("notifications_sent", "notifications_received", "notifications_failed")
 

@@ -5,7 +5,8 @@ blocks of all accounts. With one group a block's id is its entry. Where some blo
 blocks together, that one is the entry of all of them.
 
 Every block is free, leased (one or more leases read-protect it), in flight (one load writes it) or quarantined (a
-load has ended, its bytes may still land). Leases share blocks; a write excludes everything else.
+load has ended, its bytes may still land). Leases share blocks; a write excludes everything else. What a load *keeps*
+stays claimed from one of its sources to the next.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class BlockLedger:
                 self._first[group.pool] = total
                 total += group.num_blocks // group.split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
+        self._kept: list[BlockIds] = []
+        """What loads keep: those very arrays."""
 
     def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
         """Block ids as somebody gives them, by group, and their entries.
@@ -130,9 +133,23 @@ class BlockLedger:
     def begin_load(self, ids: BlockIds) -> None:
         """Claim blocks for writing; BlocksBusy if one is leased or being written."""
         use = self._use[ids]
-        if use.any():
+        if use.any() and not (self._keeps(ids) and (use == _IN_FLIGHT).all()):
             self._refuse(ids, use != _FREE, "loaded")
         self._use[ids] = _IN_FLIGHT
+
+    def keep(self, ids: BlockIds) -> None:
+        """Claim blocks for one load after another of this very array, until `let_go`. BlocksBusy as `begin_load`."""
+        self.begin_load(ids)
+        self._kept.append(ids)
+
+    def let_go(self, ids: BlockIds) -> None:
+        """Keep them no more: they are free, unless they are quarantined until their load has ended."""
+        self._kept = [one for one in self._kept if one is not ids]
+        if (self._use[ids] == _IN_FLIGHT).all():
+            self.end_load(ids)
+
+    def _keeps(self, ids: BlockIds) -> bool:
+        return any(one is ids for one in self._kept)
 
     def quarantine(self, ids: BlockIds) -> None:
         """The load of these blocks has ended, its bytes have not."""
@@ -142,7 +159,7 @@ class BlockLedger:
     def end_load(self, ids: BlockIds) -> None:
         """No byte can land in these blocks any more."""
         assert (self._use[ids] < _FREE).all(), "ended the load of a block that is not in flight"
-        self._use[ids] = _FREE
+        self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _FREE
 
     def counts(self) -> BlockCounts:
         """A summary."""

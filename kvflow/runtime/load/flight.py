@@ -47,6 +47,8 @@ Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Told how a read has ended; RuntimeBroken if that will never be known."""
 
 
+_FADE = 63 / 64  # of the longest read that is known of a peer, with each that is shorter
+
 # What each load goes through, looked up once.
 _READING = fire(TRANSFER_TABLE, TransferState.PENDING, TransferEvent.POST)
 _LANDED = fire(TRANSFER_TABLE, TransferState.READING, TransferEvent.LAND)
@@ -263,6 +265,8 @@ class Flight:
         self.request_id = request_id
         self.state = TransferState.PENDING
         self.post_s = self.queued_s = 0.0
+        self.heard_s = 0.0
+        """When one of its reads has ended last, or began while there was none."""
         self.descriptor_count = self.size_bytes = 0
         self.waits = False
         """Whether a read waits for its permit, or did so when it was cancelled."""
@@ -307,6 +311,11 @@ class Flight:
             ending = self._ending()
             require_loop(ending.get_loop(), f"request {self.request_id!r}: settled()")
             await asyncio.shield(ending)
+
+    @property
+    def reading(self) -> bool:
+        """Whether reads or copies are under way."""
+        return self._under_way > 0
 
     def head(self, source: Source) -> Piece:
         """Where a source's seal is, and the word of ours that it is fetched to."""
@@ -493,6 +502,8 @@ class Flight:
         except BaseException:
             gear.queue.end(permit)
             raise
+        if not self._under_way:
+            self.heard_s = now_s
         self._under_way += 1
         self.size_bytes += size_bytes
         self.descriptor_count += count
@@ -530,8 +541,11 @@ class Flight:
                 self._lost.append(running)
             self._note_lost(event)
             return
-        failed = event.error is not None
-        gear.queue.end(permit, 0.0 if failed else gear.clock.now_s() - posted_s)
+        failed, peer = event.error is not None, source.peer
+        self.heard_s = peer.heard_s = gear.clock.now_s()
+        took_s = 0.0 if failed else self.heard_s - posted_s
+        gear.queue.end(permit, took_s)
+        peer.read_s = max(took_s, peer.read_s * _FADE)
         self.post_s += event.post_s
         if failed:
             if self._error is None:

@@ -18,6 +18,7 @@ a lease that nobody gives back runs out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from typing import Any
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, Overloaded, PeerError
+from kvflow.errors import KVFlowError, Overloaded, PeerError, RuntimeUnavailable
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
@@ -163,6 +164,16 @@ class RemoteLeases:
             what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
             logger.warning("%s: could not give the leases of all its ranks back within %s s", what, bound_s)
             return False
+
+    def release_soon(self, ticket: Ticket) -> None:
+        """The same beside whatever goes on, and nobody hears what came of it."""
+        with contextlib.suppress(RuntimeUnavailable):
+            self._spawn(self._release_quietly(ticket), name=f"kvflow-release {ticket.request_id}")
+
+    async def _release_quietly(self, ticket: Ticket) -> None:
+        """The body of a task, which ends with the runtime."""
+        with contextlib.suppress(KVFlowError):
+            await self.release(ticket)
 
     def _opens_within_s(self, ticket: Ticket) -> float:
         """How long an engine may take to open the lease of a ticket."""

@@ -7,22 +7,23 @@ import builtins
 import contextlib
 import enum
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kvflow import checks
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, LoadError, UsageError
+from kvflow.errors import KVFlowError, LoadError, RequestError, UsageError
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.news import News
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
+from kvflow.runtime.records import Attempt
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
 VERIFY = "verify"
@@ -31,6 +32,11 @@ VERIFY = "verify"
 _LABEL_OF = attrgetter("peer.label")
 _USUAL_PRIORITY = 0
 _NAME_CHARS_MAX = 512
+
+GivenTicket: TypeAlias = Ticket | Mapping[str, Any]
+Again: TypeAlias = Callable[[Sequence[Attempt]], Awaitable[GivenTicket | None]]
+Carry: TypeAlias = "Callable[[Load, Work], Awaitable[LoadReport]]"
+"""Carries a load out, from what is known of its offer to its report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +47,13 @@ class LoadRequest:
     cached), nothing is read and the producer is told at once. For a cache of several groups they are a list for each,
     in order, or by the groups' names, where one that is missing has nothing to load.
 
-    `ticket` is a Ticket or its dict. `deadline_s` covers every phase and defaults to Config.load_deadline_s. Where
+    `ticket` is a Ticket or its dict; or several of one prompt, the best first: the load reads from the next one if its
+    source fails, has ended, or is late. `deadline_s` covers every phase and defaults to Config.load_deadline_s. Where
     loads have to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
     """
 
     request_id: str
-    ticket: Ticket | Mapping[str, Any]
+    ticket: GivenTicket | Sequence[GivenTicket]
     block_ids: GivenBlockIds
     deadline_s: float | None = None
     priority: int = 0
@@ -65,6 +72,11 @@ class LoadRequest:
     keep_offer: bool = False
     """Whether the producer is not told at the end, since other requests are to read the same: `Runtime.release_blocks`
     tells it, and `Runtime.keep_leases` keeps the blocks until then."""
+    again: Again | None = None
+    """Awaited when no source is left, within the deadline: brings another ticket, such as of a prefill elsewhere, or
+    None. It is given what came of the sources so far. What it raises ends the load."""
+    again_max: int = 2
+    """How often `again` is awaited at most."""
 
 
 def checked_load_request(request: object, block_ids_max: int) -> LoadRequest:
@@ -76,11 +88,17 @@ def checked_load_request(request: object, block_ids_max: int) -> LoadRequest:
         plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= checks.GIVEN_ID_CHARS_MAX
         plain_ids = len(request.block_ids) <= block_ids_max
         usual = request.deadline_s is None and request.after is None and request.priority is _USUAL_PRIORITY
-        usual = usual and request.keep_offer is False
+        usual = usual and request.keep_offer is False and request.again is None
         if plain_id and plain_ids and usual and request.verify is None and request.num_tokens is None:
             return request  # in few steps
     by_name: dict[str, checks.Check] = {"block_ids": partial(counted_block_ids, most=block_ids_max), **_RULES}
     return checks.settled_request(request, LoadRequest, "load_blocks", by_name)
+
+
+def _checked_again(value: object, what: str) -> object:
+    if value is not None and not callable(value):
+        raise RequestError(f"{what}: expected an async function, got {checks.shown(value)}")
+    return value
 
 
 _RULES: Mapping[str, checks.Check] = {
@@ -90,6 +108,8 @@ _RULES: Mapping[str, checks.Check] = {
     "verify": checks.optional(checks.flag),
     "num_tokens": checks.optional(partial(checks.whole, least=0)),
     "keep_offer": checks.flag,
+    "again": _checked_again,
+    "again_max": partial(checks.whole, least=0),
 }
 
 
@@ -118,9 +138,13 @@ class Work:
         entries: BlockIds,
         now_s: Callable[[], float],
         begun_s: float,
+        carry: Carry,
     ) -> None:
         """`entries` are the local blocks as the ledger counts them, `tables` the same by group."""
         self.ticket = ticket
+        self.carry = carry
+        self.attempts: Sequence[Attempt] | None = None
+        """What came of its sources, of a load that may have several."""
         self.tables = tables
         self.entries = entries
         self.begun_s = self._since_s = begun_s
@@ -156,6 +180,15 @@ class Work:
         now_s = self._now_s()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
         self.phase, self._since_s = phase, now_s
+
+    def leave_source(self) -> None:
+        """Nothing counts of what its source has given, or was asked for: the next one begins anew."""
+        self.end_phases()
+        if self.news is not None:
+            self.news.close()
+        self.sources, self.freshness, self.tokens, self.payload = (), "", 0, b""
+        self.flight = self.news = self.grown = self.landed = None
+        self.verification = Verification.OFF
 
     def end_now(self) -> None:
         """Its time is over: whatever it waits for, it ends. Once; one that has yet to begin finds out then."""
@@ -236,6 +269,9 @@ class LoadReport:
     from an engine that keeps no seals (`kvflow.stock`)."""
     payload: builtins.bytes = b""
     """What came with the lease's end (`Lease.complete`); b"" if nothing was promised."""
+    attempts: Sequence[Attempt] = ()
+    """Of a load of several tickets, or with `again`: its sources in the order of their turns, the last of which has
+    given all of it."""
 
     @property
     def verified(self) -> bool:
@@ -263,15 +299,15 @@ class Load:
     Awaiting raises what `Runtime.load_blocks` raises. Cancelling a task that awaits a load cancels the load, as with
     any task; `asyncio.shield(load)` keeps it going.
 
-    `async for progress in load` gives a `Progress` whenever more tokens have landed, the newest one to who is slow,
-    and ends when the load does, or raises what it raises. What a part says is vouched for: its tokens are the prompt's,
+    `async for progress in load` gives a `Progress` whenever more tokens have landed, the newest one to who is slow, and
+    ends when the load does, or raises what it raises. What a part says is vouched for: its tokens are the prompt's,
     read under a lease that was open, so a step that needs no more may use them. The rest of the blocks is written
     meanwhile, and a load that fails later leaves the part as it is: its blocks are the engine's, but nobody knows of a
     prompt that is complete. A group's window or state lies at the prompt's end, and so comes at its end. A load whose
-    leases do not grow, or are complete before any of it was read, or that is verified, gives its last progress only.
-    Several may iterate, and one may stop midway, which leaves the load as it is. Cancelling a task that waits for the
-    next progress cancels the load, as awaiting it does; who only looks on waits with `progressed`. A task that is
-    cancelled in the loop's body has to `cancel` the load itself, best in its `finally`.
+    leases do not grow, or are complete before any of it was read, that is verified, or may have several sources, gives
+    its last progress only. Several may iterate, and one may stop midway, which leaves the load as it is. Cancelling a
+    task that waits for the next progress cancels the load, as awaiting it does; who only looks on waits with
+    `progressed`. A task that is cancelled in the loop's body has to `cancel` the load itself, best in its `finally`.
     """
 
     def __init__(self, request: LoadRequest, tables: Sequence[BlockIds] = (), work: Work | None = None) -> None:
@@ -385,8 +421,9 @@ class Load:
             tokens: how many are in the local blocks of all groups, from the first one on.
             tokens_in_all: how many the load reads.
         """
-        self.progress = Progress(tokens, tokens_in_all)
-        self._wake()
+        if self.work is not None and self.work.attempts is None:  # else another source may write there again
+            self.progress = Progress(tokens, tokens_in_all)
+            self._wake()
 
     def _wake(self) -> None:
         if self._news is not None:
@@ -501,6 +538,8 @@ class LoadingStatistics:
     bytes: int
     renewals: int
     """How often a lease was renewed, for loads under way and by `keep_leases`."""
+    sources_left: int = 0
+    """How often a load has left a source that failed or was late; which peers are not asked for now `peers` says."""
     verified: int = 0
     """Loads whose bytes were compared with their producers' and were equal at once."""
     repaired: int = 0

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.queue import FairQueue
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
     DeadlineExceeded,
@@ -38,6 +39,7 @@ from kvflow.runtime.load.gate import Gate
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import (
     PHASES,
+    Carry,
     InFlight,
     Load,
     LoadingStatistics,
@@ -50,7 +52,7 @@ from kvflow.runtime.load.load import (
     request_name,
     said_priority,
 )
-from kvflow.runtime.load.meeting import Carry, check_expected
+from kvflow.runtime.load.meeting import check_expected
 from kvflow.runtime.peers.peer import LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
@@ -67,6 +69,8 @@ class Carriers(NamedTuple):
     gate: Gate
     whole: Carry
     meeting: Carry
+    several: Callable[[LoadRequest, int], tuple[tuple[Ticket, ...], Carry]]
+    """Reads the tickets of a load that may have several sources, and says who carries it."""
 
 
 class Loader:
@@ -101,7 +105,7 @@ class Loader:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._closed = self._unregistered = False
-        self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes"), 0)
+        self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
 
     @property
@@ -204,17 +208,23 @@ class Loader:
                 raise UsageError(f"load_blocks: the role of engine {self._config.engine_id!r} is 'producer'")
             plain = checked_load_request(request, ids_max)
             what = f"request {plain.request_id!r}"
-            ticket = self._read_ticket(plain.ticket, ids_max)
+            given = plain.ticket
+            if plain.again is None and (type(given) is dict or isinstance(given, Ticket)):
+                tickets: tuple[Ticket, ...] = (self._read_ticket(given, ids_max),)
+                carry = self._carriers.meeting if tickets[0].awaited else self._carriers.whole
+            else:
+                tickets, carry = self._carriers.several(plain, ids_max)
             if plain.verify and (problem := self._gear.digests.own.problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
-                check_expected(self._groups, plain, ticket, tables)
+                for one in tickets:
+                    check_expected(self._groups, plain, one, tables)
         except KVFlowError as error:
             self.refuse(request, error)
             raise
         deadline_s = usual_s if plain.deadline_s is None else plain.deadline_s
-        work = Work(ticket, tables, entries, self._now_s, begun_s)
+        work = Work(tickets[0], tables, entries, self._now_s, begun_s, carry)
         work.ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
         load = Load(plain, tables, work)
         self._loads[load] = work
@@ -248,8 +258,7 @@ class Loader:
         try:
             if self._closed or work.ends_s <= asyncio.get_running_loop().time():
                 raise self._late(load, work)
-            carry = self._carriers.meeting if work.ticket.awaited else self._carriers.whole
-            report = await carry(load, work)
+            report = await work.carry(load, work)
         except asyncio.CancelledError as cancelled:
             if not work.was_late():
                 self._end(load, work, cancelled, "cancelled", CANCELLED)
@@ -325,6 +334,8 @@ class Loader:
         self._loads.pop(load, None)
         self._remote_leases.forget(load)
         self._counts[counted] += 1
+        if work.attempts:
+            self._counts["sources_left"] += len(work.attempts) - 1
         if work.verification is not Verification.OFF:
             self._verified[work.verification] += 1
         if self._gate.paused:
@@ -357,6 +368,7 @@ class Loader:
             freshness=work.freshness,
             landed=work.landed.moments if work.landed is not None else (),
             traceparent=ticket.traceparent,
+            attempts=work.attempts or (),
         )
 
 

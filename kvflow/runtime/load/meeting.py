@@ -5,7 +5,7 @@ A load whose ticket is a rendezvous asks for its offer and waits for it. From th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from kvflow.checks import count
 from kvflow.core.cache.groups import GroupFacts
@@ -15,17 +15,15 @@ from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Work
+from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
-
-Carry = Callable[[Load, Work], Awaitable[LoadReport]]
-"""Carries a load out, from what is known of its offer to its report."""
 
 
 class Meeting:
     """Carries loads that have to meet their offers first, and hands over to who carries all others."""
 
     def __init__(self, local: LocalRank, reach: Reaching, remote_leases: RemoteLeases, carry: Carry) -> None:
+        self._local = local
         self._groups = local.groups
         self._reach = reach
         self._remote_leases = remote_leases
@@ -42,6 +40,10 @@ class Meeting:
         check_met(self._groups, load.request, work.ticket, work.tables)
         return await self._carry(load, work)
 
+    def then(self, carry: Carry) -> Carry:
+        """The same, handing over to somebody else."""
+        return Meeting(self._local, self._reach, self._remote_leases, carry).carry
+
 
 def check_expected(
     groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
@@ -57,6 +59,22 @@ def check_expected(
     elif request.prompt is not None:
         tokens = count(request.prompt, f"{what}: prompt")
         check_room(groups, tables, tokens, what, f"the {tokens} tokens of its prompt")
+
+
+def check_alike(first: Ticket, other: Ticket, what: str) -> None:
+    """PromptMismatch if two tickets are not of one prompt, as far as both tell.
+
+    Digests can be compared where the request ids are equal, since they are salted with those.
+    """
+    if first.awaited or other.awaited:
+        return
+    if first.offered_tokens != other.offered_tokens:
+        offers = [f"{_whose(one)} offers {one.offered_tokens}" for one in (first, other)]
+        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {offers[0]} tokens, {offers[1]}")
+    told = {first.prompt_digest, other.prompt_digest} - {""}
+    if first.request_id == other.request_id and len(told) > 1:
+        digests = [f"{_whose(one)} has digest {one.prompt_digest}" for one in (first, other)]
+        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {' and '.join(digests)}")
 
 
 def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:

@@ -158,6 +158,10 @@ class Peer:
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
         self.last_error = ""
+        self.heard_s = -math.inf
+        """When a read of it has ended last, well or not;"""
+        self.read_s = 0.0
+        """and how long its reads take: the longest of the last ones. 0: none has ended well."""
         self.used_s = now_s
         self.leases_kept = 0
         """How many of its leases we keep: until they are read or given back it is not idle."""
@@ -247,6 +251,8 @@ class Reaching(Protocol):
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
 
     def succeeded(self, sources: Sequence[Source]) -> None: ...
+
+    def backs_off(self, ticket: Ticket) -> bool: ...
 
     def failed(self, source: Source, why: str) -> None: ...
 

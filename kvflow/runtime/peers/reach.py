@@ -251,6 +251,13 @@ class Reach:
         for source in sources:
             source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
 
+    def backs_off(self, ticket: Ticket) -> bool:
+        """Whether a rank that the ticket names has failed and is not asked for now."""
+        now_s, known = self._clock.now_s(), self._peers.known
+        places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
+        peers = (known.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
+        return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
+
     def failed(self, source: Source, why: str) -> None:
         """A read from it failed."""
         self._peers.failed(source.connection, why)

@@ -28,18 +28,25 @@ class _Folder(NamedTuple):
     agent: AgentName
 
 
+class _Disk:
+    """What a flight notes of whom it reads from."""
+
+    heard_s = read_s = 0.0
+
+
 class _File(NamedTuple):
     """A source of which a flight claims nothing: whose it is, and the proof that it stands."""
 
     connection: _Folder
     proof: SealProof
+    peer: _Disk
 
 
 def opened_file() -> Source:
     """An open file as what a flight reads from: it cannot go while it is open, and digests say what it holds."""
     proof = SealProof(grows=False, not_expired_before_s=0.0, quick_read_max_s=0.0)
     proof.heard(0, 0.0)
-    return cast("Source", _File(_Folder(STORE), proof))
+    return cast("Source", _File(_Folder(STORE), proof, _Disk()))
 
 
 class Moves:

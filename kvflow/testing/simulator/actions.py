@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvflow.core.protocol.ticket import Ticket
@@ -95,6 +96,11 @@ TROUBLE: Sequence[tuple[int, Callable[[Simulation, SimEngine], None]]] = (
 )
 
 
+STRIKES = TROUBLE[:4]
+_STRUCK_SHARE = 0.5  # of loads that have several sources: something befalls the first one while they are read
+_STRUCK_AFTER_S = 0.001  # mean time until then
+
+
 # --- deliveries: what a consumer does with a ticket that a router gives it
 
 Delivery = Callable[["Simulation", "SimEngine", SimOffer, Ticket], Coroutine[Any, Any, None]]
@@ -116,6 +122,16 @@ def wait_and_load(
 def release(_: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
     """The request was aborted before it was decoded."""
     return consumer.release(offer, ticket)
+
+
+def survive(simulation: Simulation, consumer: SimEngine, offers: Sequence[SimOffer]) -> Coroutine[Any, Any, None]:
+    """The request is decoded, and its router knows several engines that hold the prompt, or will."""
+    rng, plan = simulation.rng, _plan_load(simulation, consumer, offers[0])
+    plan = replace(plan, more=offers[1:], named=rng.randint(0, len(offers) - 1))
+    if rng.random() < _STRUCK_SHARE:
+        strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / _STRUCK_AFTER_S)
+        simulation.network.later(after_s, simulation.strike, strike, offers[0].engine)
+    return consumer.load(offers[0], offers[0].ticket(), plan)
 
 
 DELIVERIES: Sequence[tuple[int, Delivery]] = (

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import LeaseState
@@ -29,9 +29,10 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeUnavailable,
 )
+from kvflow.runtime.load.load import Again, LoadReport, LoadRequest, Verification
 from kvflow.runtime.load.load import Load as Handle
-from kvflow.runtime.load.load import LoadReport, LoadRequest, Verification
 from kvflow.runtime.producer.lease import Lease, ServeRequest
+from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.books import assert_closed
 from kvflow.testing.clock import LoopClock
@@ -493,7 +494,7 @@ class SimEngine:
         if tables is None:
             self._simulation.count("load: no room")
             return
-        load = SimLoad(offer, self, tables)
+        load = SimLoad(offer, self, tables, others=plan.more)
         self._own(load)
         self.loads[load] = None
         self._note("loads", offer.request_id, repr(offer.engine), load.block_ids)
@@ -502,7 +503,9 @@ class SimEngine:
             load.device = [self._later(partial(rank.cache.poison, before, load.block_ids)) for rank in self.ranks]
         endings = await self._load_on_all_ranks(load, ticket, plan)
         succeeded = self._judge(load, endings)
-        offer.loaded = offer.loaded or succeeded
+        for ending in endings if succeeded else ():
+            assert isinstance(ending, LoadReport), "it has succeeded"
+            load.source(ending.attempts).loaded = True
         if not succeeded:
             await self._safe(load)
             await all_over(load.device)
@@ -546,8 +549,9 @@ class SimEngine:
         priority = load.offer.number % 3 if self._simulation.settings.model.priorities else 0
         request = LoadRequest(
             load.offer.request_id,
-            ticket.to_params(),
+            self._tickets(ticket, plan),
             given_block_ids(load.tables),
+            again=self._again(plan) if plan.more else None,
             deadline_s=plan.deadline_s,
             priority=priority,
             verify=True if self._simulation.settings.model.verifies and load.offer.number % 3 == 0 else None,
@@ -564,6 +568,23 @@ class SimEngine:
         if timer is not None:
             timer.cancel()
         return [task.result() for task in tasks]
+
+    def _tickets(self, ticket: Ticket, plan: LoadPlan) -> Any:
+        """What the request names: one ticket as such, several as a list."""
+        named = [ticket, *(one.ticket() for one in plan.more[: plan.named])]
+        return [one.to_params() for one in named] if plan.more else ticket.to_params()
+
+    def _again(self, plan: LoadPlan) -> Again:
+        """Brings the tickets that the request does not name, one by one, some time later."""
+        left = list(plan.more[plan.named :])
+        simulation = self._simulation
+
+        async def again(attempts: Sequence[Attempt]) -> Ticket | None:
+            simulation.count("load: asks again")
+            await simulation.pass_time(simulation.network.delay_s())
+            return left.pop().ticket() if left else None
+
+        return again
 
     async def _load_on(self, rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending:
         """One rank's load: its report, or what it raised. Success is judged in the very moment it is reported."""
@@ -584,6 +605,11 @@ class SimEngine:
             return error
         rank.loaded += 1
         self._simulation.count(f"load: {report.verification}")
+        for attempt in report.attempts:
+            self._simulation.count(f"source: {attempt.outcome}")
+        offer = load.source(report.attempts)
+        if [one.outcome for one in report.attempts].count("loaded") != min(len(report.attempts), 1):
+            self.fail("I4", f"{request.request_id} has one outcome, and attempts {report.attempts}")
         if report.verification is Verification.REPAIRED and not mine.flipped:
             self.fail("I2", f"no byte of {request.request_id} was flipped, but it was read twice")
         wrong = self._wrong_token(load, rank)
@@ -592,9 +618,9 @@ class SimEngine:
             self._simulation.count("load: flipped, and nobody looked")
         elif wrong:
             self.fail("I2", f"{request.request_id} is reported as loaded ({report.verification}), but {wrong}")
-        if report.payload != load.offer.payload and load.offer.tokens:
-            self.fail("I2", f"{request.request_id} came with {report.payload!r}, not {load.offer.payload!r}")
-        given_back_s = load.offer.given_back_s
+        if report.payload != offer.payload and offer.tokens:
+            self.fail("I2", f"{request.request_id} came with {report.payload!r}, not {offer.payload!r}")
+        given_back_s = offer.given_back_s
         if given_back_s is not None and mine.last_landing_s > given_back_s:
             self.fail(
                 "I3",

@@ -35,6 +35,8 @@ class Model:
     """Whether engines sleep: they give their cache back, and register it again with other contents."""
     flips: bool = False
     """Whether bytes are flipped on their way."""
+    survives: bool = False
+    """Whether a prompt is offered by several engines, and loads read from one after the other."""
     verifies: bool = False
     """Whether loads are verified: some because they have to be, and some by chance."""
 
@@ -68,7 +70,11 @@ _MODELS = {
     13: Model(windows=True, device=True),
     14: Model(state=True, layers=2, priorities=True),
     15: Model(device=True, sleeps=True),
+    16: Model(survives=True),
+    17: Model(survives=True, sleeps=True),
     19: Model(windows=True, priorities=True),
+    20: Model(survives=True, windows=True),
+    21: Model(survives=True, flips=True, verifies=True),
     22: Model(windows=True, state=True, priorities=True),
     23: Model(latent=True),
     24: Model(flips=True),
@@ -89,6 +95,7 @@ def model_of(seed: int) -> Model:
 
 
 _VERIFY_SHARE = 0.7
+_SURVIVED_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +189,8 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
     """The settings of a seed, and the generator that the run goes on to draw from."""
     rng = random.Random(seed)
     count = rng.choice((2, 2, 3, 3, 4))
+    if model_of(seed).survives:
+        count = max(count, 3)
     alike = rng.random() < 0.6  # most clusters are of engines cut alike
     common = _draw_shape(rng, 0, count)
     shapes = tuple(_draw_shape(rng, index, count, common if alike else None) for index in range(count))
@@ -193,6 +202,9 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         peers_max = max(base.limits.peers_max, *(shape.num_ranks for shape in shapes))
         limits = replace(base.limits, peers_max=peers_max)
         base = replace(base, limits=limits, host_buffer_bytes_max=4 * base.host_buffer_bytes_max)
+    if model.survives:  # two that serve, one that loads, and time for a second source
+        shapes = tuple(replace(one, serves=at < count - 1 or one.serves) for at, one in enumerate(shapes))
+        base = replace(base, load_deadline_s=_SURVIVED_WITHIN_S)
     if model.verifies:
         base = replace(base, verify_share=_VERIFY_SHARE)
     settings = Settings(

@@ -13,7 +13,7 @@ import random
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.open_lease import LeaseOutcome
-from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick
+from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick, survive
 from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import SimEngine
 from kvflow.testing.simulator.network import Network, SimFlight
@@ -39,6 +39,7 @@ _REVOKED_SHARE = 0.1
 _EARLY_SHARE = 0.15  # of requests: their consumer hears of them before their producer
 _EARLY_S = 0.05  # mean time until the producer does
 _FLIPPED_SHARE = 0.25
+_SEVERAL_SHARE = 0.7  # of requests, where several engines may hold a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +164,47 @@ class Simulation:
             trouble(self, engine)
 
     def _request(self, number: int) -> None:
+        if self.settings.model.survives and self.rng.random() < _SEVERAL_SHARE:
+            self._several(number)
+            return
         if producer := self.pick_running(lambda engine: engine.shape.serves):
             self.spawn(producer.life, self._produce(producer, number), f"offer {number}")
+
+    def _several(self, number: int) -> None:
+        """Several engines hold one prompt, and somebody else is to decode it, once their tickets had time to come."""
+        rng, able = self.rng, [engine for engine in self.engines if engine.running and engine.shape.serves]
+        producers = rng.sample(able, min(len(able), rng.randint(2, 3)))
+        consumers = [one for one in self.engines if one.shape.loads and one not in producers]
+        if not producers or not consumers:
+            return
+        room = min(one.shape.num_blocks * one.shape.block_size // 2 for one in producers)
+        tokens, offers = rng.randint(1, min(room, 32)), list[SimOffer]()
+        for producer in producers:
+            self.spawn(producer.life, self._hold(producer, number, tokens, offers), f"offer {number} of {producer}")
+        self.network.later(rng.uniform(0.0, 0.01), self._deliver_several, rng.choice(consumers), offers)
+
+    async def _hold(self, producer: SimEngine, number: int, tokens: int, offers: list[SimOffer]) -> None:
+        """In one of several producers: offer the prompt, and wait for the end."""
+        ttl_s = self.settings.base.lease_ttl_s * self.rng.uniform(0.2, 1.5)
+        offer = await producer.offer(number, tokens, ttl_s, 0.0, None)
+        if offer is None:
+            return
+        if len(offer.leases) == producer.shape.num_ranks:
+            offers.append(offer)
+            if self.rng.random() < _REVOKED_SHARE:
+                self.loop.call_later(self.rng.uniform(0.0, ttl_s), self._revoke, offer)
+        await producer.finish_offer(offer)
+
+    def _deliver_several(self, consumer: SimEngine, offers: Sequence[SimOffer]) -> None:
+        if consumer.running and offers:
+            self.count("offer: several")
+            body = survive(self, consumer, list(offers))
+            self.spawn(consumer.life, body, f"load of several {offers[0].number}")
+
+    def strike(self, trouble: Callable[[Simulation, SimEngine], None], engine: SimEngine) -> None:
+        """Something befalls this very engine, if it runs."""
+        if engine.running:
+            trouble(self, engine)
 
     async def _produce(self, producer: SimEngine, number: int) -> None:
         """In the producer: offer a prompt, send the ticket to whoever decodes it, and wait for the end."""
@@ -291,11 +331,15 @@ class Simulation:
             self._looked(rows)
             return
         load, engine = mine.load, mine.load.engine
+        if flight.hosts[1] in mine.hosts[:-1]:
+            engine.fail("I1", f"bytes of {flight.hosts[1].name} land for {load} after some of {mine.hosts[-1].name}")
         if engine.asleep:
             engine.fail("I1", f"bytes of {load} land in memory that was given back")
         for local, _, size in rows:
             for block in engine.landing_blocks(local, size):
                 mine.last_landing_s = self.loop.time()
+                if flight.hosts[1] not in mine.hosts:
+                    mine.hosts.append(flight.hosts[1])
                 owner = engine.owners[block]
                 if owner is not load:
                     engine.fail("I1", f"bytes of {load} land in block {block}, which is for {owner or 'nobody'} now")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.runtime.producer.lease import Lease
+from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.simulator.cache import RankCache
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
+    from kvflow.testing.simulator.network import SimHost
 
 
 class DeviceWork:
@@ -101,6 +103,9 @@ class SimOffer:
 class LoadPlan:
     """How a consumer goes about a load: what it has cached, its patience, and for how long it uses the blocks."""
 
+    more: Sequence[SimOffer] = ()
+    """Further offers of the same prompt: the first are named with it, the others brought when asked for."""
+    named: int = 0
     cached_blocks: int = 0
     deadline_s: float | None = None
     cancel_after_s: float | None = None
@@ -120,10 +125,17 @@ class SimLoad:
     """Whether some rank was told that all is well with a flipped byte, which it had not asked to be looked for."""
     device: list[DeviceWork | None] = field(default_factory=list)
     """What still writes to the blocks for who had them before, on each rank."""
+    others: Sequence[SimOffer] = ()
+    """The same prompt, offered by other engines."""
 
     @property
     def block_ids(self) -> list[int]:
         return [block for table in self.tables for block in table]
+
+    def source(self, attempts: Sequence[Attempt]) -> SimOffer:
+        """Who has given all of it, by what the report says."""
+        engine_id = attempts[-1].engine_id if attempts else self.offer.engine.name
+        return next(one for one in (self.offer, *self.others) if one.engine.name == engine_id)
 
     def __str__(self) -> str:
         return f"the load of {self.offer.request_id}"
@@ -138,6 +150,8 @@ class RankLoad:
     """When bytes came to its blocks last."""
     flipped: bool = False
     """Whether one of them was another one than was sent."""
+    hosts: list[SimHost] = field(default_factory=list)
+    """Whose bytes have come, in the order of the first ones."""
 
 
 class SimRank:

@@ -29,12 +29,13 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         self.leases: list[list[int]] = []
         self.in_flight: list[list[int]] = []
         self.quarantined: list[list[int]] = []
+        self.kept: list[BlockIds] = []
 
     def leased(self) -> set[int]:
         return {block for ids in self.leases for block in ids}
 
     def flying(self) -> set[int]:
-        return {block for ids in self.in_flight for block in ids}
+        return {block for ids in (*self.in_flight, *(ids.tolist() for ids in self.kept)) for block in ids}
 
     def held(self) -> set[int]:
         return {block for ids in self.quarantined for block in ids}
@@ -75,6 +76,35 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     def end_load(self, data: st.DataObject) -> None:
         loads = data.draw(st.sampled_from([loads for loads in (self.in_flight, self.quarantined) if loads]))
         self.ledger.end_load(array(loads.pop(data.draw(st.integers(0, len(loads) - 1)))))
+
+    @rule(ids=block_sets)
+    def keep(self, ids: list[int]) -> None:
+        if set(ids) & (self.flying() | self.held() | self.leased()):
+            with pytest.raises(BlocksBusy, match="cannot be loaded"):
+                self.ledger.keep(array(ids))
+        else:
+            self.kept.append(array(ids))
+            self.ledger.keep(self.kept[-1])
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), late=st.booleans(), over=st.booleans())
+    def read_from_another_source(self, data: st.DataObject, *, late: bool, over: bool) -> None:
+        """Of what is kept one load after the other may begin, and it stays claimed when they have ended."""
+        index = data.draw(st.integers(0, len(self.kept) - 1))
+        ids = self.kept[index]
+        self.ledger.begin_load(ids)
+        if late:
+            self.ledger.quarantine(ids)
+        if len(ids) and late:
+            with pytest.raises(BlocksBusy, match="quarantined"):
+                self.ledger.begin_load(ids)
+        if not over:
+            self.ledger.end_load(ids)
+            return
+        del self.kept[index]
+        if late:
+            self.quarantined.append(ids.tolist())
+        self.ledger.let_go(ids)
 
     @rule(ids=block_sets)
     def misuse(self, ids: list[int]) -> None:
@@ -119,6 +149,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         """Whatever happened: when all who use blocks have left, all blocks are free."""
         for ids in self.leases:
             self.ledger.release(array(ids))
+        for kept in self.kept:
+            self.ledger.let_go(kept)
         for ids in [*self.in_flight, *self.quarantined]:
             self.ledger.end_load(array(ids))
         assert self.ledger.counts() == BlockCounts(total=TOTAL, free=TOTAL, leased=0, in_flight=0, quarantined=0)

@@ -1,0 +1,298 @@
+"""A load that survives its source: it has several tickets of one prompt, or gets another one, and reads from one source
+after the other until one has given all of it.
+
+Each attempt is an ordinary load into the same local blocks, by the ordinary carriers: bytes count only under the seals
+of the source that gave all of them. The next one begins when no byte of the one before can land any more, and the
+blocks stay claimed from the first attempt to the last. Outcome, deadline and record are the load's, as is any
+quarantine: a source whose reads do not stop holds its blocks, and the load ends at its deadline.
+
+What leads to the next source is an error of this one, or that it is *late by its own history*: while another one is
+left, none of its reads has ended for many times as long as its longest one has taken lately. Prompts that are computed
+slowly, and reads that wait behind those of other loads, are not late. Whoever is in this engine's way (RequestError,
+Overloaded, the deadline, cancellation, its end) ends the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvflow.checks import said
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import (
+    ChecksumMismatch,
+    KVFlowError,
+    LeaseExpired,
+    PeerError,
+    PrefillFailed,
+    RequestError,
+    TransferFailed,
+)
+from kvflow.logs import logger_of
+from kvflow.runtime.clock import Timer
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.flight import Flight, Gear
+from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
+from kvflow.runtime.load.meeting import Meeting, check_alike
+from kvflow.runtime.peers.peer import Reaching
+from kvflow.runtime.records import LOADED, Attempt
+
+logger = logger_of(__name__)
+
+SOURCES_MAX = 16
+LATE, ENDED = "late", "ended"
+LATE_TIMES = 8
+LATE_LEAST_S = 0.5
+"""What is late: not heard of for so many times its longest read, and so long at least. Of a peer that has never been
+read from, Config.handshake_timeout_s: as long as it may be silent on the side channel."""
+_LOOK_EVERY_S = 0.05
+_KEEP_AFTER = 0.25  # of the ttl_s of what waits: most loads are over by then, and renew nothing
+
+_LEAD_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch)
+_OVER = ("LeaseExpired", "PrefillFailed")
+
+
+class Surviving:
+    """What all such loads of a registration have in common."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        meeting: Meeting,
+        reach: Reaching,
+        remote_leases: RemoteLeases,
+        gear: Gear,
+        whole: Carry,
+    ) -> None:
+        self.handshake_timeout_s = context.config.handshake_timeout_s
+        self.clock = context.clock
+        self.meeting = meeting
+        self.reach = reach
+        self.remote_leases = remote_leases
+        self.ledger = gear.ledger
+        self.whole = whole
+
+    def accept(self, request: LoadRequest, block_ids_max: int) -> tuple[tuple[Ticket, ...], Carry]:
+        """The tickets of a request, checked, and who carries it out. RequestError; PromptMismatch if they differ."""
+        what, given = f"request {request.request_id!r}", request.ticket
+        several: Sequence[Any] = given if isinstance(given, list | tuple) else (given,)
+        if not 0 < len(several) <= SOURCES_MAX:
+            raise RequestError(f"{what}: {len(several)} tickets, expected 1 to {SOURCES_MAX}")
+        tickets = tuple(self.reach.read_ticket(one, block_ids_max) for one in several)
+        for other in tickets[1:]:
+            check_alike(tickets[0], other, what)
+        if len(tickets) == 1 and request.again is None:
+            return tickets, self.meeting.carry if tickets[0].awaited else self.whole
+        return tickets, partial(_carry, self, tickets)
+
+
+async def _carry(surviving: Surviving, tickets: Sequence[Ticket], load: Load, work: Work) -> LoadReport:
+    return await _Course(surviving, tickets, load, work).carry()
+
+
+class _Course:
+    """One load's way from source to source."""
+
+    def __init__(self, surviving: Surviving, tickets: Sequence[Ticket], load: Load, work: Work) -> None:
+        self._surviving = surviving
+        self._load = load
+        self._work = work
+        self._first = tickets[0]
+        self._waiting = list(tickets)
+        """Those that have not had their turn."""
+        self._to_release: list[Ticket] = []
+        """Those whose leases may be open although nobody reads them any more."""
+        self._taken = False
+        """Whether a source has its turn."""
+        self._asked = 0
+        self._attempts: list[Attempt] = []
+        self._begun_s = self._looked_s = surviving.clock.now_s()
+        self._late = ""
+        """Why the source is late, once its attempt was ended for that."""
+        self._timer: Timer | None = None
+        self._kept: contextlib.ExitStack | None = None
+        """Keeps the leases of those that wait, once that is worth it."""
+        work.attempts = self._attempts
+
+    async def carry(self) -> LoadReport:
+        """See the module. Whatever it raises, its last flight has stopped, or is quarantined."""
+        ledger, work = self._surviving.ledger, self._work
+        ledger.keep(work.entries)
+        try:
+            while True:
+                report = await self._attempt()
+                if report is not None:
+                    return replace(report, attempts=tuple(self._attempts))
+        except BaseException:
+            if self._taken:
+                self._note(ENDED, self._late)
+            raise
+        finally:
+            self._stop_looking()
+            if self._kept is not None:
+                self._kept.close()
+            ledger.let_go(work.entries)
+
+    async def _attempt(self) -> LoadReport | None:
+        """The report, if the next source has given all; None if there is another one. Raises why the load ends."""
+        work, surviving = self._work, self._surviving
+        work.ticket = self._next()
+        self._begun_s, self._taken = surviving.clock.now_s(), True
+        error: KVFlowError | None = None
+        self._look_later()
+        try:
+            carry = surviving.meeting.then(self._met) if work.ticket.awaited else surviving.whole
+            report = await carry(self._load, work)
+        except asyncio.CancelledError:
+            if not self._was_late():
+                raise
+        except _LEAD_ON as problem:
+            error = problem
+        except KVFlowError as problem:
+            self._note(type(problem).__name__, str(problem))
+            raise
+        else:
+            self._note(LOADED)
+            self._release_unused()
+            return report
+        finally:
+            self._stop_looking()
+        await self._leave(error)
+        return None
+
+    def _next(self) -> Ticket:
+        """The best source that has not had its turn; those that failed lately, and are not asked for now, come last."""
+        ticket = min(self._waiting, key=self._surviving.reach.backs_off)
+        self._waiting.remove(ticket)
+        return ticket
+
+    async def _met(self, load: Load, work: Work) -> LoadReport:
+        """What a rendezvous offers is known: PromptMismatch if that is another prompt than the first ticket's."""
+        check_alike(self._first, work.ticket, f"request {load.request_id!r}")
+        if self._first.awaited:
+            self._first = work.ticket
+        return await self._surviving.whole(load, work)
+
+    async def _leave(self, error: KVFlowError | None) -> None:
+        """Wait until nothing of a source can land any more; raises `error` if there is no other one."""
+        work, surviving = self._work, self._surviving
+        if error is None:
+            for source in work.sources:
+                surviving.reach.failed(source, self._late)
+        if work.flight is not None:
+            await work.flight.settled()
+        outcome = LATE if error is None else type(error).__name__
+        self._note(outcome, self._late if error is None else str(error))
+        if outcome not in _OVER and not isinstance(error, PeerError):
+            self._to_release.append(work.ticket)
+        if not self._waiting:
+            assert error is not None, "who is late has another one behind it"
+            await self._ask_again(error)
+        last = self._attempts[-1]
+        logger.warning("load %s leaves %s at %s: %s", self._load.request_id, last.engine_id, last.address, last.error)
+        surviving.remote_leases.forget(self._load)
+        work.leave_source()
+        self._late = ""
+
+    async def _ask_again(self, error: KVFlowError) -> None:
+        """Have another ticket brought; raises `error` if there is none."""
+        request, surviving, what = self._load.request, self._surviving, f"request {self._load.request_id!r}"
+        given = None
+        if request.again is not None and self._asked < request.again_max:
+            self._asked += 1
+            self._work.enter("handshake")
+            try:
+                given = await request.again(tuple(self._attempts))
+            except KVFlowError:
+                raise
+            except Exception as problem:
+                why = f"no source is left, and `again` failed: {type(problem).__name__}: {said(problem)}"
+                raise self._work.failure(self._load, PrefillFailed, why) from problem
+        if given is None:
+            for other in self._attempts[:-1]:
+                error.add_note(f"before that, {other.engine_id!r} at {other.address}: {other.outcome}: {other.error}")
+            raise error
+        ticket = surviving.reach.parse_ticket(given)
+        check_alike(self._first, ticket, what)
+        self._waiting.append(ticket)
+
+    def _note(self, outcome: str, error: str = "") -> None:
+        """A source has had its turn."""
+        self._taken = False
+        ticket, flight = self._work.ticket, self._work.flight
+        self._attempts.append(
+            Attempt(
+                engine_id=ticket.engine_id,
+                address=ticket.address,
+                outcome=outcome,
+                error=error,
+                bytes=flight.size_bytes if flight is not None else 0,
+                seconds=self._surviving.clock.now_s() - self._begun_s,
+            )
+        )
+
+    def _release_unused(self) -> None:
+        """Give back what nobody is going to read. After a failure the tickets are the caller's, as one ticket is."""
+        if not self._load.request.keep_offer:
+            for ticket in (*self._to_release, *self._waiting):
+                self._surviving.remote_leases.release_soon(ticket)
+
+    # --- lateness
+
+    def _was_late(self) -> bool:
+        """Whether a cancellation was only `_look`'s; that one is taken back."""
+        task = self._work.task
+        assert task is not None, "it is under way"
+        return bool(self._late) and task.uncancel() <= self._work.cancelling
+
+    def _look_later(self) -> None:
+        if self._waiting:
+            self._looked_s = self._surviving.clock.now_s()
+            self._timer = self._surviving.clock.call_later(_LOOK_EVERY_S, self._look)
+
+    def _stop_looking(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        """The timer: end the attempt if its source is late, and keep the leases of those that wait."""
+        work, now_s = self._work, self._surviving.clock.now_s()
+        stalled = now_s - self._looked_s > 2 * _LOOK_EVERY_S  # we were not there to hear of anything
+        self._timer = None
+        if work.flight is not None and not stalled and (why := self._why_late(work.flight, now_s)):
+            assert work.task is not None, "it is under way"
+            self._late = why
+            work.task.cancel()
+            return
+        if self._kept is None and now_s - self._begun_s > _KEEP_AFTER * min(one.ttl_s for one in self._waiting):
+            self._keep_waiting()
+        self._look_later()
+
+    def _why_late(self, flight: Flight, now_s: float) -> str:
+        """In words; "" if it is not late."""
+        peers = [source.peer for source in self._work.sources]
+        if flight.reading:
+            since_s = flight.heard_s
+        elif flight.waits:  # behind reads of the same peers
+            since_s = max(self._begun_s, *(peer.heard_s for peer in peers))
+        else:
+            return ""
+        longest_s = max(peer.read_s for peer in peers)
+        bound_s = max(LATE_TIMES * longest_s, LATE_LEAST_S) if longest_s else self._surviving.handshake_timeout_s
+        if now_s - since_s <= bound_s:
+            return ""
+        return (
+            f"no read of it has ended for {now_s - since_s:.3g} s; the longest of its last ones took {longest_s:.3g} s"
+        )
+
+    def _keep_waiting(self) -> None:
+        self._kept = contextlib.ExitStack()
+        with contextlib.suppress(KVFlowError):  # it closes
+            for ticket in self._waiting:
+                self._kept.enter_context(self._surviving.remote_leases.keep_while(ticket))

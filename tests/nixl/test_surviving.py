@@ -1,0 +1,111 @@
+"""A load of two tickets over real NIXL whose first source dies or stands still: always right, or typed and safe.
+
+*During a read* means that the consumer's loop was stopped after so many reads were posted. The two sources hold the
+same prompt by different bytes, so it shows whose have landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_main import BLOCK_BYTES, EngineSetup
+from engine_process import Call, EngineProcess, Engines
+from hand_over import assert_healthy, hand_over, how_it_ended
+
+pytestmark = pytest.mark.nixl
+
+BLOCKS = list(range(16, 144))
+"""8 MiB in the middle of the cache: what lies before and behind has to stay as it is."""
+GUARDS = [*range(16), *range(144, 160)]
+SIZE: dict[str, Any] = {"num_blocks": 160, "limits": {"slice_bytes_max": 4 * BLOCK_BYTES}}
+READS = len(BLOCKS) // 4
+FIRST = EngineSetup(engine_id="first", fill=1.0, **SIZE)
+SECOND = EngineSetup(engine_id="second", fill=2.0, **SIZE)
+CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config={"cancel_grace_s": 0.1}, **SIZE)
+MOMENTS = [0, 1, READS // 2, READS - 2]
+
+
+class Survival:
+    """Both sources offer, the consumer loads, and the first one meets its fate at a moment of that."""
+
+    def __init__(self, engines: Engines, consumer: EngineSetup = CONSUMER) -> None:
+        self.first, self.second, self.consumer = engines.start(FIRST, SECOND, consumer)
+        for source, value in ((self.first, 1.0), (self.second, 2.0)):
+            hand_over(source, self.consumer, f"warm up {source.engine_id}", blocks=BLOCKS, value=value)
+        self.consumer.call("fill", block_ids=BLOCKS, value=-1.0)
+
+    def strike(self, reads: int, fate: Callable[[EngineProcess], None]) -> Call:
+        tickets = [
+            source.call("offer", request_id=f"r of {source.engine_id}", block_ids=BLOCKS)
+            for source in (self.first, self.second)
+        ]
+        self.consumer.stall(after_reads=reads)
+        load = self.consumer.start("load", request_id="r", ticket=tickets, block_ids=BLOCKS)
+        self.consumer.wait_until_stalled()
+        fate(self.first)
+        self.consumer.go_on()
+        return load
+
+    def assert_right(self, load: Call, *values: float) -> None:
+        """It has loaded, every block from one of these, and has touched nothing else."""
+        assert how_it_ended(load) == "loaded"
+        found = self.consumer.call("values", block_ids=BLOCKS)
+        assert set(found) in [{value} for value in values]
+        assert set(self.consumer.call("values", block_ids=GUARDS)) == {-1.0}
+
+    def until_late_or_over(self) -> None:
+        """The first one was found to be late, unless the load has ended."""
+        self.consumer.wait_until(
+            lambda seen: (
+                not seen["loading"]["open_loads"]
+                or any(peer["engine_id"] == "first" and peer["failures"] for peer in seen["peers"])
+            )
+        )
+
+
+@pytest.mark.parametrize("reads", MOMENTS)
+def test_the_first_source_is_killed(engines: Engines, reads: int) -> None:
+    made = Survival(engines)
+    made.assert_right(made.strike(reads, EngineProcess.kill), 2.0)
+    assert made.second.call("outcome", request_id="r of second") == "read"
+    assert_healthy(made.consumer, made.second)
+
+
+@pytest.mark.parametrize("reads", MOMENTS)
+def test_the_first_source_is_stopped_and_comes_back(engines: Engines, transport: str, reads: int) -> None:
+    """Over shared memory its bytes can be read meanwhile, or not: UCX may wait for a word from it. Over tcp they come
+    when it goes on, and nobody else writes there before.
+    """
+    made = Survival(engines)
+    load = made.strike(reads, EngineProcess.stop)
+    made.until_late_or_over()
+    made.first.resume()
+    made.assert_right(load, *((2.0,) if transport == "tcp" else (1.0, 2.0)))
+    assert_healthy(made.consumer, made.second)
+
+
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+def test_a_stopped_source_that_dies_makes_room_for_the_next(engines: Engines) -> None:
+    made = Survival(engines)
+    load = made.strike(READS // 2, EngineProcess.stop)
+    made.until_late_or_over()
+    made.first.kill()
+    made.assert_right(load, 2.0)
+    assert_healthy(made.consumer, made.second)
+
+
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+def test_a_source_that_stays_stopped_holds_the_blocks_until_it_goes_on(engines: Engines) -> None:
+    """NIXL cannot take its reads back, so there is no second writer: the load ends at its deadline, quarantined."""
+    config = {"cancel_grace_s": 0.1, "load_deadline_s": 3.0}
+    made = Survival(engines, EngineSetup(engine_id="consumer", fill=-1.0, config=config, **SIZE))
+    load = made.strike(READS // 2, EngineProcess.stop)
+    assert how_it_ended(load) == "DeadlineExceeded"
+    assert made.consumer.call("statistics")["blocks"]["quarantined"] == len(BLOCKS)
+    made.first.resume()
+    for source in (made.first, made.second):  # a failed load leaves its tickets to its caller
+        source.call("revoke", request_id=f"r of {source.engine_id}")
+    assert_healthy(made.consumer, made.second)
+    assert set(made.consumer.call("values", block_ids=GUARDS)) <= {-1.0, 5.0}
