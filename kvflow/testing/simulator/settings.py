@@ -37,6 +37,8 @@ class Model:
     """Whether bytes are flipped on their way."""
     survives: bool = False
     """Whether a prompt is offered by several engines, and loads read from one after the other."""
+    shares: bool = False
+    """Whether engines keep blocks of old prompts, share them, and pull prefixes from each other."""
     verifies: bool = False
     """Whether loads are verified: some because they have to be, and some by chance."""
 
@@ -58,8 +60,10 @@ class Model:
 
 PLAIN = Model()
 _MODELS = {
+    1: Model(shares=True),
     2: Model(flips=True, verifies=True),
     3: Model(windows=True, priorities=True),
+    5: Model(shares=True),
     6: Model(windows=True, state=True, priorities=True),
     7: Model(latent=True),
     8: Model(windows=True, layers=2, sleeps=True),
@@ -72,17 +76,19 @@ _MODELS = {
     15: Model(device=True, sleeps=True),
     16: Model(survives=True),
     17: Model(survives=True, sleeps=True),
-    19: Model(windows=True, priorities=True),
+    18: Model(shares=True),
+    19: Model(shares=True, windows=True, priorities=True),
     20: Model(survives=True, windows=True),
     21: Model(survives=True, flips=True, verifies=True),
-    22: Model(windows=True, state=True, priorities=True),
-    23: Model(latent=True),
+    22: Model(shares=True, windows=True, state=True, priorities=True),
+    23: Model(shares=True, latent=True),
     24: Model(flips=True),
-    25: Model(device=True),
+    25: Model(shares=True, device=True),
     26: Model(flips=True, verifies=True),
-    27: Model(windows=True, layers=2),
+    27: Model(shares=True, windows=True, layers=2),
+    28: Model(shares=True, sleeps=True),
     29: Model(windows=True, device=True),
-    30: Model(state=True, layers=2, priorities=True),
+    30: Model(shares=True, state=True, layers=2, priorities=True),
     31: Model(windows=True, state=True, device=True, flips=True, verifies=True),
 }
 """By seed, of each thirty-two; the others serve plain full attention."""
@@ -189,7 +195,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
     """The settings of a seed, and the generator that the run goes on to draw from."""
     rng = random.Random(seed)
     count = rng.choice((2, 2, 3, 3, 4))
-    if model_of(seed).survives:
+    if model_of(seed).survives or model_of(seed).shares:
         count = max(count, 3)
     alike = rng.random() < 0.6  # most clusters are of engines cut alike
     common = _draw_shape(rng, 0, count)

@@ -1,0 +1,186 @@
+"""What may happen where engines share prefixes: computed, pulled, evicted, and what befalls holders meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
+from kvflow.testing.simulator.prefixes import Puller, PullPlan
+from kvflow.testing.simulator.prompts import SPAN, SimPrompt, draw_prompt
+from kvflow.testing.simulator.work import SimOffer
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulator.engine import SimEngine
+    from kvflow.testing.simulator.simulation import Simulation
+
+_PULLS = (20, 40)
+_PROMPTS = (10, 25)
+_EVICTIONS = (5, 20)
+_STRUCK_SHARE = 0.5  # of pulls: something befalls a holder while they are under way
+_STRUCK_AFTER_S = (0.0003, 0.002)  # mean time until then
+_REST_SHARE = 0.2
+_SEEK_SHARE = 0.2
+FIRST_NUMBER = 1 << 10  # other requests have lower ones
+
+
+# --- what befalls a holder
+
+
+def squeeze(simulation: Simulation, engine: SimEngine) -> None:
+    """An engine needs all its blocks at once, those that are pinned for readers, too, and writes something else there."""
+    engine.note("is short of blocks")
+    engine.shelf.make_room(engine.shape.num_blocks)
+    for _ in range(2):
+        compute(simulation, engine)
+
+
+def evict(simulation: Simulation, engine: SimEngine) -> None:
+    """An engine gives up some of what it keeps and nobody reads."""
+    engine.note("evicts")
+    engine.shelf.evict(simulation.rng.random())
+
+
+def compute(simulation: Simulation, engine: SimEngine) -> None:
+    """An engine computes a prompt, and keeps it."""
+    prompt = draw_prompt(simulation.rng, room(engine))
+    simulation.spawn(engine.life, engine.shelf.compute(prompt), f"compute at {engine}")
+
+
+STRIKES: Sequence[tuple[int, Callable[[Simulation, SimEngine], None]]] = (
+    (10, squeeze),
+    (4, evict),
+    (2, crash),
+    (2, freeze),
+    (2, partition),
+    (1, nap),
+    (1, drain),
+    (1, lose_agent),
+)
+
+
+def room(engine: SimEngine) -> int:
+    """Tokens of the longest prompts that an engine is given."""
+    shape = engine.shape
+    return shape.num_blocks * shape.block_size // 2
+
+
+# --- the course
+
+
+def begin(simulation: Simulation) -> None:
+    """Have everything happen some time."""
+    rng, span_s = simulation.rng, simulation.settings.span_s
+
+    def some_time(happen: Callable[..., None], *what: object) -> None:
+        simulation.network.later(rng.uniform(0.0, span_s), happen, *what)
+
+    for engine in simulation.engines:
+        for _ in range(2):
+            compute(simulation, engine)
+    for _ in range(rng.randint(*_PROMPTS)):
+        some_time(befall, simulation, compute)
+    for _ in range(rng.randint(*_EVICTIONS)):
+        some_time(befall, simulation, rng.choice((evict, evict, squeeze)))
+    for number in range(rng.randint(*_PULLS)):
+        some_time(pull, simulation, FIRST_NUMBER + number)
+
+
+def befall(simulation: Simulation, what: Callable[[Simulation, SimEngine], None]) -> None:
+    if engine := simulation.pick_running():
+        what(simulation, engine)
+
+
+def pull(simulation: Simulation, number: int) -> None:
+    """Some engine is given a prompt, and pulls what others have of it."""
+    rng = simulation.rng
+    reader = simulation.pick_running()
+    if reader is None:
+        return
+    others = [engine for engine in simulation.engines if engine is not reader]
+    holders = rng.sample(others, rng.randint(1, len(others)))
+    plan = draw_plan(simulation, number, reader, holders)
+    if rng.random() < _REST_SHARE:
+        producer = rng.choice(others)
+        if producer.running:
+            body = produce(simulation, producer, reader, plan)
+            simulation.spawn(producer.life, body, f"offer of the rest {number}")
+        return
+    start(simulation, reader, plan)
+
+
+def draw_plan(simulation: Simulation, number: int, reader: SimEngine, holders: Sequence[SimEngine]) -> PullPlan:
+    rng, size = simulation.rng, reader.shape.block_size
+    prompt = draw_prompt(rng, room(reader))
+    key_tokens = min(rng.choice((size, size, size, SPAN)), len(prompt.tokens))
+    cached = rng.randint(0, len(prompt.tokens) // size) * size if rng.random() < 0.25 else 0
+    return PullPlan(
+        number=number,
+        prompt=prompt,
+        key_tokens=key_tokens,
+        holders=holders,
+        cached_tokens=cached // key_tokens * key_tokens,
+        seeks=rng.random() < _SEEK_SHARE,
+        deadline_s=rng.uniform(0.0005, simulation.settings.base.load_deadline_s) if rng.random() < 0.2 else None,
+        answer_within_s=rng.choice((0.002, 0.02, 0.25)),
+        recompute_s_per_token=rng.choice((1e-6, 1e-3)) if rng.random() < 0.2 else None,
+        cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.15 else None,
+        use_s=rng.expovariate(1 / 0.02) + 1e-3,
+    )
+
+
+def start(simulation: Simulation, reader: SimEngine, plan: PullPlan) -> None:
+    """Pull, and perhaps have something befall a holder meanwhile."""
+    rng = simulation.rng
+    if not reader.running:
+        return
+    simulation.spawn(reader.life, Puller(simulation, reader, plan).run(), plan.request_id)
+    if rng.random() < _STRUCK_SHARE:
+        strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / rng.choice(_STRUCK_AFTER_S))
+        simulation.count(f"strike: {strike.__name__.replace('_', ' ')}")
+        simulation.network.later(after_s, simulation.strike, strike, rng.choice(plan.holders))
+
+
+async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
+    """In the engine of the rest: compute the whole prompt and offer it, as to any reader."""
+    rng = simulation.rng
+    tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3)), 1)
+    prompt = plan.prompt.cut(tokens)
+    ttl_s = simulation.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
+    content = simulation.prompts.content(prompt)
+    offer = await producer.offer(plan.number, tokens, ttl_s, 0.0, None, content)
+    if offer is None:
+        return
+    if len(offer.leases) == producer.shape.num_ranks:
+        simulation.network.later(
+            simulation.network.delay_s(), partial(with_rest, simulation, reader, plan, prompt, offer)
+        )
+    await producer.finish_offer(offer)
+
+
+def with_rest(simulation: Simulation, reader: SimEngine, plan: PullPlan, prompt: SimPrompt, offer: SimOffer) -> None:
+    size = reader.shape.block_size
+    if len(prompt.tokens) < plan.key_tokens:
+        return
+    cached = min(plan.cached_tokens, len(prompt.tokens) // size * size)
+    start(simulation, reader, replace(plan, prompt=prompt, rest=offer, seeks=False, cached_tokens=cached))
+
+
+def pull_one(
+    simulation: Simulation, number: int, holder: SimEngine, reader: SimEngine
+) -> asyncio.Task[int | None] | None:
+    """One engine computes a prompt of a block for both, and another one pulls that; None if either does not run."""
+    if not holder.running or not reader.running:
+        return None
+    tokens = max(holder.shape.block_size, reader.shape.block_size)
+    prompt = SimPrompt(b"", tuple(range(number, number + tokens)))
+    plan = PullPlan(number=number, prompt=prompt, key_tokens=tokens, holders=[holder], deadline_s=5.0)
+
+    async def compute_and_pull() -> int | None:
+        await simulation.spawn(holder.life, holder.shelf.compute(prompt), f"compute {number}")
+        return await Puller(simulation, reader, plan).run()
+
+    return simulation.spawn(reader.life, compute_and_pull(), plan.request_id)
