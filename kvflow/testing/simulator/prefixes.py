@@ -1,4 +1,4 @@
-"""Pulls of prefixes in a simulation: by whom, from whom, what befalls a holder meanwhile, and whether what came is right.
+"""Pulls of prefixes as a simulated engine makes them, and whether what came is right.
 
 Invariant I9: no block that a pull reports as filled ever differs from the block of its tokens and salt.
 """
@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
     from kvflow.testing.simulator.simulation import Simulation
 
-Ending = PrefixReport | LoadReport | BaseException
+Ending: TypeAlias = "PrefixReport | LoadReport | BaseException"
+FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,18 +169,15 @@ class Puller:
         if self._simulation.rng.random() < 0.2 or not engine.running:
             return
         try:
-            with engine.bounded(
-                f"release of {offer.ticket.request_id}", self._simulation.settings.base.handshake_timeout_s
-            ):
+            bound_s = self._simulation.settings.base.handshake_timeout_s
+            with engine.bounded(f"release of {offer.ticket.request_id}", bound_s):
                 await engine.ranks[0].runtime.release_blocks(offer.ticket)
         except KVFlowError as error:
             engine.judge_refusal(self._plan.request_id, error)
 
     # --- on all ranks
 
-    async def _fill(
-        self, pull: SimPull, fill_on: Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]
-    ) -> int | None:
+    async def _fill(self, pull: SimPull, fill_on: FillOn) -> int | None:
         simulation, engine, plan = self._simulation, self._engine, self._plan
         engine.own(pull)
         engine.loads[pull] = None
@@ -225,6 +223,7 @@ class Puller:
         except (KVFlowError, asyncio.CancelledError) as error:
             if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
                 engine.fail("I4", f"{plan.request_id} raises, though its blocks are safe: {error}")
+            rank.unsure += plan.rest is not None
             return error
         rank.loaded += len(report.loads)
         if plan.rest is not None and report.payload != plan.rest.payload and plan.rest.tokens:

@@ -16,8 +16,7 @@ from kvflow.testing.simulator.cache import TOKENS_MAX, Content
 SPAN = 4
 """Tokens that belong together: prompts fork at multiples of it."""
 PROMPT_MAX = 32
-_FAMILIES = 2
-_SALTS = (b"", b"tenant")
+_SALTS = (b"", b"", b"tenant")
 _FORKS = (8, 16)
 _BRANCHES = 2
 _FIRST_NUMBER = 1 << 12  # other prompts have lower ones
@@ -60,7 +59,8 @@ class Prompts:
 
 def draw_prompt(rng: random.Random, tokens_max: int) -> SimPrompt:
     """One of few, of whole spans, so that many begin alike."""
-    length = rng.randint(1, max(min(tokens_max, PROMPT_MAX) // SPAN, 1)) * SPAN
-    family, fork, branch = rng.randrange(_FAMILIES), rng.choice(_FORKS), rng.randrange(_BRANCHES)
-    tokens = [1000 * family + (fork + branch) * 50 * (at >= fork) + at for at in range(length)]
+    most = max(min(tokens_max, PROMPT_MAX) // SPAN, 1)
+    length = rng.randint((most + 1) // 2, most) * SPAN
+    fork, branch = rng.choice(_FORKS), rng.randrange(_BRANCHES)
+    tokens = [(fork + branch) * 50 * (at >= fork) + at for at in range(length)]
     return SimPrompt(rng.choice(_SALTS), tuple(tokens))

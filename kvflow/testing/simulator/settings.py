@@ -250,7 +250,7 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
 def _suited(rng: random.Random, shape: Shape, model: Model) -> Shape:
     """An engine with room for all groups of a model, and with its layers shared out."""
     pp_size = rng.choice((1, 2)) if model.layers > 1 else 1
-    return replace(shape, num_blocks=2 * shape.num_blocks, pp_size=pp_size)
+    return replace(shape, num_blocks=(4 if model.shares else 2) * shape.num_blocks, pp_size=pp_size)
 
 
 def _draw_base(rng: random.Random) -> Config:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
 from kvflow.testing.simulator.prefixes import Puller, PullPlan
 from kvflow.testing.simulator.prompts import SPAN, SimPrompt, draw_prompt
+from kvflow.testing.simulator.settings import CALM
 from kvflow.testing.simulator.work import SimOffer
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 _PULLS = (20, 40)
 _PROMPTS = (10, 25)
 _EVICTIONS = (5, 20)
-_STRUCK_SHARE = 0.5  # of pulls: something befalls a holder while they are under way
-_STRUCK_AFTER_S = (0.0003, 0.002)  # mean time until then
+_STRUCK_SHARE = 0.3  # of questions that find something: soon afterwards something befalls who was asked
 _REST_SHARE = 0.2
 _SEEK_SHARE = 0.2
 FIRST_NUMBER = 1 << 10  # other requests have lower ones
@@ -31,7 +31,7 @@ FIRST_NUMBER = 1 << 10  # other requests have lower ones
 
 
 def squeeze(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine needs all its blocks at once, those that are pinned for readers, too, and writes something else there."""
+    """An engine needs all its blocks at once, whoever reads them, and writes something else there."""
     engine.note("is short of blocks")
     engine.shelf.make_room(engine.shape.num_blocks)
     for _ in range(2):
@@ -78,6 +78,7 @@ def begin(simulation: Simulation) -> None:
     def some_time(happen: Callable[..., None], *what: object) -> None:
         simulation.network.later(rng.uniform(0.0, span_s), happen, *what)
 
+    simulation.on_pin = partial(perhaps_strike, simulation)
     for engine in simulation.engines:
         for _ in range(2):
             compute(simulation, engine)
@@ -133,15 +134,17 @@ def draw_plan(simulation: Simulation, number: int, reader: SimEngine, holders: S
 
 
 def start(simulation: Simulation, reader: SimEngine, plan: PullPlan) -> None:
-    """Pull, and perhaps have something befall a holder meanwhile."""
-    rng = simulation.rng
-    if not reader.running:
-        return
-    simulation.spawn(reader.life, Puller(simulation, reader, plan).run(), plan.request_id)
-    if rng.random() < _STRUCK_SHARE:
-        strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / rng.choice(_STRUCK_AFTER_S))
+    if reader.running:
+        simulation.spawn(reader.life, Puller(simulation, reader, plan).run(), plan.request_id)
+
+
+def perhaps_strike(simulation: Simulation, holder: SimEngine) -> None:
+    """A holder has answered, and is about to be read from: perhaps something befalls it meanwhile."""
+    rng, weather = simulation.rng, simulation.network.weather
+    if simulation.network.weather is not CALM and rng.random() < _STRUCK_SHARE:
+        strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * weather.latency_s + weather.read_s))
         simulation.count(f"strike: {strike.__name__.replace('_', ' ')}")
-        simulation.network.later(after_s, simulation.strike, strike, rng.choice(plan.holders))
+        simulation.network.later(after_s, simulation.strike, strike, holder)
 
 
 async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
@@ -155,9 +158,7 @@ async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine
     if offer is None:
         return
     if len(offer.leases) == producer.shape.num_ranks:
-        simulation.network.later(
-            simulation.network.delay_s(), partial(with_rest, simulation, reader, plan, prompt, offer)
-        )
+        simulation.network.later(simulation.network.delay_s(), with_rest, simulation, reader, plan, prompt, offer)
     await producer.finish_offer(offer)
 
 

@@ -100,6 +100,7 @@ class RankShelf:
         blocks = [kept for table in tables for kept in table]
         self.pins.update(kept.block for kept in blocks)
         made = self.runs[id(run)] = SimRun(run, blocks, told=not self.slow)
+        self.shelf.simulation.on_pin(engine)
         engine.note("pins", [kept.block for kept in blocks], "of rank", self.rank.index)
         return self._later(made) if self.slow else run
 
@@ -145,7 +146,8 @@ class SimShelf:
     def share(self) -> None:
         """Share it on all ranks, as soon as these have their caches."""
         rng = self.simulation.rng
-        slow, most = rng.random() < _SLOW_SHARE, rng.choice((None, 4, 2 * self.engine.shape.num_blocks))
+        blocks = self.engine.shape.num_blocks
+        slow, most = rng.random() < _SLOW_SHARE, rng.choice((None, blocks // 2, 2 * blocks))
         for rank in self.engine.ranks:
             shelf = RankShelf(self, rank, slow)
             try:

@@ -79,6 +79,8 @@ class Simulation:
         self.network = Network(loop, rng, self.note, self._landing, self._landed)
         self.engines = [SimEngine(self, shape, index) for index, shape in enumerate(settings.shapes)]
         self.prompts = Prompts()
+        self.on_pin: Callable[[SimEngine], None] = lambda _: None
+        """Told when an engine pins a prefix for a reader."""
         self.changed: dict[SimRank, SimEngine] = {}
         """Ranks whose ledgers have changed since they were looked at."""
         self.violation: Violation | None = None

@@ -175,6 +175,8 @@ class SimRank:
         self._on_change = on_change
         self.served = 0
         self.loaded = 0
+        self.unsure = 0
+        """Prefixes that were loaded, or not, in pulls whose rest has failed."""
         self.look_up()
 
     def look_up(self) -> None:
