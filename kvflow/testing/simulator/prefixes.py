@@ -217,13 +217,13 @@ class Puller:
         request = replace(self._request(given_block_ids(pull.tables)), after=self._event(pull, rank))
         LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
         deadline_s = base.load_deadline_s if plan.deadline_s is None else plan.deadline_s
+        rank.unsure += 0 if plan.rest is None else 2
         try:
             with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s):
                 report = await rank.runtime.pull_prefix(request)
         except (KVFlowError, asyncio.CancelledError) as error:
             if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
                 engine.fail("I4", f"{plan.request_id} raises, though its blocks are safe: {error}")
-            rank.unsure += plan.rest is not None
             return error
         rank.loaded += len(report.loads)
         if plan.rest is not None and report.payload != plan.rest.payload and plan.rest.tokens:
@@ -357,7 +357,7 @@ class Puller:
             if not facts.whole and tokens < max(counts):
                 continue  # the end of something else
             first, wanted = first_token(facts, tokens, table), ends(facts, tokens)
-            for at, block in enumerate(table):
+            for at, block in enumerate(list(table)):
                 end = first + (at + 1) * facts.block_size
                 path = self._plan.prompt.path(end)
                 if end in wanted and end % SPAN == 0 and not engine.shelf.has(group, path):

@@ -176,7 +176,7 @@ class SimRank:
         self.served = 0
         self.loaded = 0
         self.unsure = 0
-        """Prefixes that were loaded, or not, in pulls whose rest has failed."""
+        """Loads of pulls from two sources that may have succeeded, and are in no report, since the other has failed."""
         self.look_up()
 
     def look_up(self) -> None:
