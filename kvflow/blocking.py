@@ -55,6 +55,9 @@ from kvflow.runtime.load.load import (
 )
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.peers.prewarm import Prewarmed
+from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
+from kvflow.runtime.prefix.sharing import SharedPrefixes
+from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
@@ -429,13 +432,13 @@ class Lease:
 # --- how long the loop may take for a verb, beyond `call_timeout_s`
 
 
-def _loading_s(config: Config, request: LoadRequest | SaveRequest | RestoreRequest) -> float:
+def _loading_s(config: Config, request: LoadRequest | SaveRequest | RestoreRequest | PrefixRequest) -> float:
     asked_s = checks.answer(lambda: request.deadline_s)
     deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
     return deadline_s + config.cancel_grace_s
 
 
-def _storing_s(config: Config, request: SaveRequest | RestoreRequest) -> float:
+def _storing_s(config: Config, request: SaveRequest | RestoreRequest | PrefixRequest) -> float:
     return _loading_s(config, request) + config.cancel_grace_s
 
 
@@ -506,6 +509,7 @@ class Runtime:
         bound_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
         self._host = _Host(asynchronous.Runtime(config, observers=observers, world=world, foreign=foreign), bound_s)
         self.config = config
+        self._shared: SharedPrefixes | None = None
         self._drop = weakref.finalize(self, _dropped, self._host)
         self._drop.atexit = False
 
@@ -679,6 +683,75 @@ class Runtime:
             RequestError: the ticket cannot be right.
         """
 
+    def share(self, shelf: Shelf, *, pinned_blocks_max: int | None = None) -> None:
+        """Answer peers that look for a prefix: see `kvflow.Runtime.share`.
+
+        Args:
+            shelf: the prefix cache. It is asked on the loop's thread, which it must not block, while the engine's own
+                threads may change it.
+            pinned_blocks_max: blocks that may be pinned for readers at once; a quarter of the cache if None.
+
+        Raises:
+            UsageError, RuntimeUnavailable: as `kvflow.Runtime.share` has it.
+        """
+        self._shared = self._host.call_at_once(
+            lambda runtime: runtime.share(shelf, pinned_blocks_max=pinned_blocks_max)
+        )
+
+    def reclaim(self, blocks: int) -> int:
+        """Take pinned blocks of what is shared back at once: see `kvflow.SharedPrefixes.reclaim`.
+
+        Args:
+            blocks: how many.
+
+        Returns:
+            How many are free that were pinned.
+
+        Raises:
+            RequestError: it is no number.
+            UsageError: nothing was shared.
+        """
+        return self._host.call_at_once(lambda _: self._require_shared().reclaim(blocks))
+
+    def unshare(self) -> None:
+        """Share no more: see `kvflow.SharedPrefixes.close`.
+
+        Raises:
+            UsageError: nothing was shared.
+        """
+        self._host.call_at_once(lambda _: self._require_shared().close())
+
+    @_verb(_storing_s)
+    def seek_prefix(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
+        """Ask peers for a prefix, and read nothing: see `kvflow.Runtime.seek_prefix`.
+
+        Args:
+            request: whom to ask, and for what.
+
+        Returns:
+            What is offered, the longest first.
+
+        Raises:
+            RequestError, RuntimeUnavailable: as `kvflow.Runtime.seek_prefix` has it.
+        """
+
+    @_verb(_storing_s)
+    def pull_prefix(self, request: PrefixRequest) -> PrefixReport:
+        """Fill blocks with as much of a prefix as some peer has: see `kvflow.Runtime.pull_prefix`.
+
+        An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
+
+        Args:
+            request: the prompt's keys, the local blocks, and whom to ask.
+
+        Returns:
+            How many tokens are there now, and from whom.
+
+        Raises:
+            RequestError, PeerError, LoadError, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.pull_prefix` has
+                it.
+        """
+
     @_verb(_storing_s)
     def save_blocks(self, request: SaveRequest) -> SaveReport:
         """Save blocks to a file: see `kvflow.Runtime.save_blocks`. Bounded by the request's deadline.
@@ -774,6 +847,11 @@ class Runtime:
         Raises:
             UsageError: `deadline_s` is no time.
         """
+
+    def _require_shared(self) -> SharedPrefixes:
+        if self._shared is None:
+            raise UsageError("nothing was shared: call `share` first")
+        return self._shared
 
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state.

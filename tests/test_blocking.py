@@ -23,10 +23,12 @@ from kvflow import (
     LeaseOutcome,
     LoadReport,
     LoadRequest,
+    PrefixRequest,
     RestoreRequest,
     RuntimeState,
     SaveRequest,
     ServeRequest,
+    prefix_keys,
 )
 from kvflow.blocking import Lease, Load, Runtime
 from kvflow.core.policy.states import LeaseState
@@ -46,7 +48,7 @@ from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.world import World
-from kvflow.testing import ManualClock, assert_closed, assert_quiet
+from kvflow.testing import BlockShelf, ManualClock, assert_closed, assert_quiet
 from kvflow.transport.files import Files
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.support.storing import HeldMover
@@ -181,6 +183,30 @@ def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
     assert pending.done
     assert pending.result().bytes > 0
     assert lease.outcome.result(WAIT_S) is LeaseOutcome.READ
+
+
+def test_a_prefix_is_shared_pulled_and_reclaimed_from_any_thread(inproc: Pair) -> None:
+    """The shelf is asked on the loop's thread."""
+    tokens, shelf = list(range(8)), BlockShelf(4)
+    shelf.put(tokens, [1, 2])
+    with pytest.raises(UsageError, match="nothing was shared"):
+        inproc.producer.reclaim(1)
+    inproc.producer.share(shelf, pinned_blocks_max=2)
+    peer = inproc.producer.start(address).result(WAIT_S)
+    request = PrefixRequest("req", prefix_keys(tokens, 4), 4, [5, 6], [peer], answer_within_s=WAIT_S)
+    (offer,) = inproc.consumer.seek_prefix(request)
+    assert (offer.num_tokens, shelf.pins[1]) == (8, 1)
+    assert inproc.producer.reclaim(1) == 2
+    assert not +shelf.pins
+    report = inproc.consumer.pull_prefix(request)
+    assert report.num_tokens == 8
+    assert all(bool((layer[:, [5, 6]] == 1).all()) for layer in inproc.cache.values())
+    inproc.producer.unshare()
+    assert inproc.consumer.pull_prefix(request).num_tokens == 0
+
+
+async def address(runtime: asynchronous.Runtime) -> str:
+    return runtime.address
 
 
 def test_a_lease_is_revoked_from_any_thread(pair: Pair) -> None:

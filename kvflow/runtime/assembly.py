@@ -113,8 +113,17 @@ class RegisteredCache:
         self.sharing: SharedPrefixes | None = None
         """Who answers questions for prefixes, if this cache is shared."""
         seeker = Seeker(context, local, self.own_reach, self.peers, self.remote_leases)
-        loads = (self.loader.tables_of, self.loader.start, self.remote_leases.keep_while, self.remote_leases.release)
-        self.prefixes = Prefixes(context.config, local, Means(seeker.seek, seeker.give_back, *loads))
+        leases = self.remote_leases
+        means = Means(
+            seeker.seek,
+            seeker.give_back,
+            self.loader.tables_of,
+            self.reach.parse_ticket,
+            self.loader.start,
+            leases.keep_while,
+            leases.release,
+        )
+        self.prefixes = Prefixes(context.config, local, means)
         self._context = context
         self._config = context.config
         self._rank = context.identity.rank

@@ -124,6 +124,9 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "Mapping[str, str]": lambda: [
         *(None, *_odd(), 0, "", "a=b", [], [("a", "b")], {1: "b"}, {"a": 1}, {"a": None}, {"a": "\ud800"}),
     ],
+    "Sequence[bytes]": lambda: [None, *_odd(), 0, "", [], [0], [None], [b"short"], ["x" * 32], [bytearray(32)]],
+    "Sequence[GivenPeer]": lambda: [None, *_odd(), 0, "tcp://127.0.0.1:1", b"", {"remote_host": "h"}, HostileList()],
+    "Ticket | Mapping[str, Any] | None": lambda: [*_odd(), 0, "", "a", [], {}, {"remote_engine_id": "e"}],
     "Sequence[int]": lambda: [None, *_no_list()],
     "Sequence[int] | None": _no_list,
     "tuple[int, ...]": lambda: [None, *_no_list()],

@@ -17,7 +17,7 @@ from kvflow.config import Config
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, LoadError, PeerError
+from kvflow.errors import KVFlowError, LoadError, PeerError, RequestError
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import LocalRank, token_bytes
 from kvflow.runtime.prefix.requests import (
@@ -57,6 +57,7 @@ class Means(NamedTuple):
     seek: Callable[[PrefixRequest, float], Awaitable[list[AskedPeer]]]
     give_back: Callable[[Sequence[AskedPeer]], None]
     find_blocks: Callable[[GivenBlockIds, str], tuple[BlockIds, ...]]
+    parse_ticket: Callable[[Ticket | Mapping[str, Any]], Ticket]
     start: Callable[[LoadRequest], Load]
     keep_while: Callable[[Ticket], AbstractContextManager[None]]
     release: Callable[[Ticket | Mapping[str, Any]], Awaitable[bool]]
@@ -94,6 +95,11 @@ class Prefixes:
         request = checked_prefix_request(given, self._config.limits)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         tables = self._means.find_blocks(request.block_ids, request.request_id)
+        if request.rest is not None:
+            try:
+                request = replace(request, rest=self._means.parse_ticket(request.rest))
+            except RequestError as error:
+                raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
         pull = _Pull(request, tables, asyncio.get_running_loop().time() + deadline_s)
         self._counts["pulls"] += 1
         pull.asked = await self._means.seek(request, min(request.answer_within_s, deadline_s))
@@ -128,14 +134,14 @@ class Prefixes:
         heads, tails = _divided(self._groups, pull.tables, request.cached_tokens, tokens)
         if not any(map(len, heads)) or not any(map(len, tails)):
             return [await self._rest(pull, pull.tables)]
-        prefix = self._start(pull, best.offer, heads, f"{request.request_id}/prefix")
-        rest = self._means.start(self._load_of_rest(pull, tails))
+        loads = [self._means.start(self._load_of_rest(pull, tails))]
         try:
-            report, end = await self._taken(pull, best, prefix), await rest
+            loads.append(self._start(pull, best.offer, heads, f"{request.request_id}/prefix"))
+            report, end = await self._taken(pull, best, loads[1]), await loads[0]
         except BaseException:
-            prefix.cancel()
-            rest.cancel()
-            await asyncio.shield(asyncio.gather(prefix.settled(), rest.settled()))
+            for load in loads:
+                load.cancel()
+            await asyncio.shield(asyncio.gather(*(load.settled() for load in loads)))
             raise
         if report is None:  # its bytes are those of the whole prompt as well, whose lease is open still
             end = await self._means.start(self._load_of_rest(pull, pull.tables))

@@ -163,11 +163,9 @@ def _keys(given: object, what: str) -> tuple[bytes, ...]:
 
 
 def _peers(given: object, what: str) -> tuple[Any, ...]:
-    one = isinstance(given, str | bytes | Mapping)
-    found: tuple[Any, ...] | None = None if one else checks.answer(lambda: tuple(cast(Any, given)))
-    if found is None or len(found) > PEERS_MAX:
+    if not isinstance(given, tuple | list) or checks.count(given, what) > PEERS_MAX:
         raise RequestError(f"{what}: expected at most {PEERS_MAX} addresses or tickets, got {checks.shown(given)}")
-    return found
+    return tuple(given)
 
 
 _RULES: Mapping[str, checks.Check] = {
