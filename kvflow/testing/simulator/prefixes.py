@@ -9,13 +9,14 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError, LoadError, PeerError, RuntimeBroken
-from kvflow.runtime.load.load import LoadReport, LoadRequest
+from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.testing.simulator.cache import Content, first_token
 from kvflow.testing.simulator.checks import check_conserved
@@ -184,9 +185,7 @@ class Puller:
         engine.note("pulls", plan.request_id, [holder.name for holder in plan.holders], pull.block_ids)
         if simulation.settings.model.device:
             before = simulation.next_poison()
-            pull.device = [
-                engine.later(lambda rank=rank: rank.cache.poison(before, pull.block_ids)) for rank in engine.ranks
-            ]
+            pull.device = [engine.later(partial(rank.cache.poison, before, pull.block_ids)) for rank in engine.ranks]
         ranks = list(engine.ranks)
         tasks = [asyncio.create_task(fill_on(rank, pull)) for rank in ranks]
         if plan.cancel_after_s is not None:
@@ -224,7 +223,11 @@ class Puller:
         except (KVFlowError, asyncio.CancelledError) as error:
             if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
                 engine.fail("I4", f"{plan.request_id} raises, though its blocks are safe: {error}")
+            if isinstance(error, KVFlowError) and error.quarantine is None and (unsafe := _unsafe(rank, pull)):
+                engine.fail("I1", f"{plan.request_id} says that its blocks are safe, not so {unsafe}: {error}")
             return error
+        if unsafe := _unsafe(rank, pull):
+            engine.fail("I1", f"{plan.request_id} has ended well, but {unsafe} may write to its blocks still")
         rank.loaded += len(report.loads)
         if plan.rest is not None and report.payload != plan.rest.payload and plan.rest.tokens:
             engine.fail("I2", f"{plan.request_id} came with {report.payload!r}, not {plan.rest.payload!r}")
@@ -324,10 +327,9 @@ class Puller:
 
     async def _safe(self, pull: SimPull) -> None:
         """Wait until no rank's blocks can be written any more, where one says that they can."""
-        engine, taken = self._engine, set(pull.block_ids)
+        engine = self._engine
         for rank in list(engine.ranks):
-            mine = [one for one in rank.runtime.quarantines if {*itertools.chain(*one.block_tables)} & taken]
-            for one in mine:
+            for one in _unsafe(rank, pull):
                 self._simulation.count("pull: quarantined")
                 try:
                     await one.settled()
@@ -364,3 +366,13 @@ class Puller:
                     engine.shelf.keep(group, path, block).written = True
                     pull.tables[group].remove(block)
         engine.shelf.learn(self._plan.prompt)
+
+
+def _unsafe(rank: SimRank, pull: SimPull) -> list[Load]:
+    """Loads of a rank that have ended, and that may write to blocks of a pull still."""
+    taken = set(pull.block_ids)
+    return [
+        one
+        for one in rank.runtime.quarantines
+        if isinstance(one, Load) and not one.safe and {*itertools.chain(*one.block_tables)} & taken
+    ]

@@ -12,7 +12,6 @@ from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, n
 from kvflow.testing.simulator.prefixes import Puller, PullPlan
 from kvflow.testing.simulator.prompts import SPAN, SimPrompt, draw_prompt
 from kvflow.testing.simulator.settings import CALM
-from kvflow.testing.simulator.work import SimOffer
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
@@ -148,26 +147,19 @@ def perhaps_strike(simulation: Simulation, holder: SimEngine) -> None:
 
 
 async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
-    """In the engine of the rest: compute the whole prompt and offer it, as to any reader."""
-    rng = simulation.rng
-    tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3)), 1)
-    prompt = plan.prompt.cut(tokens)
+    """In the engine of the rest: compute the whole prompt, or most of it, and offer it as to any reader."""
+    rng, size = simulation.rng, reader.shape.block_size
+    tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3, 9)), 1)
     ttl_s = simulation.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
-    content = simulation.prompts.content(prompt)
+    content = simulation.prompts.content(plan.prompt)
     offer = await producer.offer(plan.number, tokens, ttl_s, 0.0, None, content)
     if offer is None:
         return
     if len(offer.leases) == producer.shape.num_ranks:
-        simulation.network.later(simulation.network.delay_s(), with_rest, simulation, reader, plan, prompt, offer)
+        cached = min(plan.cached_tokens, tokens // size * size)
+        both = replace(plan, rest=offer, seeks=False, cached_tokens=cached)
+        simulation.network.later(simulation.network.delay_s(), start, simulation, reader, both)
     await producer.finish_offer(offer)
-
-
-def with_rest(simulation: Simulation, reader: SimEngine, plan: PullPlan, prompt: SimPrompt, offer: SimOffer) -> None:
-    size = reader.shape.block_size
-    if len(prompt.tokens) < plan.key_tokens:
-        return
-    cached = min(plan.cached_tokens, len(prompt.tokens) // size * size)
-    start(simulation, reader, replace(plan, prompt=prompt, rest=offer, seeks=False, cached_tokens=cached))
 
 
 def pull_one(
