@@ -171,9 +171,10 @@ class SharedPrefixes:
             reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
             self._asked.add(reply)
             reply.add_done_callback(self._asked.discard)
-            body = self._answer_later(question, keys, found, reply)
+            waiting = asyncio.ensure_future(found)
+            body = self._answer_later(question, keys, waiting, reply)
             task = self._spawn(body, name=f"kvflow-seek {question.request_id}")
-            task.add_done_callback(lambda _: None if reply.done() else reply.set_result(_MISS))
+            task.add_done_callback(partial(self._answered, waiting, reply))
             return reply
         return self._offered(question, keys, found)
 
@@ -181,11 +182,10 @@ class SharedPrefixes:
         self,
         question: messages.SeekRequest,
         keys: Sequence[bytes],
-        found: Awaitable[object],
+        waiting: asyncio.Future[object],
         reply: asyncio.Future[messages.Reply],
     ) -> None:
         answer: messages.Reply = _MISS
-        waiting = asyncio.ensure_future(found)
         done, _ = await asyncio.wait([waiting], timeout=_SHELF_WITHIN_S)
         if not done:
             waiting.add_done_callback(self._too_late)
@@ -196,6 +196,15 @@ class SharedPrefixes:
             answer = self._offered(question, keys, waiting.result())
         if not reply.done():
             reply.set_result(answer)
+
+    def _answered(
+        self, waiting: asyncio.Future[object], reply: asyncio.Future[messages.Reply], task: asyncio.Task[None]
+    ) -> None:
+        """A question that had to wait is over: answered, or ended with the registration while the shelf looked."""
+        if not reply.done():
+            reply.set_result(_MISS)
+        if task.cancelled():
+            waiting.add_done_callback(self._too_late)
 
     def _too_late(self, waiting: asyncio.Future[object]) -> None:
         """A shelf has answered when nobody waited any more."""

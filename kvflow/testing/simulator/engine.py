@@ -170,6 +170,7 @@ class SimEngine:
             offer.given_back_s = self._simulation.loop.time()
         while self.offers or self.loads or self.shelf.waits:
             await self._simulation.pass_time(0.01)
+        await self._simulation.pass_time(0.01)
         self.shelf.clear()
         await self._simulation.pass_time(nap_s)
         turned = self._simulation.rng.random() < _TURNED_SHARE
