@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -171,7 +171,7 @@ class SharedPrefixes:
             reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
             self._asked.add(reply)
             reply.add_done_callback(self._asked.discard)
-            waiting = asyncio.ensure_future(found)
+            waiting: asyncio.Future[Run | None] = asyncio.ensure_future(found)
             body = self._answer_later(question, keys, waiting, reply)
             task = self._spawn(body, name=f"kvflow-seek {question.request_id}")
             task.add_done_callback(partial(self._answered, waiting, reply))
@@ -182,7 +182,7 @@ class SharedPrefixes:
         self,
         question: messages.SeekRequest,
         keys: Sequence[bytes],
-        waiting: asyncio.Future[object],
+        waiting: asyncio.Future[Run | None],
         reply: asyncio.Future[messages.Reply],
     ) -> None:
         answer: messages.Reply = _MISS
@@ -198,7 +198,7 @@ class SharedPrefixes:
             reply.set_result(answer)
 
     def _answered(
-        self, waiting: asyncio.Future[object], reply: asyncio.Future[messages.Reply], task: asyncio.Task[None]
+        self, waiting: asyncio.Future[Run | None], reply: asyncio.Future[messages.Reply], task: asyncio.Task[None]
     ) -> None:
         """A question that had to wait is over: answered, or ended with the registration while the shelf looked."""
         if not reply.done():
@@ -206,7 +206,7 @@ class SharedPrefixes:
         if task.cancelled():
             waiting.add_done_callback(self._too_late)
 
-    def _too_late(self, waiting: asyncio.Future[object]) -> None:
+    def _too_late(self, waiting: asyncio.Future[Run | None]) -> None:
         """A shelf has answered when nobody waited any more."""
         if not waiting.cancelled() and waiting.exception() is None and isinstance(run := waiting.result(), Run):
             self._unpin(run)

@@ -102,6 +102,7 @@ def model_of(seed: int) -> Model:
 
 _VERIFY_SHARE = 0.7
 _SURVIVED_WITHIN_S = 2.0
+_SHARING_PEERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +209,8 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         peers_max = max(base.limits.peers_max, *(shape.num_ranks for shape in shapes))
         limits = replace(base.limits, peers_max=peers_max)
         base = replace(base, limits=limits, host_buffer_bytes_max=4 * base.host_buffer_bytes_max)
+    if model.shares:  # from several at once, all ranks of each
+        base = replace(base, limits=replace(base.limits, peers_max=max(base.limits.peers_max, _SHARING_PEERS)))
     if model.survives:  # two that serve, one that loads, and time for a second source
         shapes = tuple(replace(one, serves=at < count - 1 or one.serves) for at, one in enumerate(shapes))
         base = replace(base, load_deadline_s=_SURVIVED_WITHIN_S)
@@ -219,7 +222,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         shapes=shapes,
         base=base,
         weather=draw_weather(rng),
-        requests=rng.randint(20, 40),
+        requests=rng.randint(20, 40) // (3 if model.shares else 1),
         span_s=rng.uniform(0.3, 2.0),
         trouble=rng.choice((0, 1, 2, 3, 4, 6)),
         naps=rng.randint(2, 8) if model.sleeps else 0,

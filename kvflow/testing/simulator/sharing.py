@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
 from kvflow.testing.simulator.prefixes import Puller, PullPlan
-from kvflow.testing.simulator.prompts import SPAN, SimPrompt, draw_prompt
+from kvflow.testing.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
 from kvflow.testing.simulator.settings import CALM
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from kvflow.testing.simulator.simulation import Simulation
 
 _PULLS = (20, 40)
-_PROMPTS = (10, 25)
-_EVICTIONS = (5, 20)
+_PROMPTS = (8, 16)
+_LATER_S = 0.02  # mean time from the first engine that computes a prompt to each of the others
+_EVICTIONS = (0, 10)
 _STRUCK_SHARE = 0.3  # of questions that find something: soon afterwards something befalls who was asked
 _REST_SHARE = 0.2
 _SEEK_SHARE = 0.2
@@ -43,9 +44,9 @@ def evict(simulation: Simulation, engine: SimEngine) -> None:
     engine.shelf.evict(simulation.rng.random())
 
 
-def compute(simulation: Simulation, engine: SimEngine) -> None:
+def compute(simulation: Simulation, engine: SimEngine, prompt: SimPrompt | None = None) -> None:
     """An engine computes a prompt, and keeps it."""
-    prompt = draw_prompt(simulation.rng, room(engine))
+    prompt = (prompt or draw_prompt(simulation.rng, PROMPT_MAX)).cut(room(engine))
     simulation.spawn(engine.life, engine.shelf.compute(prompt), f"compute at {engine}")
 
 
@@ -78,13 +79,13 @@ def begin(simulation: Simulation) -> None:
         simulation.network.later(rng.uniform(0.0, span_s), happen, *what)
 
     simulation.on_pin = partial(perhaps_strike, simulation)
-    for engine in simulation.engines:
-        for _ in range(2):
-            compute(simulation, engine)
     for _ in range(rng.randint(*_PROMPTS)):
-        some_time(befall, simulation, compute)
+        prompt, first_s = draw_prompt(rng, PROMPT_MAX), rng.uniform(0.0, span_s)
+        for engine in rng.sample(simulation.engines, rng.randint(1, len(simulation.engines))):
+            late_s = rng.expovariate(1 / _LATER_S)
+            simulation.network.later(first_s + late_s, simulation.strike, partial(compute, prompt=prompt), engine)
     for _ in range(rng.randint(*_EVICTIONS)):
-        some_time(befall, simulation, rng.choice((evict, evict, squeeze)))
+        some_time(befall, simulation, rng.choice((evict, evict, evict, squeeze)))
     for number in range(rng.randint(*_PULLS)):
         some_time(pull, simulation, FIRST_NUMBER + number)
 
@@ -125,7 +126,7 @@ def draw_plan(simulation: Simulation, number: int, reader: SimEngine, holders: S
         cached_tokens=cached // key_tokens * key_tokens,
         seeks=rng.random() < _SEEK_SHARE,
         deadline_s=rng.uniform(0.0005, simulation.settings.base.load_deadline_s) if rng.random() < 0.2 else None,
-        answer_within_s=rng.choice((0.002, 0.02, 0.25)),
+        answer_within_s=rng.choice((0.005, 0.1, 0.25)),
         recompute_s_per_token=rng.choice((1e-6, 1e-3)) if rng.random() < 0.2 else None,
         cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.15 else None,
         use_s=rng.expovariate(1 / 0.02) + 1e-3,

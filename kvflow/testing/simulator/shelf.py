@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvflow.testing.simulator.simulation import Simulation
     from kvflow.testing.simulator.work import SimRank
 
-_SLOW_SHARE = 0.3  # of shelves: they live in another process, and answer later
+_SLOW_SHARE = 0.2  # of shelves: they live in another process, and answer later
 _SLOW_S = 0.005  # mean time until then
 _FAILS_SHARE = 0.02
 
