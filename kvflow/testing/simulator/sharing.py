@@ -21,8 +21,8 @@ _PULLS = (20, 40)
 _PROMPTS = (8, 16)
 _LATER_S = 0.02  # mean time from the first engine that computes a prompt to each of the others
 _EVICTIONS = (0, 10)
-_STRUCK_SHARE = 0.3  # of questions that find something: soon afterwards something befalls who was asked
-_REST_SHARE = 0.2
+_STRUCK_SHARE = 0.5  # of questions that find something: soon afterwards something befalls who was asked
+_REST_SHARE = 0.3
 _SEEK_SHARE = 0.2
 FIRST_NUMBER = 1 << 10  # other requests have lower ones
 
@@ -160,6 +160,7 @@ async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine
         cached = min(plan.cached_tokens, tokens // size * size)
         both = replace(plan, rest=offer, seeks=False, cached_tokens=cached)
         simulation.network.later(simulation.network.delay_s(), start, simulation, reader, both)
+        perhaps_strike(simulation, producer)
     await producer.finish_offer(offer)
 
 
