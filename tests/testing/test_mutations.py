@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planted_prefixes import PREFIX_MUTATIONS
 
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import Chunks, match_chunks
@@ -358,6 +359,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "leave_extensions_unprotected": (leave_extensions_unprotected, "I3", 9),
     "end_without_the_payload": (end_without_the_payload, "I2", 9),
     "digest_the_wrong_blocks": (digest_the_wrong_blocks, "I2", 26),
+    **PREFIX_MUTATIONS,
 }
 
 
@@ -376,7 +378,7 @@ def test_a_broken_promise_is_found_by_another_seed(name: str, monkeypatch: pytes
     find(name, (seed for seed in range(SEEDS_MAX) if seed != known), monkeypatch)
 
 
-# Some can only be found where engines sleep, or loads are verified, or prompts flow: a model's attribute.
+# Some can only be found where engines sleep, verify, share prefixes, or let prompts flow: a model's attribute.
 ONLY_WHERE = {
     "keep_the_incarnation": "sleeps",
     "leave_seals_of_before": "sleeps",
@@ -384,6 +386,7 @@ ONLY_WHERE = {
     "advance_without_extend": "device",
     "wait_for_a_forgotten_fail": "device",
     "follow_without_a_deadline": "device",
+    **dict.fromkeys(PREFIX_MUTATIONS, "shares"),
 }
 
 
