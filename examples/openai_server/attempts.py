@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from disaggregated.keeper import StartTask
+from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from paged_engine import GREEDY, Sampling
 
 from kvflow import Ticket
 from openai_server.failures import STATUS
-from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 
 logger = logging.getLogger(__name__)
 

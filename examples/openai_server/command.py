@@ -155,9 +155,7 @@ def _service_settings(options: argparse.Namespace) -> ServiceSettings:
 def _worker(options: argparse.Namespace) -> None:
     import uvloop
 
-    from openai_server.decode import run_decode
-    from openai_server.prefill import run_prefill
-    from openai_server.worker import WorkerSettings
+    from openai_server.worker import WorkerSettings, run_worker
 
     _set_up_logging(options.name)
     settings = WorkerSettings(
@@ -167,7 +165,7 @@ def _worker(options: argparse.Namespace) -> None:
         port=options.port,
         checkpoint=options.checkpoint,
     )
-    uvloop.run(run_prefill(settings) if options.role == "prefill" else run_decode(settings))
+    uvloop.run(run_worker(settings))
 
 
 def _router(options: argparse.Namespace) -> None:

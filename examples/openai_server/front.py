@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from disaggregated.messages import Failure, FailureKind, Step
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -31,7 +32,6 @@ from openai_server.attempts import Answers, AttemptError, Prompt, Stream
 from openai_server.dialects import Chat, Completions, Dialect
 from openai_server.failures import CODES, STATUS
 from openai_server.http_server import serve_http
-from openai_server.messages import Failure, FailureKind, Step
 from openai_server.metrics import RouterMetrics, add_metrics
 from openai_server.parameters import ChatRequest, CompletionRequest, GenerationRequest
 from openai_server.responses import ClientGoneError, LiveStream, unless_gone

@@ -19,12 +19,12 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import ValidationError
+import msgspec
+from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 
 import kvflow
 from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, hand_over
 from openai_server.http_server import CLIENT_KEEP_ALIVE_S
-from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Rotation, Worker
 
@@ -91,11 +91,11 @@ class Router:
 
     async def ask_prefill(self, worker: Worker, request: PrefillRequest) -> PrefillReply:
         with self._losses(self.prefill, worker):
-            async with self.client.post(f"{worker.url}/prefill", data=request.model_dump_json()) as response:
+            async with self.client.post(f"{worker.url}/prefill", data=request.written()) as response:
                 body = await response.read()
         if response.status != HTTPStatus.OK:
             raise AttemptError(_failure_in(response, body, worker), worker)
-        return PrefillReply.model_validate_json(body)
+        return PrefillReply.read(body)
 
     @asynccontextmanager
     async def _decoding(
@@ -103,7 +103,7 @@ class Router:
     ) -> AsyncIterator[AsyncGenerator[Step, None]]:
         decode = self._pick(self.decode, avoid)
         with self._losses(self.decode, decode):
-            async with self.client.post(f"{decode.url}/decode", data=request.model_dump_json()) as response:
+            async with self.client.post(f"{decode.url}/decode", data=request.written()) as response:
                 if response.status != HTTPStatus.OK:
                     raise _failed(_failure_in(response, await response.read(), decode), prefill, decode)
                 yield _steps_in(response, prefill, decode)
@@ -182,8 +182,8 @@ async def _steps_in(response: aiohttp.ClientResponse, prefill: Worker, decode: W
     """The steps of a decode worker's answer, up to the last one."""
     async for line in response.content:
         try:
-            step = Step.model_validate_json(line)
-        except ValidationError:
+            step = Step.read(line)
+        except msgspec.DecodeError:
             raise _failed(_failure_in(response, line, decode), prefill, decode) from None
         yield step
         if step.finish_reason is not None:
@@ -206,8 +206,8 @@ def _introduction_in(health: dict[str, Any]) -> kvflow.Ticket | None:
 def _failure_in(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> Failure:
     """What a worker says of a failure; if it says nothing that we know, it failed."""
     try:
-        failure = Failure.model_validate_json(body)
-    except ValidationError:
+        failure = Failure.read(body)
+    except msgspec.DecodeError:
         return Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} answered {response.status}")
     if failure.kind is FailureKind.INVALID:  # no worker's affair, and its message is for the client
         return failure

@@ -1,4 +1,4 @@
-"""The decode deployment: `openai_server.decode` in a replica, which also owns the hand-over.
+"""The decode deployment: `disaggregated.decode` in a replica, which also owns the hand-over.
 
 A handle's call goes to any replica, so nobody else could tell the right prefill replica to give blocks back; a runtime
 can. So it is the decode replica that picks a prefill replica, has the prompt computed there while it loads, and tries
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from disaggregated.decode import DecodeWorker
+from disaggregated.failures import EXPECTED_ERRORS
+from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.told import reported
 from openai_server.attempts import AttemptError, Attempts, Prompt, hand_over
-from openai_server.decode import DecodeWorker
-from openai_server.failures import EXPECTED_ERRORS
-from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import DecodeMetrics
-from openai_server.worker import reported
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 

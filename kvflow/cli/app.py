@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvflow.bench.child import BenchError
-from kvflow.bench.loads import Transport
+from kvflow.bench.loads import Fabric
 from kvflow.cli.bench import bench, told
 from kvflow.cli.flags import PlainTyper
 from kvflow.cli.selftest import BLOCKS_MAX, hand_over
@@ -71,7 +71,7 @@ def new(
 @app.command()
 def selftest(
     blocks: Annotated[int, typer.Option(min=1, max=BLOCKS_MAX, help="How many blocks of 16 tokens.")] = 32,
-    transport: Annotated[Transport, typer.Option(help="What NIXL moves it over.")] = Transport.SHM,
+    transport: Annotated[Fabric, typer.Option(help="What NIXL moves it over.")] = Fabric.SHM,
 ) -> None:
     """Hand a prompt's blocks over between two processes, over NIXL and without a model, and compare every byte."""
     with told("selftest", BenchError):
@@ -145,6 +145,10 @@ def doctor(
     stock: Annotated[
         str | None, typer.Option(help="The side channel of a vLLM with its own NixlConnector, tcp://host:port.")
     ] = None,
+    pair: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="A prefill and a decode engine, ENGINE_ID@tcp://host:port each: would they hand over?"),
+    ] = None,
     engine_id: Annotated[str, typer.Option(help="Our engine id, whose CURVE keys are used.")] = "doctor",
     curve_secret_key_file: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
     curve_peers_dir: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
@@ -157,7 +161,9 @@ def doctor(
         config = Config(
             engine_id=engine_id, curve_secret_key_file=curve_secret_key_file, curve_peers_dir=curve_peers_dir
         )
-    found = examine(config, peer=peer, peer_engine=peer_engine, stock=stock, transfer=transfer, note=notes.print)
+    found = examine(
+        config, peer=peer, peer_engine=peer_engine, stock=stock, pair=pair, transfer=transfer, note=notes.print
+    )
     findings = list(found)
     if json_output:
         print(json.dumps(findings_as_json(findings), indent=2))

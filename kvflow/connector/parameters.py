@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvflow import checks
@@ -12,9 +12,10 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
-__all__ = ["OWN_DIALECT", "Dialect", "producer_params"]
+__all__ = ["OWN_DIALECT", "Dialect", "params_of_several", "producer_params"]
 
-_RENDEZVOUS = "rendezvous"
+_RENDEZVOUS, _OTHERS = "rendezvous", "others"
+_OTHERS_MAX = 15
 _NAME_CHARS_MAX = 200
 
 
@@ -50,6 +51,37 @@ def rendezvous_in(params: Mapping[str, Any]) -> str | None:
     extra = params.get("kvflow")
     given = extra.get(_RENDEZVOUS) if isinstance(extra, Mapping) else None
     return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
+
+
+def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parameters of a request whose prompt several engines have computed, or are to: the load reads from the first,
+    and from the next one if that fails, has ended, or is late.
+
+    Args:
+        params: what each engine has answered, or `Ticket.to_params()`, the best first.
+
+    Returns:
+        Parameters for the decode engine's request.
+
+    Raises:
+        RequestError: there is none, there are too many, or one is no dict of a ticket.
+    """
+    if not 0 < len(params) <= 1 + _OTHERS_MAX:
+        raise RequestError(f"params_of_several: {len(params)} tickets, expected 1 to {1 + _OTHERS_MAX}")
+    first, *others = (dict(checks.mapping(one, "params_of_several")) for one in params)
+    extra = dict(checks.mapping(first.get("kvflow"), "params_of_several: kvflow"))
+    return {**first, "kvflow": {**extra, _OTHERS: others}}
+
+
+def others_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The parameters of further tickets of the same prompt. RequestError if they cannot be."""
+    extra = params.get("kvflow")
+    given = extra.get(_OTHERS) if isinstance(extra, Mapping) else None
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple) or len(given) > _OTHERS_MAX:
+        raise RequestError(f"ticket: others: expected at most {_OTHERS_MAX} dicts, got {checks.shown(given)}")
+    return [checks.mapping(one, "ticket: others") for one in given]
 
 
 def _own_params(ticket: Ticket) -> dict[str, Any]:

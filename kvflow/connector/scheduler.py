@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import msgspec
 
 from kvflow import checks
-from kvflow.connector.parameters import OWN_DIALECT, Dialect, name_of, rendezvous_in
+from kvflow.connector.parameters import OWN_DIALECT, Dialect, name_of, others_in, rendezvous_in
 from kvflow.connector.step import BlockTables, Decline, Grow, Keep, Receive, Release, Save, Send, Step
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
@@ -56,7 +56,7 @@ from kvflow.core.policy.states import (
     knows,
     request_blocks_held,
 )
-from kvflow.core.protocol.prompts import check_prompt, prompt_digest
+from kvflow.core.protocol.prompts import check_alike, check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
 
@@ -236,6 +236,7 @@ class _Use:
 class _Consumer:
     request_id: str
     ticket: Ticket
+    others: tuple[Ticket, ...] = ()
     use: _Use
     offered_tokens: int
     """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
@@ -391,17 +392,18 @@ class ConnectorScheduler:
             known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
             if known is not None:
                 check_prompt(ticket, known, f"request {request_id!r}")  # whose it is may come, so nothing is given back
+            others = self._others(params, ticket, request_id)
             use = self._use(ticket, request_id, sharing)
             most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
-            consumer = _Consumer(request_id=request_id, ticket=ticket, use=use, offered_tokens=0)
+            consumer = _Consumer(request_id=request_id, ticket=ticket, others=others, use=use, offered_tokens=0)
             self._consumers[request_id] = consumer
             use.readers.append(consumer)
             if ticket.awaited:  # what is the same on both sides is taken to be; the load finds out
                 consumer.offered_tokens, consumer.prompt = self._config.offered_of(most), request.prompt_token_ids
-                self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
+                self._next.keep.append(Keep(request_id=request_id, ticket=ticket, others=others))
             elif ticket.num_tokens <= most and ticket.offered_tokens:
                 consumer.offered_tokens = ticket.offered_tokens
-                self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
+                self._next.keep.append(Keep(request_id=request_id, ticket=ticket, others=others))
         elif self._config.offers(params):
             self._producers[request_id] = _Producer(
                 request_id=request_id,
@@ -409,6 +411,13 @@ class ConnectorScheduler:
                 prompt=request.prompt_token_ids,
                 serve_id=rendezvous_in(params),
             )
+
+    def _others(self, params: Mapping[str, Any], ticket: Ticket, request_id: str) -> tuple[Ticket, ...]:
+        """Further tickets of the same prompt. RequestError for what is none; PromptMismatch if one is of another."""
+        others = tuple(map(self._dialect.read_ticket, others_in(params)))
+        for other in others:
+            check_alike(ticket, other, f"request {request_id!r}")
+        return others
 
     def reject(self, request: EngineRequest) -> None:
         """A request with a ticket was refused before it could be added, or is over: nobody will read what is offered.
@@ -426,7 +435,10 @@ class ConnectorScheduler:
             return
         ticket, use = self._dialect.read_ticket(params), _Use(shared=False)
         if self._used_before(ticket, use) is use:
-            self._release(_Consumer(request_id=request.request_id, ticket=ticket, use=use, offered_tokens=0))
+            others = self._others(params, ticket, request.request_id)
+            self._release(
+                _Consumer(request_id=request.request_id, ticket=ticket, others=others, use=use, offered_tokens=0)
+            )
 
     def _use(self, ticket: Ticket, request_id: str, sharing: Sharing) -> _Use:
         """The use of a request's ticket. RequestError if it cannot be, any more."""
@@ -501,6 +513,7 @@ class ConnectorScheduler:
         receive = Receive(
             request_id=request_id,
             ticket=request.ticket,
+            others=request.others,
             block_tables=missing,
             release_if_failed=self._config.release_failed_loads,
             shared=request.use.shared,
@@ -772,7 +785,9 @@ class ConnectorScheduler:
     def _release(self, request: _Consumer) -> None:
         if request.ticket.awaited or any(request.ticket.block_tables):
             last = not request.use.readers
-            self._next.release.append(Release(request_id=request.request_id, ticket=request.ticket, last=last))
+            self._next.release.append(
+                Release(request_id=request.request_id, ticket=request.ticket, others=request.others, last=last)
+            )
 
     def _withdraw(self, request: _Producer) -> None:
         """End the lease of a prompt whose ticket nobody has."""

@@ -21,6 +21,8 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     ticket: Ticket
+    others: tuple[Ticket, ...] = ()
+    """Of the same prompt, to be read if the first one's source fails."""
 
 
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +31,7 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     ticket: Ticket
     block_tables: BlockTables
+    others: tuple[Ticket, ...] = ()
     num_tokens: int | None = None
     """Tokens that the offer has to be of, where the ticket does not say: a rendezvous."""
     prompt: tuple[int, ...] | None = None
@@ -84,6 +87,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     ticket: Ticket
+    others: tuple[Ticket, ...] = ()
     last: bool = True
     """Whether no other request does; else nobody is told."""
 

@@ -196,7 +196,7 @@ class _Courier:
         for release in step.release:
             self._let_go(release.request_id)
             if release.last:
-                self._spawn(_release(runtime, release.ticket))
+                self._spawn(_release(runtime, release.ticket, *release.others))
         for keep in step.keep:
             self._keep(runtime, keep)
         for request_id in step.withdraw:
@@ -227,8 +227,10 @@ class _Courier:
     def _keep(self, runtime: Runtime, keep: Keep) -> None:
         kept = ExitStack()
         try:
-            kept.enter_context(runtime.keep_leases(keep.ticket))
+            for ticket in (keep.ticket, *keep.others):
+                kept.enter_context(runtime.keep_leases(ticket))
         except KVFlowError as error:
+            kept.close()
             logger.info("request %s: its leases are not kept: %s", keep.request_id, error)
         else:
             self.kept[keep.request_id] = kept
@@ -251,7 +253,7 @@ class _Courier:
             await lease  # its blocks may be ours now, and are kept for a moment after its end
         request = LoadRequest(
             name_of(receive.request_id),
-            ticket=receive.ticket,
+            ticket=[receive.ticket, *receive.others] if receive.others else receive.ticket,
             block_ids=given_block_ids(receive.block_tables),
             after=after,
             deadline_s=_deadline_s(runtime, receive),
@@ -282,7 +284,7 @@ class _Courier:
             self.happened.append(Loaded(request_id, load.result()))
         nobody = load.cancelled() or (error is not None and receive.release_if_failed)  # will read it any more
         if nobody and not receive.shared:
-            await _release(runtime, receive.ticket)
+            await _release(runtime, receive.ticket, *receive.others)
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
         request = ServeRequest(
@@ -393,9 +395,10 @@ def _decline(runtime: Runtime, serve_id: str, reason: str) -> None:
         logger.warning("request %s: %s", serve_id, error)
 
 
-async def _release(runtime: Runtime, ticket: Ticket) -> None:
-    """Tell a producer that nothing will be read for its ticket. Its lease would run out without us too."""
-    try:
-        await runtime.release_blocks(ticket)
-    except KVFlowError as error:
-        logger.info("request %s: its producer was not told: %s", ticket.request_id, error)
+async def _release(runtime: Runtime, *tickets: Ticket) -> None:
+    """Tell producers that nothing will be read for their tickets. Their leases would run out without us too."""
+    for ticket in tickets:
+        try:
+            await runtime.release_blocks(ticket)
+        except KVFlowError as error:
+            logger.info("request %s: its producer was not told: %s", ticket.request_id, error)

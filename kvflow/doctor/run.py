@@ -10,6 +10,7 @@ from kvflow.config import Config
 from kvflow.doctor.backends import check_backends
 from kvflow.doctor.findings import Finding, Status, ok, warn
 from kvflow.doctor.host import Host, check_host, has_gpus, read_host
+from kvflow.doctor.pair import examine_pair
 from kvflow.doctor.peer import examine_peer
 from kvflow.doctor.transfer import check_nixl, check_self_transfer, judge_host_path
 from kvflow.doctor.version import versions
@@ -23,8 +24,11 @@ def examine(
     transfer: bool,
     note: Callable[[str], None],
     stock: str | None = None,
+    pair: tuple[str, str] | None = None,
 ) -> Iterator[Finding]:
-    """Everything; `config` is how we talk to the peer. `stock` is where an engine with vLLM's own connector listens."""
+    """Everything; `config` is how we talk to the peer. `stock` is where an engine with vLLM's own connector listens,
+    `pair` names a prefill and a decode engine.
+    """
     host = read_host()
     yield ok("kvflow", ", ".join(f"{name} {number}" for name, number in versions().items()))
     yield from check_host(host, config)
@@ -45,20 +49,23 @@ def examine(
     if peer is not None:
         note(f"asking {peer}")
         yield from asyncio.run(examine_peer(config, peer, peer_engine))
+    if pair is not None:
+        note(f"asking {' and '.join(pair)}")
+        yield from asyncio.run(examine_pair(config, *pair))
     if stock is not None:
         note(f"asking {stock}")
         yield from _examine_stock(config, stock)
 
 
 def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
-    """What nobody loads who has no such engine."""
+    """Run the checks of a stock engine, loaded only for these."""
     from kvflow.doctor.stock import examine_stock
 
     yield from asyncio.run(examine_stock(address, config.handshake_timeout_s))
 
 
 def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:
-    """What a machine without GPUs loads nothing of."""
+    """Run the checks of GPUs, loaded only where there are any."""
     from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path
     from kvflow.doctor.cuda.facts import read_cuda
 

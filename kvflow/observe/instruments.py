@@ -49,6 +49,12 @@ _STORE_OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _blocks),
     ("kvflow_open_loads", "Loads under way.", "", lambda now: {"": now.loading.open_loads if now.loading else 0}),
+    (
+        "kvflow_engines_never_read",
+        "Engines whose tickets come, and that no load has ever read from.",
+        "",
+        lambda now: {"": now.loading.never_read if now.loading else 0},
+    ),
     ("kvflow_open_leases", "Leases open.", "", lambda now: {"": now.serving.open_leases if now.serving else 0}),
     ("kvflow_open_reads", "Reads posted and not ended.", "", lambda now: {"": now.transport.open_reads}),
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
@@ -66,6 +72,12 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
         "Reads of stock engines that ended after their lease: the text may be wrong.",
         "",
         lambda now: {"": now.serving.late_reads} if now.serving else {},
+    ),
+    (
+        "kvflow_load_sources_left",
+        "Sources that loads have left for their next one.",
+        "",
+        lambda now: {"": now.loading.sources_left if now.loading else 0},
     ),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _messages),
     ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _stored),

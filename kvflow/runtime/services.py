@@ -24,7 +24,7 @@ class Services:
         self._on_break = on_break
         self._close = close
         self.cause: Exception | None = None
-        """What has broken the runtime."""
+        """The error that has broken the runtime."""
         self._stop = asyncio.Event()
         self._over = asyncio.Event()
         self._started = asyncio.Event()
@@ -33,7 +33,7 @@ class Services:
 
     @property
     def count(self) -> int:
-        """How many tasks run."""
+        """Tasks that run."""
         return len(self._tasks) + (self._supervision is not None and not self._supervision.done())
 
     async def start(self, begin: Callable[[], None]) -> None:

@@ -10,10 +10,13 @@ from kvflow.runtime.prefix.shelf import Run
 
 
 class BlockShelf:
-    """A `kvflow.Shelf` of one group of layers, filled and emptied by a test."""
+    """A `kvflow.Shelf` of one group of layers, filled and emptied by a test.
+
+    Args:
+        block_tokens: Tokens in a block of the cache.
+    """
 
     def __init__(self, block_tokens: int) -> None:
-        """`block_tokens`: Tokens in a block of the cache."""
         self._block_tokens = block_tokens
         self._runs: dict[bytes, tuple[int, ...]] = {}
         """The blocks of a prefix, by the key of its end."""

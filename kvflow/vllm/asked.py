@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.v1.utils import tensor_data
 
 from kvflow.connector.scheduler import Sharing
-from kvflow.core.protocol.prompts import marked
+from kvflow.core.protocol.prompts import marked_by_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,4 +86,4 @@ class Asked:
             for place, embedding in enumerate(request.prompt_embeds[: self.num_prompt_tokens]):
                 keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
         tokens = request.all_token_ids[: self.num_prompt_tokens]
-        return marked(tokens, {place: msgspec.msgpack.encode(found) for place, found in keys.items()})
+        return marked_by_keys(tokens, keys)

@@ -14,12 +14,14 @@ from tests.bench.never_idle import NeverIdle
 from tests.bench.peers.scenario import Peers
 from tests.bench.planning import Planning
 from tests.bench.profiling import Profile
+from tests.bench.surviving import Surviving
 from tests.bench.verifying import Verifying
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "peers": Peers,
     "planning": Planning,
     "profile": Profile,
+    "surviving": Surviving,
     "verifying": Verifying,
     "flow": Flow,
     "fleet": FleetBench,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.bench.loads import Transport
+from kvflow.bench.loads import Fabric
 from kvflow.bench.topology import CASES
 from kvflow.cli import bench as installed
 from tests.bench import __main__ as ours
@@ -30,6 +30,7 @@ SMALLEST = {
     "planning": "--repeats 3",
     "profile": "--alone 20 --burst 40 --rounds 1 --functions 5 --busy-cores 1",
     "verifying": "--sizes 1,16 --rounds 2 --layers 2",
+    "surviving": "--size-mb 8 --moments 2 --rounds 2",
     "flow": "--link shm --prompts 256,512 --chunk 128 --rounds 1 --layers 2 --many 4 --many-s 0.2",
     "never-idle": "--turns-ms 0,1 --intervals-ms 5 --loads 2",
     "fleet": "--sizes 4,8 --peers 4 --hot 1 --layers 4",
@@ -63,7 +64,7 @@ def check_peers(report: Report) -> None:
     left_out = {row["contender"]: row["why"] for row in report.get("left out", [])}
     assert all("not installed" in why or "import" in why for why in left_out.values())
     here = [peer for peer in Peer if peer not in left_out]
-    for transport, size in product(Transport, ("one block", "4 x 1 MB")):
+    for transport, size in product(Fabric, ("one block", "4 x 1 MB")):
         found = {row["contender"]: row for row in rows if key(row) == (transport, size)}
         assert list(found) == [peer for peer in here if runs_over(peer, transport)]
         for row in found.values():
@@ -140,6 +141,14 @@ def check_verifying(report: Report) -> None:
     assert [row["at"] if "at" in row else row["where"] for row in report["targets"]] == ["16 MB"]
 
 
+def check_surviving(report: Report) -> None:
+    """Whether the source dies before or after its last byte is chance; the load is right in any case."""
+    assert [row["moment"] for row in report["moments"]] == [0.0, 0.5]
+    assert all(row["outcomes"].endswith("loaded") and row["load_s"]["p50"] > 0 for row in report["moments"])
+    (split,) = report["split"]
+    assert split["ratio"] == pytest.approx(split["whole_s"]["p50"] / split["halves_s"]["p50"])
+
+
 def check_flow(report: Report) -> None:
     keys = [(row["tokens"], row["way"]) for row in report["hand-overs"]]
     assert keys == list(product((256, 512), Way))
@@ -179,6 +188,7 @@ CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "planning": (check_planning, ("8 of 8 heads", "first ms")),
     "profile": (check_profile, ("hop to the agents' thread", "loop us", "own us")),
     "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
+    "surviving": (check_surviving, ("added ms", "Split")),
     "flow": (check_flow, ("growing, at once", "wire to", "in one step")),
     "never-idle": (check_never_idle, ("switch interval ms", "turns of the loop")),
     "fleet": (check_fleet, ("steady", "churn", "honest loads")),

@@ -17,13 +17,13 @@ from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache,
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
-from kvflow.connector.parameters import name_of, producer_params
+from kvflow.connector.parameters import name_of, params_of_several, producer_params
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, Loaded, LoadFailed, OfferEnded
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RuntimeClosed, TransferFailed
+from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RequestError, RuntimeClosed, TransferFailed
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.world import World
@@ -197,6 +197,58 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
     assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
     assert not pair.prefill.scheduler.blocks_held("r")
     pair.decode.scheduler.request_finished("d", completed=True)
+
+
+@contextlib.contextmanager
+def spare_of(pair: Pair) -> Iterator[Engine]:
+    """One more prefill engine."""
+    spare = make("spare", pair.decode.transport._network, 2.0)
+    try:
+        yield spare
+        spare.until_settled()
+    finally:
+        spare.runtime.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_prompt_that_two_engines_hold_comes_from_the_second_if_the_first_fails(pair: Pair, fails: bool) -> None:
+    """Parameters that name both: whoever is not read is told that nobody will."""
+    with spare_of(pair) as spare:
+        params = params_of_several([pair.prefill.prefill(), spare.prefill()])
+        pair.decode.transport.faults.fail_next.extend([TransportError("scripted")] * fails)
+        pair.decode.receive(params, [5, 6])
+        loaded = pair.decode.until(load_ended)
+        assert isinstance(loaded, Loaded)
+        outcomes = ["TransferFailed", "loaded"] if fails else ["loaded"]
+        assert [one.outcome for one in loaded.report.attempts] == outcomes
+        for layer in pair.decode.kv_caches.values():
+            assert (layer[:, 5] == (2.0 if fails else 1.0)).all()
+        pair.decode.scheduler.request_finished("d", completed=True)
+        for engine in (pair.prefill, spare):
+            assert engine.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+
+
+def test_a_rejected_request_gives_the_tickets_of_all_engines_back(pair: Pair) -> None:
+    with spare_of(pair) as spare:
+        params = params_of_several([pair.prefill.prefill(), spare.prefill()])
+        pair.decode.scheduler.reject(Request("d", 7, params))
+        pair.decode.step()
+        for engine in (pair.prefill, spare):
+            assert engine.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+
+
+def test_parameters_of_several_that_cannot_be_are_refused(pair: Pair) -> None:
+    first, longer = pair.prefill.prefill(), pair.prefill.prefill("longer", (3, 4), 8)
+    with pytest.raises(PromptMismatch, match=r"offers 7 tokens, .* 8"):
+        pair.decode.scheduler.add(Request("d", 9, params_of_several([first, longer])))
+    for wrong in (7, [7], [{}] * 16):
+        with pytest.raises(RequestError):
+            pair.decode.scheduler.add(Request("d", 9, {**first, "kvflow": {**first["kvflow"], "others": wrong}}))
+    with pytest.raises(RequestError, match="0 tickets"):
+        params_of_several([])
+    for params in (first, longer):
+        pair.decode.scheduler.reject(Request("d", 9, params))
+    pair.decode.step()
 
 
 @pytest.mark.parametrize("flows", [False, True])

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from disaggregated.failures import RequestTooLongError, failure_of
+from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_server.failures import STATUS, RequestTooLongError, failure_of
-from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from openai_server.failures import STATUS
 from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Pauses, Rotation, Worker
 from openai_server.router import AttemptError, Prompt, Router, open_client
@@ -142,16 +143,16 @@ class Scripted:
         return app
 
     async def _prefill(self, request: web.Request) -> web.StreamResponse:
-        body = PrefillRequest.model_validate_json(await request.read())
+        body = PrefillRequest.read(await request.read())
         self.prefilled.append(body.request_id)
         if self.script:
             return await self.script.pop(0)(request)
         self.computed.add(body.request_id)
         reply = PrefillReply(step=Step.of(ANSWER[0], eos_token_id=2, last=body.max_tokens == 1))
-        return web.Response(text=reply.model_dump_json(), content_type="application/json")
+        return web.Response(body=reply.written(), content_type="application/json")
 
     async def _decode(self, request: web.Request) -> web.StreamResponse:
-        self.decoded.append(DecodeRequest.model_validate_json(await request.read()))
+        self.decoded.append(DecodeRequest.read(await request.read()))
         if self.script:
             return await self.script.pop(0)(request)
         response = await room(request)
@@ -184,13 +185,13 @@ async def room(request: web.Request) -> web.StreamResponse:
 
 
 async def write(response: web.StreamResponse, line: Step | Failure) -> None:
-    await response.write((line.model_dump_json() + "\n").encode())
+    await response.write(line.written() + b"\n")
 
 
 def failing(kind: FailureKind) -> Script:
     async def fail(_: web.Request) -> web.StreamResponse:
         failure = Failure(kind=kind, message="scripted")
-        return web.Response(text=failure.model_dump_json(), status=STATUS[kind].http)
+        return web.Response(body=failure.written(), status=STATUS[kind].http)
 
     return fail
 

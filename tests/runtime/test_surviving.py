@@ -351,7 +351,7 @@ async def test_what_again_does_wrong_ends_the_load() -> None:
             (bug, PrefillFailed, "`again` failed: ZeroDivisionError: scripted"),
             (refusing, PrefillFailed, "no engine is left"),
             (nothing, LeaseExpired, "the offer|it has ended"),
-            (another_prompt, PromptMismatch, "'first' at .* offers 12 tokens, 'second' at .* offers 16"),
+            (another_prompt, PromptMismatch, "'first' at .* offers 12 tokens, 'second' at .* 16"),
             (nonsense, RequestError, "ticket"),
         ]
         for again, error, match in cases:
@@ -366,10 +366,10 @@ async def test_what_again_does_wrong_ends_the_load() -> None:
 async def test_tickets_of_different_prompts_are_refused_before_anybody_is_asked() -> None:
     async with trio() as made:
         longer = made.offer(made.second, block_ids=[*BLOCKS, 1], num_tokens=16)
-        with pytest.raises(PromptMismatch, match=r"'first' at .* offers 12 tokens, 'second' at .* offers 16"):
+        with pytest.raises(PromptMismatch, match=r"'first' at .* offers 12 tokens, 'second' at .* 16"):
             await made.load([made.offer(made.first), longer])
         other = [made.offer(engine, "same", prompt=[at] * 12) for at, engine in enumerate((made.first, made.second))]
-        with pytest.raises(PromptMismatch, match=r"'first' at .* has digest .* and 'second' at .* has digest"):
+        with pytest.raises(PromptMismatch, match=r"'first' at .* has digest .*, 'second' at"):
             await made.load(other)
         salted = [made.offer(engine, engine.runtime.config.engine_id, prompt=[1] * 12) for engine in (made.first,)]
         salted += [made.offer(made.second, "otherwise", prompt=[2] * 12)]
@@ -508,7 +508,7 @@ async def test_what_a_rendezvous_offers_is_compared_with_the_other_tickets() -> 
         made.offer(made.second, "later", block_ids=[*BLOCKS, 1], num_tokens=16)
         first = made.offer(made.first)
         await first.revoke()
-        with pytest.raises(PromptMismatch, match=r"'first' at .* offers 12 tokens, 'second' at .* offers 16"):
+        with pytest.raises(PromptMismatch, match=r"'first' at .* offers 12 tokens, 'second' at .* 16"):
             await made.load([first, Ticket.rendezvous(introduction, "later")])
 
 
@@ -531,3 +531,19 @@ async def test_a_prompt_that_breaks_while_it_is_computed_comes_from_the_next() -
         report = await load
         made.assert_all_of(made.second)
         assert made.outcomes(report.attempts) == [("first", "PrefillFailed"), ("second", "loaded")]
+
+
+@in_virtual_time
+async def test_an_engine_that_no_load_has_ever_read_from_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where another one behind it hides that it never hands over."""
+    async with trio() as made:
+        for number in range(5):
+            first, second = (made.offer(engine, f"{number}") for engine in (made.first, made.second))
+            await first.revoke()
+            await made.load([first, second])
+            loading = known(made.reader.runtime.statistics().loading)
+            assert loading.never_read == (number >= 2)
+        told = [one.getMessage() for one in caplog.records if "never read" in one.getMessage()]
+        assert len([one for one in caplog.records if "has ever read from it" in one.getMessage()]) == 1, told
+        await made.warm()
+        assert known(made.reader.runtime.statistics().loading).never_read == 0

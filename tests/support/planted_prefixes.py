@@ -78,6 +78,17 @@ def count_a_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prefixes, "_report", report)
 
 
+def count_what_loads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a prefix and of a rest are added up, though both may count a window."""
+    real = Prefixes._report
+
+    def report(self: Prefixes, given: Any, loads: Any) -> PrefixReport:
+        tokens = given.request.cached_tokens + sum(load.tokens for load in loads)
+        return replace(real(self, given, loads), num_tokens=tokens)
+
+    monkeypatch.setattr(Prefixes, "_report", report)
+
+
 def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a prefix lands in the blocks of its beginning."""
     real = pull._filled
@@ -97,10 +108,10 @@ def forget_answers_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that has restarted under its address is taken for the one that it was."""
 
-    async def connect_again(*_: object) -> None:
-        pass
+    async def connected_again(_: object, engine: object, __: object) -> object:
+        return engine
 
-    monkeypatch.setattr(Seeker, "_connect_again", connect_again)
+    monkeypatch.setattr(Seeker, "_connected_again", connected_again)
 
 
 def say_that_blocks_are_safe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +137,7 @@ PREFIX_MUTATIONS = {
     "read_from_the_next_too_early": (read_from_the_next_too_early, "I1 I5", 1),
     "leave_the_salt_out": (leave_the_salt_out, "I9", 1),
     "count_a_block_too_many": (count_a_block_too_many, "I9", 1),
+    "count_what_loads_count": (count_what_loads_count, "I9", 1),
     "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", 1),
     "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", 1),
     "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 1),

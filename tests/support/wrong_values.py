@@ -159,11 +159,13 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "tuple[Segment, ...]": lambda: [None, *_odd(), 0, "", [None], [{}], {}, _generator()],
     "GroupKind | str | None": lambda: [*_odd(), 0, "", "full", "windowed", [], {}],
     "KVStyle": lambda: [None, *_odd(), 0, "", "kv_last", [], ["mla"], {}],
-    "Ticket | Mapping[str, Any]": lambda: [
+    "Again | None": lambda: [value for value in _odd() if not callable(value)] + [0, True, "again", [], {}],
+    "GivenTicket | Sequence[GivenTicket]": lambda: [
         *(None, *_odd(), 0, 1.5, True, "", "ticket", b"{}", [], [1], {}, {1: 2}, {"\ud800": 1}, _generator()),
         {"kvflow": Hostile()},
         {"kvflow": HostileDict()},
     ],
+    "Ticket | Mapping[str, Any]": lambda: [None, *_odd(), 0, "ticket", [], [1], {}, {1: 2}],
 }
 """For each annotation that a field of a public class may have, values that are none of it."""
 

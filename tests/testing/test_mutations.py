@@ -21,13 +21,16 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.queue import Permit
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
+from kvflow.errors import KVFlowError, LeaseExpired
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.load import plan, verifying
 from kvflow.runtime.load.flight import Flight, Poller
 from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.lanes import Lane, PromptSpan
 from kvflow.runtime.load.leases import LeaseIdTelling
+from kvflow.runtime.load.load import Load, LoadReport, Work
 from kvflow.runtime.load.news import News
+from kvflow.runtime.load.surviving import Surviving, _Course
 from kvflow.runtime.load.verifying import Comparison
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import TokenBlocks
@@ -317,6 +320,53 @@ def end_without_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(News, "payload", payload)
 
 
+def read_the_next_under_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load goes to its next source while bytes of the one before may land."""
+    real = _Course._leave
+
+    async def leave(self: _Course, error: KVFlowError | None) -> None:
+        if self._work.flight is not None:
+            vars(self._work.flight)["settled"] = at_once
+        await real(self, error)
+
+    async def at_once() -> None:
+        pass
+
+    monkeypatch.setattr(_Course, "_leave", leave)
+
+
+def take_bytes_for_good_that_nobody_vouches_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source whose lease has ended while it was read counts, since all of its bytes have landed."""
+    real = Surviving.__init__
+
+    def init(self: Surviving, *others: Any) -> None:
+        real(self, *others)
+        whole = self.whole
+
+        async def carry(load: Load, work: Work) -> LoadReport:
+            try:
+                return await whole(load, work)
+            except LeaseExpired:
+                if work.flight is None:
+                    raise
+                return work.report(load.request_id)
+
+        self.whole = carry
+
+    monkeypatch.setattr(Surviving, "__init__", init)
+
+
+def give_each_source_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a load begins anew when it leaves a source."""
+    real = _Course._leave
+
+    async def leave(self: _Course, error: KVFlowError | None) -> None:
+        self._work.ends_s += 2.0
+        await real(self, error)
+
+    monkeypatch.setattr(_Course, "_leave", leave)
+
+
 def mutate_matches(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Chunks, bool, int], Chunks | None]) -> None:
     def match(*args: Any, whole: bool, remote_block_size: int, **kwargs: Any) -> tuple[Chunks, ...]:
         found = match_chunks(*args, whole=whole, remote_block_size=remote_block_size, **kwargs)
@@ -328,27 +378,27 @@ def mutate_matches(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Chunks, bo
 
 MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     # What is broken, the invariants that say so, and a seed that finds it.
-    "give_back_without_hold": (give_back_without_hold, "I2 I3", 4),
+    "give_back_without_hold": (give_back_without_hold, "I2 I3", 0),
     "leave_seals": (leave_seals, "I2 I3", 5),
     "believe_every_seal": (believe_every_seal, "I2 I3", 5),
-    "trust_for_too_long": (trust_for_too_long, "I2 I3", 28),
+    "trust_for_too_long": (trust_for_too_long, "I2 I3", 3),
     "forget_notifications": (forget_notifications, "I4", 0),
     "release_on_cancel": (release_on_cancel, "I1 I5", 0),
     "never_release_leased_blocks": (never_release_leased_blocks, "I5", 0),
     "never_release_loaded_blocks": (never_release_loaded_blocks, "I5", 0),
     "forget_quarantines": (forget_quarantines, "I5 I7", 2),
-    "lose_ends_of_reads": (lose_ends_of_reads, "I4 I7", 1),
-    "never_expire": (never_expire, "I7", 0),
+    "lose_ends_of_reads": (lose_ends_of_reads, "I4 I7", 0),
+    "never_expire": (never_expire, "I7", 1),
     "keep_broken_connections": (keep_broken_connections, "I7", 18),
     "tear_down_under_reads": (tear_down_under_reads, "I7", 1),
     "serve_before_computed": (serve_before_computed, "I2", 9),
     "read_past_the_watermark": (read_past_the_watermark, "I2", 9),
-    "tell_of_more_than_has_landed": (tell_of_more_than_has_landed, "I2", 29),
+    "tell_of_more_than_has_landed": (tell_of_more_than_has_landed, "I2", 0),
     "advance_without_extend": (advance_without_extend, "I8", 31),
     "wait_for_a_forgotten_fail": (wait_for_a_forgotten_fail, "I7", 41),
-    "follow_without_a_deadline": (follow_without_a_deadline, "I7", 9),
+    "follow_without_a_deadline": (follow_without_a_deadline, "I7", 25),
     "take_a_failed_lease_for_open": (take_a_failed_lease_for_open, "I2 I3", 9),
-    "leave_a_look_behind": (leave_a_look_behind, "I5 I7", 9),
+    "leave_a_look_behind": (leave_a_look_behind, "I5 I7", 19),
     "keep_what_has_failed": (keep_what_has_failed, "I5", 9),
     "land_while_the_device_writes": (land_while_the_device_writes, "I1 I2", 9),
     "keep_the_incarnation": (keep_the_incarnation, "I2", 2255),
@@ -359,6 +409,9 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "leave_extensions_unprotected": (leave_extensions_unprotected, "I3", 9),
     "end_without_the_payload": (end_without_the_payload, "I2", 9),
     "digest_the_wrong_blocks": (digest_the_wrong_blocks, "I2", 26),
+    "read_the_next_under_the_last": (read_the_next_under_the_last, "I1 I5", 112),
+    "take_bytes_for_good_that_nobody_vouches_for": (take_bytes_for_good_that_nobody_vouches_for, "I2 I3", 21),
+    "give_each_source_a_deadline": (give_each_source_a_deadline, "I7", 20),
     **PREFIX_MUTATIONS,
 }
 
@@ -386,6 +439,9 @@ ONLY_WHERE = {
     "advance_without_extend": "device",
     "wait_for_a_forgotten_fail": "device",
     "follow_without_a_deadline": "device",
+    "read_the_next_under_the_last": "survives",
+    "take_bytes_for_good_that_nobody_vouches_for": "survives",
+    "give_each_source_a_deadline": "survives",
     **dict.fromkeys(PREFIX_MUTATIONS, "shares"),
 }
 

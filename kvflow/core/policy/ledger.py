@@ -1,4 +1,4 @@
-"""Who uses which local block: the accounts behind conservation (invariant I5).
+"""The use of each local block: the accounts behind conservation (invariant I5).
 
 Groups of layers that have their block ids in common share an account, others have their own; *entries* number the
 blocks of all accounts. With one group a block's id is its entry. Where some blocks of a group are one of its pool's
@@ -30,7 +30,7 @@ _WRITER_TEXT = {_IN_FLIGHT: "being loaded", _QUARANTINED: "quarantined"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """How many blocks are in which use; they add up to `total`."""
+    """Blocks by use; they add up to `total`."""
 
     total: int
     free: int
@@ -47,7 +47,7 @@ class GroupBlocks:
     num_blocks: int
     pool: str
     split: int = 1
-    """How many of its blocks are one of the pool's."""
+    """Blocks of the group that are one of the pool's."""
 
 
 class BlockLedger:
@@ -133,7 +133,7 @@ class BlockLedger:
     def begin_load(self, ids: BlockIds) -> None:
         """Claim blocks for writing; BlocksBusy if one is leased or being written."""
         use = self._use[ids]
-        if use.any() and not (self._keeps(ids) and (use == _IN_FLIGHT).all()):
+        if use.any() and not self._keeps(ids):
             self._refuse(ids, use != _FREE, "loaded")
         self._use[ids] = _IN_FLIGHT
 
@@ -142,19 +142,21 @@ class BlockLedger:
         self.begin_load(ids)
         self._kept.append(ids)
 
-    def let_go(self, ids: BlockIds) -> None:
-        """Keep them no more: they are free, unless they are quarantined until their load has ended."""
+    def let_go(self, ids: BlockIds, *, safe: bool) -> None:
+        """Keep them no more: they are free, or quarantined until `end_load`."""
         self._kept = [one for one in self._kept if one is not ids]
-        if (self._use[ids] == _IN_FLIGHT).all():
+        if safe:
             self.end_load(ids)
+        else:
+            self.quarantine(ids)
 
     def _keeps(self, ids: BlockIds) -> bool:
         return any(one is ids for one in self._kept)
 
     def quarantine(self, ids: BlockIds) -> None:
-        """The load of these blocks has ended, its bytes have not."""
+        """The load of these blocks has ended, its bytes have not; what is kept is still being loaded."""
         assert (self._use[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
-        self._use[ids] = _QUARANTINED
+        self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
         """No byte can land in these blocks any more."""
@@ -172,7 +174,7 @@ class BlockLedger:
         )
 
     def use_of(self, entry: int) -> str:
-        """How a block is used now, as messages say it; "" for a free one, or one that is not of this cache."""
+        """The use of a block now, as messages say it; "" for a free one, or one that is not of this cache."""
         use = int(self._use[entry]) if 0 <= entry < len(self._use) else _FREE
         return "leased to readers" if use > _FREE else _WRITER_TEXT.get(use, "")
 

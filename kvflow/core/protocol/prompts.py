@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
 
 from kvflow.checks import answer, count, shown, whole_numbers
 from kvflow.core.protocol.ticket import Ticket
@@ -30,6 +33,18 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
     state = hashlib.blake2b(request_id.encode(), digest_size=_DIGEST_BYTES)
     state.update(b"\0" + tokens.astype("<i8").tobytes())
     return state.hexdigest()
+
+
+MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
+"""What the blocks of a prompt depend on besides its tokens, in the field's words, by the place where it begins."""
+
+
+def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
+    """A prompt `marked` with its keys, which engines and readers of their events make alike.
+
+    Keys of a place are in this order: ("lora", name, path), ("cache_salt", salt), ("mm", identifier).
+    """
+    return marked(token_ids, {place: msgspec.msgpack.encode(found) for place, found in keys.items()})
 
 
 def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
@@ -77,6 +92,23 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
             f"{ticket.request_id!r} offers, or go with another adapter, picture or salt: "
             f"digest {digest}, the ticket's is {ticket.prompt_digest}"
         )
+
+
+def check_alike(first: Ticket, other: Ticket, what: str) -> None:
+    """PromptMismatch if two tickets are not of one prompt, as far as both tell.
+
+    Digests can be compared where the request ids are equal, since they are salted with those.
+    """
+    if first.awaited or other.awaited:
+        return
+    ours, theirs = (f"{one.engine_id!r} at {one.address}" for one in (first, other))
+    if first.offered_tokens != other.offered_tokens:
+        offers = f"{ours} offers {first.offered_tokens} tokens, {theirs} {other.offered_tokens}"
+        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {offers}")
+    told = {first.prompt_digest, other.prompt_digest} - {""}
+    if first.request_id == other.request_id and len(told) > 1:
+        digests = f"{ours} has digest {first.prompt_digest}, {theirs} {other.prompt_digest}"
+        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {digests}")
 
 
 def _beginning(token_ids: Sequence[int], num_tokens: int, what: str) -> Sequence[int]:

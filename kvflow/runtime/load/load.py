@@ -540,6 +540,8 @@ class LoadingStatistics:
     """How often a lease was renewed, for loads under way and by `keep_leases`."""
     sources_left: int = 0
     """How often a load has left a source that failed or was late; which peers are not asked for now `peers` says."""
+    never_read: int = 0
+    """Engines whose tickets loads have failed with again and again, and that no load has ever read from."""
     verified: int = 0
     """Loads whose bytes were compared with their producers' and were equal at once."""
     repaired: int = 0

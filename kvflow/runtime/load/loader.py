@@ -53,6 +53,7 @@ from kvflow.runtime.load.load import (
     said_priority,
 )
 from kvflow.runtime.load.meeting import check_expected
+from kvflow.runtime.load.never_read import NeverRead
 from kvflow.runtime.peers.peer import LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
@@ -107,6 +108,7 @@ class Loader:
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
+        self._never_read = NeverRead(reach.delivered)
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -122,6 +124,7 @@ class Loader:
             },
             quarantines=len(self.quarantines),
             renewals=self._remote_leases.sent,
+            never_read=self._never_read.count,
             **self._counts,
             **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
         )
@@ -282,6 +285,8 @@ class Loader:
         """End it with an error that names it, and carries it if bytes may still land."""
         if isinstance(error, PeerError | LoadError | RequestError):  # of its ticket, or which others meet, too
             error = error.of_request(load.request_id, work.ticket.engine_id)
+        if isinstance(error, PeerError | LoadError) and work.attempts is None:
+            self._never_read.failed(work.ticket.engine_id, str(error))
         error.quarantine = load if work.flight is not None and not work.flight.safe else None
         logger.info("load %s failed in phase %s: %s", load.request_id, work.where, error)
         self._end(load, work, error, "failed", type(error).__name__, str(error))
@@ -336,6 +341,9 @@ class Loader:
         self._counts[counted] += 1
         if work.attempts:
             self._counts["sources_left"] += len(work.attempts) - 1
+            for attempt in work.attempts:
+                if attempt.error:
+                    self._never_read.failed(attempt.engine_id, attempt.error)
         if work.verification is not Verification.OFF:
             self._verified[work.verification] += 1
         if self._gate.paused:

@@ -61,22 +61,6 @@ def check_expected(
         check_room(groups, tables, tokens, what, f"the {tokens} tokens of its prompt")
 
 
-def check_alike(first: Ticket, other: Ticket, what: str) -> None:
-    """PromptMismatch if two tickets are not of one prompt, as far as both tell.
-
-    Digests can be compared where the request ids are equal, since they are salted with those.
-    """
-    if first.awaited or other.awaited:
-        return
-    if first.offered_tokens != other.offered_tokens:
-        offers = [f"{_whose(one)} offers {one.offered_tokens}" for one in (first, other)]
-        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {offers[0]} tokens, {offers[1]}")
-    told = {first.prompt_digest, other.prompt_digest} - {""}
-    if first.request_id == other.request_id and len(told) > 1:
-        digests = [f"{_whose(one)} has digest {one.prompt_digest}" for one in (first, other)]
-        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {' and '.join(digests)}")
-
-
 def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
     """The same of an offer that was met; and PromptMismatch if its blocks end with a prompt that goes on."""
     if request.prompt is not None or request.num_tokens is not None:

@@ -1,5 +1,6 @@
-"""A load that survives its source: it has several tickets of one prompt, or gets another one, and reads from one source
-after the other until one has given all of it.
+"""Loads that survive their source: one source is read after the other, until one has given all of the prompt.
+
+A load has several tickets of one prompt, or is brought another one (`LoadRequest.again`).
 
 Each attempt is an ordinary load into the same local blocks, by the ordinary carriers: bytes count only under the seals
 of the source that gave all of them. The next one begins when no byte of the one before can land any more, and the
@@ -22,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from kvflow.checks import said
+from kvflow.core.protocol.prompts import check_alike
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     ChecksumMismatch,
@@ -38,7 +40,7 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight, Gear
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
-from kvflow.runtime.load.meeting import Meeting, check_alike
+from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.peers.peer import Reaching
 from kvflow.runtime.records import LOADED, Attempt
 
@@ -136,7 +138,7 @@ class _Course:
             self._stop_looking()
             if self._kept is not None:
                 self._kept.close()
-            ledger.let_go(work.entries)
+            ledger.let_go(work.entries, safe=work.flight is None or work.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
         """The report, if the next source has given all; None if there is another one. Raises why the load ends."""

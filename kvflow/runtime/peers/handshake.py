@@ -14,6 +14,7 @@ from kvflow.core.cache.backends import heads_are_apart
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, SetPair
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.proof import RemoteClock
@@ -45,7 +46,7 @@ class Handshakes:
         self._clock = context.clock
         self._local = local
         self.telling = telling
-        """How ranks are told of their leases."""
+        """The way in which ranks are told of their leases."""
         self.agents = Agents(context)
         self.leave, self.gone = self.agents.leave, self.agents.gone
 
@@ -226,9 +227,17 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
         messages.check_seals(metadata.seals)
     except messages.WireError as error:
         raise peer.failure(ProtocolError, str(error)) from error
+    found = problems_of(peer.rank, metadata, regions, ours)
+    if found:
+        raise _incompatible(peer, found)
+    return regions
+
+
+def problems_of(rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], ours: LocalRank) -> list[str]:
+    """Why blocks of a rank, by what it says of itself, cannot be read into ours: one text for each rule."""
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)
-    found += _different("rank (pp, tp)", peer.rank[1:], (first.pp_rank, first.tp_rank))
+    found += _different("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))
     for at, where, share, _ in topology.in_common(ours.cache_shares, metadata.cache_shares):
         mine, theirs = ours.regions[at], regions[where]
         found += _different("bytes of a head", _head_bytes(mine), _head_bytes(theirs))
@@ -241,9 +250,7 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
     reachable = {kind for kind, reached in DEVICES.items() if reached}
     if regions[0].device.kind not in reachable:
         found.append(f"device: ours {sorted(reachable)}, theirs {regions[0].device.kind}")
-    if found:
-        raise _incompatible(peer, list(dict.fromkeys(found)))
-    return regions
+    return list(dict.fromkeys(found))
 
 
 def _different(name: str, ours: object, theirs: object) -> list[str]:
@@ -251,7 +258,7 @@ def _different(name: str, ours: object, theirs: object) -> list[str]:
 
 
 def _opaque(regions: Regions, kv_format: str) -> str:
-    """What has to be equal of blocks that nobody can take apart, or no further than into heads."""
+    """Facts that have to be equal of blocks that nobody can take apart, or no further than into heads."""
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
     if heads_are_apart(kv_format, regions.block):
@@ -265,7 +272,7 @@ def _head_bytes(regions: Regions) -> int:
 
 
 def block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
-    """What we read from a rank, for each pair of sets that have layers in common."""
+    """The block maps of a rank, for each pair of sets that have layers in common."""
     for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
         source = topology.source_at(mine, theirs)
         if source is not None and source.heads:

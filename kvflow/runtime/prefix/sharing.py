@@ -42,8 +42,8 @@ _MISS = messages.NoLease(ended=False)
 class Leasing(NamedTuple):
     """How runs are leased; see `serving.Serving`."""
 
-    serve: Callable[[ServeRequest], object]
-    """Opens a lease without a hold."""
+    serve: Callable[[ServeRequest, bool], object]
+    """Opens a lease without a hold, for one rank alone or for an engine."""
     find: Callable[[str], OpenLease | None]
     revoke: Callable[[LeaseEntry], None]
 
@@ -152,7 +152,14 @@ class SharedPrefixes:
             logger.exception("a shelf has failed to unpin a run of %s tokens", run.num_tokens)
 
     def answer(self, question: messages.SeekRequest) -> Answered:
-        """Answer a reader in this turn of the loop, or when the shelf has."""
+        """Only for the runtime: answer a reader in this turn of the loop, or when the shelf has.
+
+        Args:
+            question: the keys of a prefix.
+
+        Returns:
+            A reply, or a future of one.
+        """
         size = KEY_BYTES
         keys = [question.keys[at : at + size] for at in range(0, len(question.keys), size)]
         if len(question.keys) % size:
@@ -223,7 +230,7 @@ class SharedPrefixes:
                 raise RequestError("it is shared no more")
             self._check(run, len(keys), question.key_tokens)
             request = ServeRequest(request_id, run.block_ids, run.num_tokens, ttl_s=self._ttl_s)
-            self._leasing.serve(request)
+            self._leasing.serve(request, question.alone)
         except KVFlowError as error:
             self._unpin(run)
             return self._failed(question, error)
@@ -277,7 +284,8 @@ class SharedPrefixes:
 
     def _failed(self, question: messages.SeekRequest, error: BaseException | None) -> messages.Reply:
         """A miss, since the shelf has failed: its engine's own bug, or a block that is just being written."""
-        logger.error("a shelf has failed on question %s: %s", question.request_id, checks.said(error) if error else "")
+        why = "it was cancelled" if error is None else checks.said(error)
+        logger.error("question %s: what the shelf has could not be leased: %s", question.request_id, why)
         return self._counted("failed")
 
 

@@ -1,4 +1,4 @@
-"""What may happen in a simulation, as tables: to add something, write a function and give it a row and a weight."""
+"""Tables of what may happen in a simulation: to add something, write a function and give it a row and a weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ActionT = TypeVar("ActionT")
 
 
 def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
-    """One row's action, by weight."""
+    """Draw an action, by weight."""
     return rng.choices([action for _, action in table], [weight for weight, _ in table])[0]
 
 
@@ -96,7 +96,18 @@ TROUBLE: Sequence[tuple[int, Callable[[Simulation, SimEngine], None]]] = (
 )
 
 
-STRIKES = TROUBLE[:4]
+def cut_off(simulation: Simulation, engine: SimEngine, consumer: SimEngine) -> None:
+    """A consumer cannot reach this very engine, for so long that reads of it are late."""
+    simulation.network.cut(engine.host, consumer.host)
+    simulation.network.later(simulation.rng.uniform(*_CUT_OFF_S), simulation.network.heal)
+
+
+STRIKES: Sequence[tuple[int, Callable[[Simulation, SimEngine, SimEngine], None]]] = (
+    (1, lambda simulation, engine, _: crash(simulation, engine)),
+    (1, lambda simulation, engine, _: freeze(simulation, engine)),
+    (3, cut_off),
+)
+_CUT_OFF_S = (0.3, 1.5)
 _STRUCK_SHARE = 0.5  # of loads that have several sources: something befalls the first one while they are read
 _STRUCK_AFTER_S = 0.001  # mean time until then
 
@@ -130,7 +141,7 @@ def survive(simulation: Simulation, consumer: SimEngine, offers: Sequence[SimOff
     plan = replace(plan, more=offers[1:], named=rng.randint(0, len(offers) - 1))
     if rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / _STRUCK_AFTER_S)
-        simulation.network.later(after_s, simulation.strike, strike, offers[0].engine)
+        simulation.network.later(after_s, simulation.strike, strike, offers[0].engine, consumer)
     return consumer.load(offers[0], offers[0].ticket(), plan)
 
 

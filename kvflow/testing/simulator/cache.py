@@ -35,7 +35,7 @@ Tables: TypeAlias = Sequence[Sequence[int]]
 
 
 class _Layer:
-    """One layer of a group; 32-bit values, which kvflow sees as floats."""
+    """A layer of a group; 32-bit values, which kvflow sees as floats."""
 
     def __init__(self, number: int, facts: GroupFacts, model: Model, shape: Shape, tp_rank: int) -> None:
         share = 1 if model.latent else shape.tp_size
@@ -127,7 +127,7 @@ class RankCache:
 
     @property
     def groups(self) -> list[CacheGroup]:
-        """What an engine registers."""
+        """The groups that an engine registers."""
         return [self._group(facts, layers) for facts, layers in zip(self._facts, self._layers, strict=True)]
 
     def turn(self) -> None:

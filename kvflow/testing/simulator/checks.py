@@ -1,4 +1,4 @@
-"""What is compared after every step, when all is quiet, and after closing: kvflow's books with those of the engines."""
+"""Comparisons after every step, when all is quiet, and after closing: kvflow's books with those of the engines."""
 
 from __future__ import annotations
 

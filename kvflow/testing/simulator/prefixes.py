@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
     from kvflow.testing.simulator.simulation import Simulation
 
+_MOMENT_S = 1e-4  # in which each holder's load finds out that the time is over
+
 Ending: TypeAlias = "PrefixReport | LoadReport | BaseException"
 FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
 
@@ -218,7 +220,7 @@ class Puller:
         deadline_s = base.load_deadline_s if plan.deadline_s is None else plan.deadline_s
         rank.unsure += 0 if plan.rest is None else 2
         try:
-            with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s):
+            with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s + _MOMENT_S):
                 report = await rank.runtime.pull_prefix(request)
         except (KVFlowError, asyncio.CancelledError) as error:
             if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
@@ -247,7 +249,7 @@ class Puller:
         LOAD.set(RankLoad(pull))
         deadline_s = base.load_deadline_s if plan.deadline_s is None else plan.deadline_s
         try:
-            with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s):
+            with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s + _MOMENT_S):
                 report = await rank.runtime.load_blocks(request)
         except (KVFlowError, asyncio.CancelledError) as error:
             return error

@@ -1,4 +1,4 @@
-"""What a seed stands for: the engines, the limits, the network and the trouble, all drawn from one random generator."""
+"""Settings of a seed: the engines, the limits, the network and the trouble, all drawn from one random generator."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _WINDOWED_BLOCK_SIZE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What all engines of a seed serve: which layers their caches have, and whether requests are not all equal."""
+    """The model of all engines of a seed: which layers their caches have, and whether requests are not all equal."""
 
     windows: bool = False
-    """Whether a group of layers attends to the last tokens only."""
+    """A group of layers attends to the last tokens only."""
     state: bool = False
-    """Whether a group of layers has state per request."""
+    """A group of layers has state per request."""
     latent: bool = False
-    """Whether all heads share a latent, of which every tensor-parallel rank has the whole."""
+    """All heads share a latent, of which every tensor-parallel rank has the whole."""
     layers: int = 1
-    """Of each group. With several, some engines are pipelines."""
+    """Layers of each group. With several, some engines are pipelines."""
     priorities: bool = False
     device: bool = False
-    """Whether blocks are written some time after the engine has given the command, so that events are needed."""
+    """Blocks are written some time after the engine has given the command, so that events are needed."""
     sleeps: bool = False
-    """Whether engines sleep: they give their cache back, and register it again with other contents."""
+    """Engines sleep: they give their cache back, and register it again with other contents."""
     flips: bool = False
-    """Whether bytes are flipped on their way."""
+    """Bytes are flipped on their way."""
     survives: bool = False
     """Whether a prompt is offered by several engines, and loads read from one after the other."""
     shares: bool = False
     """Whether engines keep blocks of old prompts, share them, and pull prefixes from each other."""
     verifies: bool = False
-    """Whether loads are verified: some because they have to be, and some by chance."""
+    """Loads are verified: some because they have to be, and some by chance."""
 
     def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
         """The groups of an engine."""
@@ -96,7 +96,7 @@ _SEEDS = 32
 
 
 def model_of(seed: int) -> Model:
-    """What the engines of a seed serve."""
+    """Draw the model that the engines of a seed serve."""
     return _MODELS.get(seed % _SEEDS, PLAIN)
 
 
@@ -107,7 +107,7 @@ _SHARING_PEERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One engine: what it does, how its cache is cut, and how its clock runs."""
+    """Settings of an engine: its role, how its cache is cut, and how its clock runs."""
 
     name: str
     serves: bool
@@ -130,7 +130,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """How the network behaves; shares are of the things concerned, times are virtual seconds."""
+    """Settings of the network; shares are of the things concerned, times are virtual seconds."""
 
     latency_s: float = 1e-4
     read_s: float = 2e-4
@@ -152,7 +152,7 @@ class Weather:
     garbled_share: float = 0.0
     """Answers that are no message of ours, or not the one that was asked for."""
     poll_s: float = 0.0
-    """How long an engine may take until it looks what has ended or arrived."""
+    """Longest time until an engine looks what has ended or arrived."""
 
 
 CALM = Weather()
@@ -169,14 +169,14 @@ class Settings:
     weather: Weather
     requests: int
     span_s: float
-    """How long requests and trouble come in."""
+    """Time for which requests and trouble come in."""
     trouble: int
-    """How many faults beyond the weather: crashes, partitions, frozen engines and the like."""
+    """Faults beyond the weather: crashes, partitions, frozen engines and the like."""
     naps: int
-    """How often some engine sleeps."""
+    """Number of times that some engine sleeps."""
 
     def config(self, shape: Shape, host: str, index: int) -> Config:
-        """Of one rank; stages count first."""
+        """The Config of one rank; stages count first."""
         pp_rank, tp_rank = divmod(index, shape.tp_size)
         return replace(
             self.base,

@@ -83,7 +83,7 @@ def begin(simulation: Simulation) -> None:
         prompt, first_s = draw_prompt(rng, PROMPT_MAX), rng.uniform(0.0, span_s)
         for engine in rng.sample(simulation.engines, rng.randint(1, len(simulation.engines))):
             late_s = rng.expovariate(1 / _LATER_S)
-            simulation.network.later(first_s + late_s, simulation.strike, partial(compute, prompt=prompt), engine)
+            simulation.network.later(first_s + late_s, befall_at, simulation, partial(compute, prompt=prompt), engine)
     for _ in range(rng.randint(*_EVICTIONS)):
         some_time(befall, simulation, rng.choice((evict, evict, evict, squeeze)))
     for number in range(rng.randint(*_PULLS)):
@@ -92,6 +92,12 @@ def begin(simulation: Simulation) -> None:
 
 def befall(simulation: Simulation, what: Callable[[Simulation, SimEngine], None]) -> None:
     if engine := simulation.pick_running():
+        what(simulation, engine)
+
+
+def befall_at(simulation: Simulation, what: Callable[[Simulation, SimEngine], None], engine: SimEngine) -> None:
+    """Something befalls this very engine, if it runs."""
+    if engine.running:
         what(simulation, engine)
 
 
@@ -144,7 +150,7 @@ def perhaps_strike(simulation: Simulation, holder: SimEngine) -> None:
     if simulation.network.weather is not CALM and rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * weather.latency_s + weather.read_s))
         simulation.count(f"strike: {strike.__name__.replace('_', ' ')}")
-        simulation.network.later(after_s, simulation.strike, strike, holder)
+        simulation.network.later(after_s, befall_at, simulation, strike, holder)
 
 
 async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:

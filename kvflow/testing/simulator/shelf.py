@@ -80,9 +80,9 @@ class RankShelf:
         vars(books.serving)["serve"] = partial(self._serve, books.serving.serve)
         self.sharing = self.rank.runtime.share(self, pinned_blocks_max=pinned_blocks_max)
 
-    def _serve(self, serve: Callable[..., Lease], request: ServeRequest, *, holds: bool = True) -> Lease:
+    def _serve(self, serve: Callable[..., Lease], request: ServeRequest, *, holds: bool = True, **more: bool) -> Lease:
         """What opens leases, seen: those without a hold are of prefixes."""
-        lease = serve(request, holds=holds)
+        lease = serve(request, holds=holds, **more)
         if not holds:
             self.rank.served += 1
             self.leases.append(lease)

@@ -1,4 +1,4 @@
-"""One simulation: a seed's engines live through their workload and their trouble, and everything is checked.
+"""A simulation: a seed's engines live through their workload and their trouble, and everything is checked.
 
 After the workload the weather clears: whatever is open has to end within its bound, every pair of engines has to work
 again, and closing has to leave nothing behind.
@@ -56,7 +56,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of one seed."""
+    """The result of one seed."""
 
     settings: Settings
     violation: Violation | None
@@ -64,7 +64,7 @@ class Result:
     events: tuple[str, ...]
     """The last ones."""
     digest: int
-    """Of all events and the whole course; equal if and only if two runs were."""
+    """Digest of all events and the whole course; equal if and only if two runs were."""
     steps: int
     time_s: float
 
@@ -211,10 +211,12 @@ class Simulation:
             body = survive(self, consumer, list(offers))
             self.spawn(consumer.life, body, f"load of several {offers[0].number}")
 
-    def strike(self, trouble: Callable[[Simulation, SimEngine], None], engine: SimEngine) -> None:
-        """Something befalls this very engine, if it runs."""
+    def strike(
+        self, trouble: Callable[[Simulation, SimEngine, SimEngine], None], engine: SimEngine, consumer: SimEngine
+    ) -> None:
+        """Something befalls this very engine, which the consumer reads from, if it runs."""
         if engine.running:
-            trouble(self, engine)
+            trouble(self, engine, consumer)
 
     async def _produce(self, producer: SimEngine, number: int) -> None:
         """In the producer: offer a prompt, send the ticket to whoever decodes it, and wait for the end."""
@@ -233,7 +235,7 @@ class Simulation:
         await producer.finish_offer(offer)
 
     async def _meet(self, offer: SimOffer) -> None:
-        """As a router does it that sends both legs at once: the consumer's comes first by a while."""
+        """Route a request to both legs at once: the consumer's comes first by a while."""
         introduction = offer.engine.introduce(offer.number)
         consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]
         if introduction is not None and consumers:
@@ -250,7 +252,7 @@ class Simulation:
             lease.revoke()
 
     def _hand_out(self, offer: SimOffer) -> None:
-        """As a router does it: to one consumer, now and then to none, or to a second one that should not have it."""
+        """Route an offer: to one consumer, now and then to none, or to a second one that should not have it."""
         rng = self.rng
         for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 2))):
             consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]

@@ -1,42 +1,51 @@
 """The prefill worker: computes prompts and keeps their blocks until a decode worker has read them.
 
-This is one of the two modules to read if you want to use kvflow in a server of your own.
+This is one of the two modules to read if you want to use kvflow in an engine of your own; the demo, the server and the
+replicas of Ray Serve all have this worker.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
-from disaggregated.keeper import BlockKeeper, StartTask, background_tasks
-from fastapi import FastAPI, Request, Response
 from paged_engine import BlockId, Engine
 
 import kvflow
-from openai_server.http_server import serve_http
-from openai_server.messages import FirstToken, Instant, PrefillReply, PrefillRequest, Step
-from openai_server.metrics import PrefillMetrics
-from openai_server.responses import read_message, unless_gone
-from openai_server.starts import listen_at
-from openai_server.worker import (
-    WorkerSettings,
-    introduction_of,
-    open_engine,
-    open_runtime,
-    require_length,
-    worker_app,
-)
+from disaggregated.failures import require_length
+from disaggregated.groups import LayerGroups
+from disaggregated.keeper import BlockKeeper, StartTask
+from disaggregated.messages import FirstToken, Instant, PrefillReply, PrefillRequest, Step
+from disaggregated.told import Told
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The lease of a prompt's blocks, and the task that ends when they were given back."""
+
+    lease: kvflow.Lease
+    given_back: asyncio.Task[None]
+
+    async def released(self) -> kvflow.LeaseOutcome:
+        """How the lease ended, once its blocks were given back; cancelling it leaves them as they are."""
+        await asyncio.shield(self.given_back)
+        return await self.lease
 
 
 class PrefillWorker:
-    """Answers the router's requests; open leases are background tasks."""
+    """Computes what it is asked; open leases are background tasks."""
 
-    def __init__(self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, metrics: PrefillMetrics) -> None:
+    def __init__(self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, told: Told) -> None:
         self._engine = engine
         self._runtime = runtime
         self._keeper = BlockKeeper(runtime, start_task)
-        self._metrics = metrics
+        self._told = told
+        self._groups = LayerGroups(engine)
         self._leases: dict[str, kvflow.Lease] = {}
+        self.offers: dict[str, Offer] = {}
+        """By request id: of prompts that are computed, and whose blocks are not given back yet."""
 
     async def prefill(self, request: PrefillRequest) -> PrefillReply:
         """Compute the prompt, and offer its blocks as they are filled, for as long as the request may take.
@@ -50,7 +59,7 @@ class PrefillWorker:
                 token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling)
             else:
                 token = await self._offered(request, block_ids, blocks)
-            self._metrics.tokens.inc(len(request.prompt))
+            self._told.computed(len(request.prompt))
         last = request.max_tokens == 1
         return PrefillReply(step=Step.of(token, eos_token_id=self._engine.eos_token_id, last=last))
 
@@ -59,7 +68,7 @@ class PrefillWorker:
         lease = self._runtime.serve_blocks(
             kvflow.ServeRequest(
                 request.request_id,
-                block_ids=block_ids,
+                block_ids=self._groups.tables(block_ids, len(request.prompt)),
                 num_tokens=len(request.prompt),
                 ttl_s=request.deadline_s,
                 computed_tokens=0,
@@ -71,13 +80,13 @@ class PrefillWorker:
             token = await self._engine.prefill(
                 request.prompt, block_ids, sampling=request.sampling, computed=lease.advance
             )
-            lease.complete(FirstToken(token=token, computed_at=Instant.now()).model_dump_json().encode())
+            lease.complete(FirstToken(token=token, computed_at=Instant.now()).written())
         except BaseException as error:
             lease.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
             # However it ended no step uses the blocks any more, and a reader may until the lease has ended.
-            self._keeper.keep(lease, blocks, ended=self._ended)
+            self.offers[request.request_id] = Offer(lease, self._keeper.keep(lease, blocks, ended=self._ended))
         return token
 
     def release(self, request_id: str) -> None:
@@ -88,41 +97,10 @@ class PrefillWorker:
 
     async def released(self, request_id: str) -> None:
         """Return when nobody reads the blocks of a prompt any more; cancelling it leaves them as they are."""
-        lease = self._leases.get(request_id)
-        if lease is not None:
-            await lease
+        offer = self.offers.get(request_id)
+        if offer is not None:
+            await offer.released()
 
     def _ended(self, lease: kvflow.Lease, outcome: kvflow.LeaseOutcome) -> None:
-        self._metrics.lease_ended(outcome)
-        del self._leases[lease.request_id]
-
-
-def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
-    """Add the prefill worker's own endpoints."""
-
-    async def prefill(request: Request) -> Response:
-        body = await read_message(request, PrefillRequest)
-        reply = await unless_gone(request, worker.prefill(body))
-        return Response(reply.model_dump_json(), media_type="application/json")
-
-    app.add_route("/prefill", prefill, methods=["POST"])
-
-    @app.delete("/prefill/{request_id}", status_code=204)
-    async def release(request_id: str) -> None:
-        worker.release(request_id)
-
-    return app
-
-
-async def run_prefill(settings: WorkerSettings) -> None:
-    """The whole life of a prefill worker."""
-    listening = listen_at(settings.host, settings.port)
-    async with open_engine(settings.name, settings.checkpoint) as engine:
-        metrics = PrefillMetrics(
-            blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
-        )
-        async with open_runtime(settings, engine, metrics.kvflow) as runtime, background_tasks() as start_task:
-            worker = PrefillWorker(engine, runtime, start_task, metrics)
-            app = worker_app(settings, engine, runtime, metrics, introduction_of(runtime))
-            app = prefill_app(app, worker)
-            await serve_http(app, listening)
+        self._told.lease_ended(outcome)
+        del self._leases[lease.request_id], self.offers[lease.request_id]

@@ -1,0 +1,84 @@
+"""Whether two running engines would hand over, and each rule that says no (`kvflow doctor --pair`).
+
+Both are asked, as a reader would ask them, for what they tell readers; then the rules of the handshake are applied to
+what the decode engine tells, in its place. Rank 0 of each is asked. What only the two can find out is whether they
+reach each other: their networks, their CURVE keys, and NIXL's backends between them.
+"""
+
+from __future__ import annotations
+
+from kvflow.config import Config
+from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
+from kvflow.doctor.findings import Finding, fail, ok
+from kvflow.errors import KVFlowError
+from kvflow.runtime.channel.asking import ZmqSideChannel
+from kvflow.runtime.clock import SystemClock
+from kvflow.runtime.peers.handshake import problems_of
+from kvflow.runtime.peers.peer import LocalRank
+
+_READER = "kvflow-doctor"
+_NO_FINGERPRINT = bytes(16)
+_FIX = "make both sides equal in this, or let their router not pair them"
+
+
+class _RankShown:
+    """What one engine tells its readers."""
+
+    def __init__(self, at: Address, compatibility: messages.Compatibility, metadata: messages.Metadata) -> None:
+        self.at = at
+        self.compatibility = compatibility
+        self.metadata = metadata
+        self.regions = messages.all_regions_from_wire(metadata.regions)
+
+
+class _NotTold(Exception):
+    """An engine does not tell; in words."""
+
+
+async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
+    """Findings about two engines, each as ENGINE_ID@tcp://host:port. `config` is how we talk to them."""
+    channel, shown, found = ZmqSideChannel(config, SystemClock().now_s), list[_RankShown](), list[Finding]()
+    try:
+        for name, given in (("prefill engine", prefill), ("decode engine", decode)):
+            try:
+                shown.append(await _ask(channel, given))
+                found.append(ok(name, f"{shown[-1].at}: it answers its readers"))
+            except (_NotTold, KVFlowError, messages.WireError) as problem:
+                found.append(fail(name, f"{given}: {problem}", "give ENGINE_ID@tcp://host:port as tickets name them"))
+    finally:
+        channel.close()
+    return [*found, *judge_pair(*shown)] if len(shown) == 2 else found
+
+
+async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
+    """First without a cache, which gets the facts that have to be equal; then as a reader with those facts."""
+    engine_id, _, address = given.rpartition("@")
+    target = messages.Target(engine_id or "?", 0, 0, 0)
+    question = messages.MetadataRequest(reader=_READER, target=target)
+    refusal = await channel.ask(address, question, fingerprint=_NO_FINGERPRINT)
+    if not isinstance(refusal, messages.Refusal) or refusal.compatibility is None:
+        raise _NotTold(refusal.reason if isinstance(refusal, messages.Refusal) else type(refusal).__name__)
+    facts = refusal.compatibility
+    reply = await channel.ask(address, question, fingerprint=facts.fingerprint())
+    if not isinstance(reply, messages.Metadata):
+        raise _NotTold(reply.reason if isinstance(reply, messages.Refusal) else type(reply).__name__)
+    return _RankShown(Address(engine_id, Rank(0, 0, 0), address), facts, reply)
+
+
+def judge_pair(prefill: _RankShown, decode: _RankShown) -> list[Finding]:
+    """Each rule that says no, in the decode engine's words: "ours" is its own."""
+    ours = LocalRank(
+        reader=_READER,
+        caller=messages.Caller(target=decode.at.target, address=decode.at.address),
+        compatibility=decode.compatibility,
+        cache_shares=decode.metadata.cache_shares,
+        regions=decode.regions,
+        groups=decode.metadata.groups,
+    )
+    found = ours.compatibility.differences(prefill.compatibility)
+    found += problems_of(prefill.at.rank, prefill.metadata, prefill.regions, ours)
+    if found:
+        return [fail("hand-over", problem, _FIX) for problem in dict.fromkeys(found)]
+    return [ok("hand-over", "no rule says no; whether they reach each other only the two can find out")]

@@ -1,0 +1,48 @@
+"""Pairs that do not work: engines whose tickets come here, and that no load has ever read from.
+
+A load that fails has an error, and a router that has another engine behind this one hides it: the pair never hands
+over, and all that shows is that prompts take long. So it is said once, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvflow.logs import logger_of
+
+logger = logger_of(__name__)
+
+TOLD_AT = 3
+"""Failures after which it is no accident: a peer that restarts costs one or two."""
+_ENGINES_MAX = 1024
+
+
+class NeverRead:
+    """Failures by engine, of those that have never delivered."""
+
+    def __init__(self, delivered: Callable[[str], bool]) -> None:
+        """`delivered` says whether a read of an engine has ever ended well, as far as is remembered."""
+        self._delivered = delivered
+        self._failures: dict[str, int] = {}
+
+    @property
+    def count(self) -> int:
+        """Engines that have failed often enough, and not delivered since."""
+        return sum(many >= TOLD_AT and not self._delivered(one) for one, many in self._failures.items())
+
+    def failed(self, engine_id: str, why: str) -> None:
+        """A load with a ticket of this engine has failed."""
+        if self._delivered(engine_id):
+            self._failures.pop(engine_id, None)
+            return
+        many = self._failures[engine_id] = self._failures.get(engine_id, 0) + 1
+        if many == TOLD_AT:
+            logger.warning(
+                "engine %r: %s loads with its tickets have failed and none has ever read from it; the last: %s; "
+                "`kvflow doctor --pair` tells which rule says no",
+                engine_id,
+                many,
+                why,
+            )
+        if len(self._failures) > _ENGINES_MAX:
+            del self._failures[next(iter(self._failures))]
