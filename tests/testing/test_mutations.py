@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planted_prefixes import PREFIX_MUTATIONS
 
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import Chunks, match_chunks
@@ -411,6 +412,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "read_the_next_under_the_last": (read_the_next_under_the_last, "I1 I5", 112),
     "take_bytes_for_good_that_nobody_vouches_for": (take_bytes_for_good_that_nobody_vouches_for, "I2 I3", 21),
     "give_each_source_a_deadline": (give_each_source_a_deadline, "I7", 20),
+    **PREFIX_MUTATIONS,
 }
 
 
@@ -429,7 +431,7 @@ def test_a_broken_promise_is_found_by_another_seed(name: str, monkeypatch: pytes
     find(name, (seed for seed in range(SEEDS_MAX) if seed != known), monkeypatch)
 
 
-# Some can only be found where engines sleep, or loads are verified, or prompts flow: a model's attribute.
+# Some can only be found where engines sleep, verify, share prefixes, or let prompts flow: a model's attribute.
 ONLY_WHERE = {
     "keep_the_incarnation": "sleeps",
     "leave_seals_of_before": "sleeps",
@@ -440,6 +442,7 @@ ONLY_WHERE = {
     "read_the_next_under_the_last": "survives",
     "take_bytes_for_good_that_nobody_vouches_for": "survives",
     "give_each_source_a_deadline": "survives",
+    **dict.fromkeys(PREFIX_MUTATIONS, "shares"),
 }
 
 
