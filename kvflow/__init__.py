@@ -36,6 +36,7 @@ __public_modules__ = (
     "kvflow.connector.parameters",
     "kvflow.connector.scheduler",
     "kvflow.connector.worker",
+    "kvflow.kv_events",
     "kvflow.observe.opentelemetry",
     "kvflow.observe.prometheus",
     "kvflow.observe.timeline",

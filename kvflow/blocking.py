@@ -87,7 +87,7 @@ class Pending(Generic[ResultT]):
 
     @property
     def done(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
+        """True if `result` returns, or raises, at once."""
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> ResultT:
@@ -202,7 +202,7 @@ class Load(Pending[LoadReport]):
 
     @property
     def safe(self) -> bool:
-        """Whether it has ended and no byte can land in its blocks any more."""
+        """True if it has ended and no byte can land in its blocks any more."""
         return self.done and (self._load is None or self._load.safe)
 
     def __iter__(self) -> Iterator[Progress]:
@@ -271,7 +271,7 @@ class QuarantinedBlocks:
 
     @property
     def safe(self) -> bool:
-        """Whether no byte can land any more."""
+        """True if no byte can land any more."""
         return self._held.safe
 
     def settled(self, timeout_s: float | None = None) -> None:
@@ -326,12 +326,12 @@ class Lease:
 
     @property
     def state(self) -> LeaseState:
-        """Whether it is still offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        """Offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
         return self._lease.state
 
     @property
     def done(self) -> bool:
-        """Whether the blocks may be reused."""
+        """True if the blocks may be reused."""
         return self.outcome.done
 
     def wait(self, timeout_s: float | None = None) -> LeaseOutcome:
@@ -789,7 +789,7 @@ class Runtime:
 
     @_verb()
     def is_stored(self, key: bytes | str) -> bool:
-        """Whether there is an entry under a key: see `kvflow.Runtime.is_stored`.
+        """True if there is an entry under a key: see `kvflow.Runtime.is_stored`.
 
         Args:
             key: as it was given to `save_blocks`.

@@ -155,12 +155,12 @@ def request_id(value: object, most: int = GIVEN_ID_CHARS_MAX) -> str:
 
 
 def encodes(value: str) -> bool:
-    """Whether UTF-8 can carry the text: JSON may hold half a surrogate pair."""
+    """True if UTF-8 can carry the text: JSON may hold half a surrogate pair."""
     return value.isascii() or answer(value.encode) is not None
 
 
 def is_name(value: object, chars_max: int) -> bool:
-    """Whether it can name something in messages, logs and tickets: printable text without spaces."""
+    """True if it can name something in messages, logs and tickets: printable text without spaces."""
     return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)
 
 

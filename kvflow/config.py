@@ -42,12 +42,12 @@ _AUTO = re.compile(r"auto(?::(.+))?", re.DOTALL)
 
 
 def is_key_name(text: str) -> bool:
-    """Whether `text` can be an engine id whose keys lie in files: it names them."""
+    """True if `text` can be an engine id whose keys lie in files: it names them."""
     return is_name(text, ENGINE_ID_CHARS_MAX) and _KEY_NAME.fullmatch(text) is not None
 
 
 def is_host(text: str) -> bool:
-    """Whether `text` can be resolved or connected to; wildcards cannot."""
+    """True if `text` can be resolved or connected to; wildcards cannot."""
     return len(text) <= HOST_CHARS_MAX and _matches_host(text)
 
 
@@ -197,7 +197,7 @@ class Config:
 
     @property
     def listens_everywhere(self) -> bool:
-        """Whether `listen` binds a wildcard, so that tickets cannot name its host."""
+        """True if `listen` binds a wildcard, so that tickets cannot name its host."""
         return self.listen_host in _WILDCARDS
 
     @property

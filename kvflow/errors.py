@@ -78,7 +78,7 @@ class Quarantine(Protocol):
 
     @property
     def safe(self) -> bool:
-        """Whether no byte can land in the blocks any more."""
+        """True if no byte can land in the blocks any more."""
 
     def settled(self) -> Any:
         """Wait until the blocks are safe: with `await` in asyncio, by the call itself in `kvflow.blocking`.

@@ -166,6 +166,10 @@ def use_serve_request(sides: Sides, **values: Any) -> Any:
     return ticket
 
 
+async def bring_nothing(_: object) -> None:
+    """No other source."""
+
+
 def use_load_request(sides: Sides, *, ticket: Any, **values: Any) -> Any:
     if ticket is FRESH:
         ticket = sides.ticket(prompt=[7, 8, 9, 10]).to_params()
@@ -267,8 +271,8 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "verify": True,
             "num_tokens": 4,
             "keep_offer": False,
-            "again": None,
-            "again_max": 2,
+            "again": bring_nothing,
+            "again_max": 1,
         },
         use_load_request,
         RequestError,
@@ -420,9 +424,9 @@ def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides
 
 
 MADE_BY_KVFLOW = {"DrainReport", "Lease", "Load", "LoadReport", "Prewarmed", "Progress", "RuntimeStatistics"}
-MADE_BY_KVFLOW |= {"PrefixAnswer", "PrefixOffer", "PrefixReport", "SharedPrefixes"}
+MADE_BY_KVFLOW |= {"Attempt", "PrefixAnswer", "PrefixOffer", "PrefixReport", "SharedPrefixes"}
 MADE_BY_KVFLOW |= {"Run"}  # made by a shelf, whose mistakes are a miss: see test_prefix
-MADE_BY_KVFLOW |= {"Attempt", "LeaseRecord", "LoadRecord", "Rank", "SaveReport", "RestoreReport"}
+MADE_BY_KVFLOW |= {"LeaseRecord", "LoadRecord", "Rank", "SaveReport", "RestoreReport"}
 RUN_CALLERS_CODE = {"blocking.Runtime.start": "work"}
 
 

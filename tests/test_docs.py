@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from doc_blocks import PAGES, ROOT, blocks_of, check_blocks, check_command, inline_commands
+from doc_blocks import PAGES, ROOT, blocks_of, check_blocks, check_command, inline_commands, paste
 from doc_engines import SURROUNDINGS, nothing
 
 import kvflow
@@ -134,6 +134,22 @@ async def test_every_block_runs_or_parses(page: str, tmp_path: Path, monkeypatch
         patch.setattr(kvflow, "Runtime", partial(kvflow.Runtime, world=cluster.world()))
         async with SURROUNDINGS.get(page, nothing)(cluster, patch) as names:
             await check_blocks(blocks, names, tmp_path)
+
+
+def test_what_is_to_be_pasted_at_a_prompt_can_be() -> None:
+    """That it runs is what the test above is for."""
+    told = {page: text for page, path in PAGES.items() if "`python -m asyncio`" in (text := path.read_text())}
+    assert "docs/tutorials/asyncio.md" in told
+    for page, text in told.items():
+        for block in blocks_of(page, text):
+            if block.kind == "python":
+                paste(block)
+
+
+def test_what_a_prompt_does_not_take_is_found() -> None:
+    (block,) = blocks_of("page.md", "```python\nfor name in ():\n    print(name)\nprint()\n```\n")
+    with pytest.raises(SyntaxError):
+        paste(block)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -22,6 +22,8 @@ from tables import HANDLES, find, public_names  # noqa: E402
 # Pages of the repository that are pages of the site, too.
 PAGES = {
     "contributing.md": ".github/CONTRIBUTING.md",
+    "style.md": ".github/STYLE.md",
+    "releasing.md": ".github/RELEASING.md",
     "examples.md": "examples/README.md",
 }
 _ON_SITE = {path: name for name, path in PAGES.items()}
@@ -36,6 +38,7 @@ _API_ROW = re.compile(r"^\| `(kvflow[\w.]*)` \|", re.MULTILINE)
 _OWN = {
     "kvflow.Load": ("begin", "end", "follow", "note_progress", "progressed"),
     "kvflow.Runtime": ("observed_by",),
+    "kvflow.SharedPrefixes": ("answer",),
 }
 
 

@@ -21,7 +21,7 @@ import kvflow
 
 DOCS = Path(__file__).resolve().parents[1]
 FIRST = ("Runtime", "Config", "ServeRequest", "Lease", "Ticket", "LoadRequest", "Load", "LoadReport", "CacheLayout")
-HANDLES = ("Load", "Lease", "Pending", "BlockWatch", "OfferWatch")
+HANDLES = ("Load", "Lease", "Pending", "SharedPrefixes", "BlockWatch", "OfferWatch")
 """Made by the library: how is no part of the API."""
 _MARK = re.compile(r"^<!-- table: (\w+) -->\n(?:.*?^<!-- /table -->\n)?", re.MULTILINE | re.DOTALL)
 

@@ -1,7 +1,8 @@
 """Engines in processes of their own and a router between them: what the examples beside this folder are made of.
 
-`worker` is where kvflow is used, `keeper` says whose blocks are meanwhile: the workers of `openai_server` and of
-`ray_server` have it, too. The rest is what any deployment has in some form: `messages` and `channel`
-stand for its RPC, `router` and `engines` for its process manager, `hand_over` for its router, `screen` for
-its user.
+kvflow is used in two modules, and these are the ones to read first: `prefill` offers blocks and keeps them until they
+were read, `decode` loads them; `keeper` says whose blocks are meanwhile, `neighbours` what one prefill worker gets of
+another. `openai_server` and `ray_server` have the same workers, `messages` and `failures`. The rest is what any
+deployment has in some form: `worker` and `channel` stand for its RPC, `router` and `engines` for its process manager,
+`hand_over` for its router, `screen` for its user.
 """

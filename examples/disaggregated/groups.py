@@ -7,12 +7,23 @@ group, so that blocks before a window are neither offered nor read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import torch
 from paged_engine import BlockId, Engine, blocks_for
 
 import kvflow
+
+
+@asynccontextmanager
+async def registered(
+    config: kvflow.Config, engine: Engine, observers: Sequence[kvflow.Observer] = ()
+) -> AsyncIterator[kvflow.Runtime]:
+    """A runtime that knows the engine's cache. It is closed before the engine: it uses the engine's memory."""
+    async with kvflow.Runtime(config, observers=observers) as runtime:
+        await runtime.register_kv_caches(LayerGroups(engine).caches)
+        yield runtime
 
 
 class LayerGroups:

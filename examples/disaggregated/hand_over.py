@@ -9,7 +9,8 @@ from typing import Any
 
 import kvflow
 from disaggregated.engines import EngineProcesses
-from disaggregated.messages import Decode, Generate, Loaded, Prefill, Prefilled, Released
+from disaggregated.messages import DecodeRequest, Generate, Loaded, Prefilled, PrefillRequest, Released
+from disaggregated.router import ANSWER_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,25 +34,26 @@ async def hand_over(
     show: Callable[[int], None],
 ) -> HandOver:
     """Answer the prompt with two engines; `show` gets each token as soon as it is known."""
-    await prefill.send(Prefill(request_id=request_id, prompt=prompt))
+    request = PrefillRequest(request_id=request_id, prompt=prompt, max_tokens=max_tokens, deadline_s=ANSWER_TIMEOUT_S)
+    await prefill.send(request)
     prefilled = await prefill.expect(Prefilled)
-    first = prefill.agreed([rank.token for rank in prefilled])
-    show(first)
+    show(prefill.agreed([rank.token for rank in prefilled]))
     await decode.send(
-        Decode(
+        DecodeRequest(
             request_id=request_id,
-            prompt_count=len(prompt),
-            token=first,
             ticket=_one_ticket([rank.ticket for rank in prefilled]),
-            max_tokens=max_tokens - 1,
+            prompt_count=len(prompt),
+            max_tokens=max_tokens,
+            deadline_s=ANSWER_TIMEOUT_S,
         )
     )
     loaded = await decode.expect(Loaded)
-    token_ids = [first]
+    token_ids: list[int] = []
     async with aclosing(decode.tokens()) as tokens:
         async for token in tokens:
+            if token_ids:  # the first one is shown, and came with the blocks
+                show(token)
             token_ids.append(token)
-            show(token)
     released = await prefill.expect(Released)
     return HandOver(token_ids=token_ids, loaded=loaded, outcomes=[rank.outcome for rank in released])
 

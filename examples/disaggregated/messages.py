@@ -1,67 +1,166 @@
-"""What the router and its workers say to each other: commands one way, events the other, as JSON.
+"""What routers and workers say to each other: in the demo over a socket, in the server over HTTP, in Ray by handles.
 
-The router asks one thing at a time of each worker, so no event needs to say which command it answers.
+    PrefillRequest -> PrefillReply once the prompt is computed, or a Failure
+    DecodeRequest  -> once the blocks are loaded each Step, or a Failure
 
-    Prefill   -> Prefilled, Released
-    Decode    -> Loaded, Token ..., Done
-    Generate  -> Token ..., Done
+Both may be asked at once, and meet by the request id, which nobody else knows: so the server does it. The demo asks one
+after the other, and hears more of both:
 
-A worker says Ready once, and Failed in place of any answer.
+    PrefillRequest -> Prefilled, Released
+    DecodeRequest  -> Loaded, Step ..., Done
+    Generate       -> Step ..., Done
+
+Its workers say Ready once, and Failure in place of any answer. Tokens, not text: prompts are tokenized once, and the KV
+cache and the first token go from worker to worker without the router.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
+from paged_engine import GREEDY, Sampling
+
+FinishReason = Literal["stop", "length"]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+TokenIds = Annotated[list[int], msgspec.Meta(min_length=1)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """All messages are tagged with their name and refuse fields they do not know."""
+    """All messages are immutable, tagged with their name, and refuse fields they do not know."""
+
+    @classmethod
+    def read(cls, text: bytes) -> Self:
+        """The message in JSON. Raises msgspec.DecodeError, of which its ValidationError is one."""
+        return msgspec.json.decode(text, type=cls)
+
+    def written(self) -> bytes:
+        """The same as JSON, in one line."""
+        return msgspec.json.encode(self)
 
 
-class Prefill(Message, frozen=True):
-    """Compute the prompt, answer with its first new token, and offer the blocks."""
+class Instant(Message, frozen=True, kw_only=True):
+    """A moment on the clock that all processes of one machine share until it is booted again."""
 
-    request_id: str
-    prompt: list[int]
+    boot_id: str
+    monotonic_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(boot_id=BOOT_ID, monotonic_s=time.monotonic())
+
+    def elapsed_s(self) -> float | None:
+        """How long ago it was; None if it was on another machine, whose clock says nothing here."""
+        return time.monotonic() - self.monotonic_s if self.boot_id == BOOT_ID else None
 
 
-class Decode(Message, frozen=True):
-    """Load the offered blocks and continue after `token`. The prompt itself is not sent: its KV cache is."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
-    request_id: str
-    prompt_count: int
+
+class Step(Message, frozen=True, kw_only=True):
+    """One new token; the last one of an answer says why it is the last."""
+
     token: int
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def of(cls, token: int, *, eos_token_id: int, last: bool) -> Self:
+        """An answer ends with the end-of-text token, or with the last token that was asked for."""
+        return cls(token=token, finish_reason="stop" if token == eos_token_id else "length" if last else None)
+
+
+class PrefillRequest(Message, frozen=True, kw_only=True):
+    """Compute the prompt, and have it loaded meanwhile by whoever knows the request id; not if one token is all."""
+
+    request_id: str
+    prompt: TokenIds
+    max_tokens: Count
+    deadline_s: Seconds
+    sampling: Sampling = GREEDY
+    neighbours: list[dict[str, Any]] = []
+    """Introductions of workers that may have computed the beginning of the prompt."""
+
+
+class PrefillReply(Message, frozen=True, kw_only=True):
+    """The prompt is computed, and this is the first token."""
+
+    step: Step
+
+
+class FirstToken(Message, frozen=True, kw_only=True):
+    """What the prefill worker tells the decode worker when the prompt is computed: it travels with the blocks."""
+
+    token: int
+    computed_at: Instant
+
+
+class DecodeRequest(Message, frozen=True, kw_only=True):
+    """Load the blocks that the ticket's producer offers, or will; answer from the first token on.
+
+    The prompt itself is not sent: its KV cache is.
+    """
+
+    request_id: str
     ticket: dict[str, Any]
-    max_tokens: int
+    prompt_count: Count
+    max_tokens: Count
+    """The first one included."""
+    deadline_s: Seconds
+    sampling: Sampling = GREEDY
+    """The same as the first token is chosen with."""
 
 
-class Generate(Message, frozen=True):
+class FailureKind(StrEnum):
+    """What went wrong, in the terms in which a router decides; see `failures`."""
+
+    INVALID = "invalid"
+    BUSY = "busy"
+    PREFILL_AGAIN = "prefill_again"
+    WORKER_FAILED = "worker_failed"
+    WORKER_LOST = "worker_lost"
+    NO_WORKER = "no_worker"
+    DEADLINE = "deadline_exceeded"
+
+
+class Failure(Message, frozen=True, kw_only=True):
+    """A request, or the start of a worker, came to nothing."""
+
+    kind: FailureKind
+    message: str
+
+
+# --- the demo's own
+
+
+class Generate(Message, frozen=True, kw_only=True):
     """Answer the prompt without any other engine's help."""
 
-    prompt: list[int]
-    max_tokens: int
+    prompt: TokenIds
+    max_tokens: Count
 
 
 class Ready(Message, frozen=True):
     """The worker takes commands."""
 
 
-class Prefilled(Message, frozen=True):
+class Prefilled(Message, frozen=True, kw_only=True):
     """The prompt is computed; its blocks may be loaded with the ticket."""
 
     token: int
     ticket: dict[str, Any]
 
 
-class Released(Message, frozen=True):
+class Released(Message, frozen=True, kw_only=True):
     """The prompt's blocks were given back, and why."""
 
     outcome: str
 
 
-class Loaded(Message, frozen=True):
+class Loaded(Message, frozen=True, kw_only=True):
     """kvflow's own report of the load."""
 
     sources: list[str]
@@ -75,21 +174,9 @@ class Loaded(Message, frozen=True):
     total_s: float
 
 
-class Token(Message, frozen=True):
-    """One generated token."""
-
-    token: int
-
-
 class Done(Message, frozen=True):
-    """The stream of tokens has ended."""
+    """The stream of tokens has ended, and its blocks were given back."""
 
 
-class Failed(Message, frozen=True):
-    """The command, or the start of the worker, came to nothing."""
-
-    error: str
-
-
-Command = Prefill | Decode | Generate
-Event = Ready | Prefilled | Released | Loaded | Token | Done | Failed
+Command = PrefillRequest | DecodeRequest | Generate
+Event = Ready | Prefilled | Released | Loaded | Step | Done | Failure

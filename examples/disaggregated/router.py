@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from disaggregated.channel import Channel, ChannelClosedError
-from disaggregated.messages import Command, Done, Event, Failed, Message, Token
+from disaggregated.messages import Command, Done, Event, Failure, Message, Step
 from disaggregated.worker import WorkerSettings, run_worker
 
 ANSWER_TIMEOUT_S = 60.0
@@ -63,7 +63,7 @@ class WorkerProcess:
     async def next_token(self) -> int | None:
         """The next token of a stream, None at its end."""
         match await self._receive():
-            case Token(token=token):
+            case Step(token=token):
                 return token
             case Done():
                 return None
@@ -78,8 +78,8 @@ class WorkerProcess:
             raise WorkerError(f"{self.name} did not answer within {ANSWER_TIMEOUT_S} s") from error
         except ChannelClosedError as error:
             raise await self._death() from error
-        if isinstance(event, Failed):
-            raise WorkerError(f"{self.name} failed: {event.error}")
+        if isinstance(event, Failure):
+            raise WorkerError(f"{self.name} failed: {event.message}")
         return event
 
     async def _death(self) -> WorkerError:

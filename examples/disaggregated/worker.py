@@ -1,15 +1,14 @@
 """One rank of an engine in a process of its own: the engine computes, kvflow moves its blocks, the router commands.
 
-This is the part to read if you want to use kvflow: `_Worker.prefill` offers blocks and keeps them until they were read,
-`_Worker.decode` loads them and goes on from there. Whose blocks are meanwhile is the affair of `keeper`.
+It has both workers, `prefill` and `decode`, and takes their messages over a socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,22 +22,26 @@ from paged_engine.weights import load_model
 
 import kvflow
 from disaggregated.channel import Channel, ChannelClosedError
-from disaggregated.groups import LayerGroups
-from disaggregated.keeper import BlockKeeper, background_tasks
+from disaggregated.decode import DecodeWorker
+from disaggregated.failures import failure_of
+from disaggregated.groups import LayerGroups, registered
+from disaggregated.keeper import StartTask, background_tasks
 from disaggregated.messages import (
     Command,
-    Decode,
+    DecodeRequest,
     Done,
     Event,
-    Failed,
+    Failure,
     Generate,
     Loaded,
-    Prefill,
     Prefilled,
+    PrefillRequest,
     Ready,
     Released,
-    Token,
+    Step,
 )
+from disaggregated.prefill import PrefillWorker
+from disaggregated.told import Told
 
 # What a request may run into; anything else is a bug and ends the process with its traceback.
 EXPECTED_ERRORS = (kvflow.errors.KVFlowError, OutOfBlocksError, ValueError, OSError)
@@ -101,25 +104,33 @@ async def _started(
             # The ranks of one engine scatter them alike, for they use the same blocks.
             shuffle_seed=settings.engine_id,
         ) as engine,
-        kvflow.Runtime(config) as runtime,
+        registered(config, engine) as runtime,
         background_tasks() as start_task,
     ):
-        worker = _Worker(engine, runtime, BlockKeeper(runtime, start_task), channel)
-        await runtime.register_kv_caches(worker.groups.caches)
-        yield worker
+        yield _Worker(engine, runtime, start_task, channel)
+
+
+class _Reports(Told):
+    """Keeps what kvflow has said of the last load."""
+
+    last: kvflow.LoadReport
+
+    def loaded(self, report: kvflow.LoadReport) -> None:
+        self.last = report
 
 
 class _Worker:
     """Answers the router's commands, each in a task of its own."""
 
     def __init__(
-        self, engine: Engine, runtime: kvflow.Runtime, keeper: BlockKeeper, channel: Channel[Command, Event]
+        self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, channel: Channel[Command, Event]
     ) -> None:
         self._engine = engine
-        self._runtime = runtime
-        self._keeper = keeper
         self._channel = channel
-        self.groups = LayerGroups(engine)
+        self._groups = LayerGroups(engine)
+        self._reports = _Reports()
+        self._prefill = PrefillWorker(engine, runtime, start_task, self._reports)
+        self._decode = DecodeWorker(engine, runtime, start_task, self._reports)
 
     async def serve(self) -> None:
         """Take commands until the router hangs up, then drop what it no longer waits for."""
@@ -142,63 +153,53 @@ class _Worker:
     async def _answer(self, command: Command) -> None:
         async with _failures_reported(self._channel):
             match command:
-                case Prefill():
-                    await self.prefill(command)
-                case Decode():
-                    await self.decode(command)
+                case PrefillRequest():
+                    await self._prefilled(command)
+                case DecodeRequest():
+                    await self._decoded(command)
                 case Generate():
-                    await self.generate(command)
+                    await self._generated(command)
 
-    async def prefill(self, command: Prefill) -> None:
-        """Compute the prompt and keep its blocks until the decode engine has read them."""
-        async with AsyncExitStack() as blocks:
-            block_ids = await blocks.enter_async_context(self._engine.reserve(len(command.prompt)))
-            token = await self._engine.prefill(command.prompt, block_ids)
-            lease = self._runtime.serve_blocks(
-                kvflow.ServeRequest(
-                    command.request_id,
-                    block_ids=self.groups.tables(block_ids, len(command.prompt)),
-                    num_tokens=len(command.prompt),
-                )
-            )
-            freed = self._keeper.keep(lease, blocks)
-        try:
-            await self._channel.send(Prefilled(token=token, ticket=lease.ticket.to_params()))
-            outcome = await lease
-        finally:
-            lease.revoke()  # has no effect on a lease that has ended
-            await asyncio.shield(freed)
-        await self._channel.send(Released(outcome=outcome.value))
+    async def _prefilled(self, request: PrefillRequest) -> None:
+        """Say when the prompt is computed, with the ticket of its blocks, and when they were given back."""
+        reply = await self._prefill.prefill(request)
+        offer = self._prefill.offers[request.request_id]
+        await self._channel.send(Prefilled(token=reply.step.token, ticket=offer.lease.ticket.to_params()))
+        await self._channel.send(Released(outcome=await offer.released()))
 
-    async def decode(self, command: Decode) -> None:
-        """Load the prompt's blocks instead of computing them, and generate from there."""
-        async with AsyncExitStack() as blocks:
-            room = self._engine.reserve(command.prompt_count + command.max_tokens)
-            block_ids = await blocks.enter_async_context(room)
-            tables = self.groups.tables(block_ids, command.prompt_count)
-            request = kvflow.LoadRequest(command.request_id, ticket=command.ticket, block_ids=tables)
-            report = await self._keeper.load(request, blocks)
-            await self._channel.send(_loaded(report, *self.groups.left(command.prompt_count)))
-            await self._stream(
-                self._engine.decode(
-                    command.token,
-                    position=command.prompt_count,
-                    block_ids=block_ids,
-                    max_tokens=command.max_tokens,
-                )
-            )
-        # Last, as in every answer: then all ranks have given back their blocks before any gets another command.
-        await self._channel.send(Done())
+    async def _decoded(self, request: DecodeRequest) -> None:
+        """Say what was loaded, and each token."""
+        async with aclosing(await self._decode.decode(request)) as generation:
+            loaded = False
+            async for step in generation.steps():
+                if not (loaded or isinstance(step, Failure)):
+                    await self._channel.send(self._loaded(request, self._reports.last))
+                    loaded = True
+                await self._channel.send(step)
+            # Last, as in every answer: then all ranks have given back their blocks before any gets another command.
+            await generation.ended()
+        if loaded:
+            await self._channel.send(Done())
 
-    async def generate(self, command: Generate) -> None:
+    def _loaded(self, request: DecodeRequest, report: kvflow.LoadReport) -> Loaded:
+        blocks_left, size_left = self._groups.left(request.prompt_count)
+        return Loaded(
+            sources=list(report.sources),
+            blocks=report.blocks,
+            descriptors=report.descriptors,
+            size=report.bytes,
+            blocks_left=blocks_left,
+            size_left=size_left,
+            seconds=dict(report.seconds),
+            total_s=report.total_s,
+        )
+
+    async def _generated(self, command: Generate) -> None:
         """Prefill and decode right here: the same engine without hand-over."""
-        await self._stream(self._engine.generate(command.prompt, max_tokens=command.max_tokens))
-        await self._channel.send(Done())
-
-    async def _stream(self, generated: AsyncGenerator[int, None]) -> None:
-        async with aclosing(generated) as tokens:
+        async with aclosing(self._engine.generate(command.prompt, max_tokens=command.max_tokens)) as tokens:
             async for token in tokens:
-                await self._channel.send(Token(token=token))
+                await self._channel.send(Step(token=token))
+        await self._channel.send(Done())
 
 
 @asynccontextmanager
@@ -210,17 +211,4 @@ async def _failures_reported(channel: Channel[Command, Event]) -> AsyncIterator[
         pass
     except EXPECTED_ERRORS as error:
         with suppress(ChannelClosedError):
-            await channel.send(Failed(error=f"{type(error).__name__}: {error}"))
-
-
-def _loaded(report: kvflow.LoadReport, blocks_left: int, size_left: int) -> Loaded:
-    return Loaded(
-        sources=list(report.sources),
-        blocks=report.blocks,
-        descriptors=report.descriptors,
-        size=report.bytes,
-        blocks_left=blocks_left,
-        size_left=size_left,
-        seconds=dict(report.seconds),
-        total_s=report.total_s,
-    )
+            await channel.send(failure_of(error))

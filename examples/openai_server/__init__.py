@@ -2,8 +2,8 @@
 
     python examples/openai_server serve --prefill 2 --decode 2
 
-kvflow is used in two modules, and these are the ones to read first: `prefill` offers blocks and keeps them until they
-were read, `decode` loads them. The rest is what any such service has in some form:
+Its workers are those of `disaggregated`, and these are the modules to read first: `disaggregated.prefill` offers blocks
+and keeps them until they were read, `disaggregated.decode` loads them. The rest is what any service has in some form:
 
     front        the HTTP application that clients talk to
     parameters   what clients may ask for, parameter by parameter
@@ -13,9 +13,8 @@ were read, `decode` loads them. The rest is what any such service has in some fo
     attempts     an answer by attempts: prefill here, decode there; elsewhere if one fails, all under one deadline
     router       the workers as attempts see them, over HTTP
     rotation     which worker is next, which are down, when to look again; pure
-    messages     what router and workers say to each other
-    failures     what may go wrong, whose fault it is, whether another worker may help; pure
-    worker       what both kinds of workers have: engine, runtime, background tasks, /health
+    failures     what clients are told of a failure, and whether another worker may help; pure
+    worker       one of the workers over HTTP: engine, runtime, background tasks, /health
     responses    HTTP answers that end when their client goes
     metrics      everything that /metrics shows
     http_server  uvicorn, as router and workers run it

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from disaggregated.messages import FinishReason, Step
 from paged_engine.tokenizer import ChatTokenizer, TextStream
-
-from openai_server.messages import FinishReason, Step
 
 
 class AnswerText:

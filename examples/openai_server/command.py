@@ -91,12 +91,19 @@ def _add_service_options(parser: argparse.ArgumentParser, *, prefill: int, decod
     )
     parser.add_argument("--checkpoint", type=_unpacked, help="the model as `unpack` writes it (default: unpack it now)")
     parser.add_argument("--deadline-s", type=float, default=60.0, help="bound of every answer (default: 60)")
+    _add_sharing(parser)
 
 
 def _add_process_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, required=True)
     parser.add_argument("--checkpoint", type=_unpacked, required=True, help="the model as `unpack` writes it")
+    _add_sharing(parser)
+
+
+def _add_sharing(parser: argparse.ArgumentParser) -> None:
+    what = "prefill workers load from each other what one has computed of a prompt"
+    parser.add_argument("--share-prefixes", action="store_true", help=what)
 
 
 def _port(text: str) -> int:
@@ -149,15 +156,14 @@ def _service_settings(options: argparse.Namespace) -> ServiceSettings:
         port=options.port,
         checkpoint=options.checkpoint,
         deadline_s=options.deadline_s,
+        share_prefixes=options.share_prefixes,
     )
 
 
 def _worker(options: argparse.Namespace) -> None:
     import uvloop
 
-    from openai_server.decode import run_decode
-    from openai_server.prefill import run_prefill
-    from openai_server.worker import WorkerSettings
+    from openai_server.worker import WorkerSettings, run_worker
 
     _set_up_logging(options.name)
     settings = WorkerSettings(
@@ -166,8 +172,9 @@ def _worker(options: argparse.Namespace) -> None:
         host=options.host,
         port=options.port,
         checkpoint=options.checkpoint,
+        share_prefixes=options.share_prefixes,
     )
-    uvloop.run(run_prefill(settings) if options.role == "prefill" else run_decode(settings))
+    uvloop.run(run_worker(settings))
 
 
 def _router(options: argparse.Namespace) -> None:
@@ -184,6 +191,7 @@ def _router(options: argparse.Namespace) -> None:
             deadline_s=options.deadline_s,
             prefill=dict(options.prefill),
             decode=dict(options.decode),
+            share_prefixes=options.share_prefixes,
         )
     )
 

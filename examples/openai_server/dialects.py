@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Protocol
 
+from disaggregated.messages import FinishReason
 from paged_engine.weights import MODEL_NAME
 
-from openai_server.messages import FinishReason
 from openai_server.shapes import (
     Answer,
     AssistantMessage,

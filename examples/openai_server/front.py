@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from disaggregated.messages import Failure, FailureKind, Step
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -31,7 +32,6 @@ from openai_server.attempts import Answers, AttemptError, Prompt, Stream
 from openai_server.dialects import Chat, Completions, Dialect
 from openai_server.failures import CODES, STATUS
 from openai_server.http_server import serve_http
-from openai_server.messages import Failure, FailureKind, Step
 from openai_server.metrics import RouterMetrics, add_metrics
 from openai_server.parameters import ChatRequest, CompletionRequest, GenerationRequest
 from openai_server.responses import ClientGoneError, LiveStream, unless_gone
@@ -274,7 +274,14 @@ def _event(data: str) -> str:
 
 
 async def run_router(
-    *, host: str, port: int, checkpoint: Path, deadline_s: float, prefill: Mapping[str, str], decode: Mapping[str, str]
+    *,
+    host: str,
+    port: int,
+    checkpoint: Path,
+    deadline_s: float,
+    prefill: Mapping[str, str],
+    decode: Mapping[str, str],
+    share_prefixes: bool = False,
 ) -> None:
     """The whole life of the router's process. `prefill` and `decode` are URLs by name."""
     listening = listen_at(host, port)
@@ -284,7 +291,12 @@ async def run_router(
         metrics.watch_workers(role, partial(_up_count, rotation))
     async with open_client() as client, asyncio.TaskGroup() as group:
         router = Router(
-            prefill=rotations["prefill"], decode=rotations["decode"], client=client, tasks=group, metrics=metrics
+            prefill=rotations["prefill"],
+            decode=rotations["decode"],
+            client=client,
+            tasks=group,
+            metrics=metrics,
+            share_prefixes=share_prefixes,
         )
         watching = router.watch()
         front = Front(

@@ -47,6 +47,8 @@ class ServiceSettings:
     checkpoint: Path | None
     """A directory with the unpacked model; None unpacks it, which takes some seconds."""
     deadline_s: float
+    share_prefixes: bool = False
+    """Whether prefill workers load prefixes from each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,7 @@ def _port(listening: socket.socket) -> int:
 
 def _keepers(service: Service, settings: ServiceSettings, checkpoint: Path) -> list[Keeper]:
     """One for each process, with what it is told."""
-    model = ["--checkpoint", str(checkpoint)]
+    model = ["--checkpoint", str(checkpoint), *(["--share-prefixes"] if settings.share_prefixes else [])]
     workers = [
         Keeper(name=name, url=url, arguments=[role, "--name", name, *_place(url), *model])
         for role, urls in (("prefill", service.prefill), ("decode", service.decode))

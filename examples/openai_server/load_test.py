@@ -31,7 +31,7 @@ from rich.table import Table
 
 from openai_server.failures import STATUS
 from openai_server.launcher import Service, ServiceSettings, start_service, unpack_model
-from openai_server.messages import WorkerHealth
+from openai_server.worker import WorkerHealth
 from openai_server.workload import ALL_QUESTIONS, Question, answers_alone
 
 RECOVERY_TIMEOUT_S = 60.0

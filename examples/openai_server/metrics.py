@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Self
 
+from disaggregated.told import Told
 from fastapi import FastAPI, Response
+from paged_engine import Engine
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvflow import LeaseOutcome, LoadReport
 from kvflow.observe.prometheus import PrometheusMetrics
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
@@ -52,7 +56,7 @@ class RouterMetrics:
         self._up.labels(role).set_function(up)
 
 
-class WorkerMetrics:
+class WorkerMetrics(Told):
     """What both kinds of workers have. `kvflow` observes the worker's runtime: all metrics of kvflow's own."""
 
     def __init__(self, *, blocks_used: Callable[[], int], blocks_free: Callable[[], int]) -> None:
@@ -61,10 +65,20 @@ class WorkerMetrics:
         blocks = Gauge("openai_server_blocks", "Blocks of the KV cache", ["state"], registry=self.registry)
         blocks.labels("used").set_function(blocks_used)
         blocks.labels("free").set_function(blocks_free)
-        self.tokens = Counter("openai_server_tokens_total", "Tokens computed", registry=self.registry)
+        self._tokens = Counter("openai_server_tokens_total", "Tokens computed", registry=self.registry)
         self._failures = Counter(
             "openai_server_failures_total", "Requests that came to nothing", ["kind"], registry=self.registry
         )
+
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        """Metrics that show the engine's blocks, too."""
+        return cls(
+            blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
+        )
+
+    def computed(self, token_count: int) -> None:
+        self._tokens.inc(token_count)
 
     def failed(self, kind: str) -> None:
         self._failures.labels(kind).inc()
@@ -79,7 +93,7 @@ class PrefillMetrics(WorkerMetrics):
             "openai_server_leases_total", "Leases by how they ended", ["outcome"], registry=self.registry
         )
 
-    def lease_ended(self, outcome: str) -> None:
+    def lease_ended(self, outcome: LeaseOutcome) -> None:
         self._leases.labels(outcome).inc()
 
 
@@ -96,14 +110,17 @@ class DecodeMetrics(WorkerMetrics):
             registry=self.registry,
         )
         self._bytes = Counter("openai_server_loaded_bytes_total", "Bytes of KV cache loaded", registry=self.registry)
-        self.overhead = Histogram(
+        self._overhead = Histogram(
             "openai_server_hand_over_overhead_seconds",
             "From the end of the prompt's computation to the first decode step",
             buckets=OVERHEAD_BUCKETS_S,
             registry=self.registry,
         )
 
-    def loaded(self, seconds: Mapping[str, float], size: int) -> None:
-        for phase, phase_s in seconds.items():
+    def loaded(self, report: LoadReport) -> None:
+        for phase, phase_s in report.seconds.items():
             self._phases.labels(phase).observe(phase_s)
-        self._bytes.inc(size)
+        self._bytes.inc(report.bytes)
+
+    def handed_over(self, elapsed_s: float) -> None:
+        self._overhead.observe(elapsed_s)

@@ -10,12 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+from disaggregated.messages import Message
 from fastapi import HTTPException, Request
 from fastapi.responses import StreamingResponse
-from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
-
-from openai_server.messages import Message
 
 MessageT = TypeVar("MessageT", bound=Message)
 Result = TypeVar("Result")
@@ -32,7 +31,7 @@ class Closable(Protocol):
 class LiveStream(StreamingResponse):
     """A stream that closes its source when it ends, be it that the client has gone, even before the first byte."""
 
-    def __init__(self, lines: AsyncIterator[str], source: Closable, *, media_type: str) -> None:
+    def __init__(self, lines: AsyncIterator[str | bytes], source: Closable, *, media_type: str) -> None:
         super().__init__(lines, media_type=media_type, headers={"Cache-Control": "no-cache"})
         self._source = source
 
@@ -46,9 +45,9 @@ class LiveStream(StreamingResponse):
 async def read_message(request: Request, kind: type[MessageT]) -> MessageT:
     """The message in a request's body; what is none is answered with 422."""
     try:
-        return kind.model_validate_json(await request.body())
-    except ValidationError as error:
-        raise HTTPException(422, error.errors(include_url=False, include_context=False, include_input=False)) from None
+        return kind.read(await request.body())
+    except msgspec.DecodeError as error:
+        raise HTTPException(422, str(error)) from None
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -19,12 +19,12 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import TypeAdapter, ValidationError
+import msgspec
+from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 
 import kvflow
 from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, hand_over
 from openai_server.http_server import CLIENT_KEEP_ALIVE_S
-from openai_server.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Rotation, Worker
 
@@ -37,7 +37,6 @@ REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
 RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 PROBE_TICK_S = 0.1
-_LINE: TypeAdapter[Step | Again] = TypeAdapter(Step | Again)
 
 
 def open_client() -> aiohttp.ClientSession:
@@ -60,6 +59,8 @@ class Router:
     """Where releases and the watch run."""
     metrics: RouterMetrics
     attempts_max: int = 3
+    share_prefixes: bool = False
+    """Whether prefill workers are told of each other, to load what one has computed of a prompt."""
 
     async def whole(self, prompt: Prompt, read: Callable[[AsyncIterator[Step]], Awaitable[Result]]) -> Result:
         """See `Answers`."""
@@ -74,17 +75,11 @@ class Router:
         return Attempts(attempt=self._attempt, retried=self.metrics.retried, attempts_max=self.attempts_max)
 
     async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        prefills = self._prefills(avoid)
-        decoding = partial(self._decoding, prefills[0].worker, avoid)
-        async with aclosing(hand_over(request_id, prompt, prefills, decoding, self._start_task)) as steps:
+        prefill = _Prefill(self, self._pick(self.prefill, avoid))
+        decoding = partial(self._decoding, prefill.worker, avoid)
+        async with aclosing(hand_over(request_id, prompt, prefill, decoding, self._start_task)) as steps:
             async for step in steps:
                 yield step
-
-    def _prefills(self, avoid: set[Hashable]) -> list[_Prefill]:
-        """The worker whose turn it is, and those that are to compute the prompt should it fail."""
-        first = self._pick(self.prefill, avoid)
-        others = [one for one in self.prefill.up if one is not first and one not in avoid]
-        return [_Prefill(self, one) for one in (first, *others[: self.attempts_max - 1])]
 
     def _start_task(self, body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self.tasks.create_task(body, name=name)
@@ -97,23 +92,27 @@ class Router:
         return worker
 
     async def ask_prefill(self, worker: Worker, request: PrefillRequest) -> PrefillReply:
+        if self.share_prefixes:
+            others = [one.introduction for one in self.prefill.up if one is not worker]
+            told = [other.to_params() for other in others if other is not None]
+            request = msgspec.structs.replace(request, neighbours=told)
         with self._losses(self.prefill, worker):
-            async with self.client.post(f"{worker.url}/prefill", data=request.model_dump_json()) as response:
+            async with self.client.post(f"{worker.url}/prefill", data=request.written()) as response:
                 body = await response.read()
         if response.status != HTTPStatus.OK:
             raise AttemptError(_failure_in(response, body, worker), worker)
-        return PrefillReply.model_validate_json(body)
+        return PrefillReply.read(body)
 
     @asynccontextmanager
     async def _decoding(
         self, prefill: Worker, avoid: set[Hashable], request: DecodeRequest
-    ) -> AsyncIterator[AsyncGenerator[Step | Again, None]]:
+    ) -> AsyncIterator[AsyncGenerator[Step, None]]:
         decode = self._pick(self.decode, avoid)
         with self._losses(self.decode, decode):
-            async with self.client.post(f"{decode.url}/decode", data=request.model_dump_json()) as response:
+            async with self.client.post(f"{decode.url}/decode", data=request.written()) as response:
                 if response.status != HTTPStatus.OK:
                     raise _failed(_failure_in(response, await response.read(), decode), prefill, decode)
-                yield _steps_in(response, prefill, decode, self.metrics.retried)
+                yield _steps_in(response, prefill, decode)
 
     @contextmanager
     def _losses(self, rotation: Rotation, worker: Worker) -> Iterator[None]:
@@ -185,19 +184,15 @@ class _Prefill:
         self.router.release(self.worker, request_id)
 
 
-async def _steps_in(
-    response: aiohttp.ClientResponse, prefill: Worker, decode: Worker, retried: Callable[[str], None]
-) -> AsyncGenerator[Step | Again, None]:
+async def _steps_in(response: aiohttp.ClientResponse, prefill: Worker, decode: Worker) -> AsyncGenerator[Step, None]:
     """The steps of a decode worker's answer, up to the last one."""
     async for line in response.content:
         try:
-            step = _LINE.validate_json(line)
-        except ValidationError:
+            step = Step.read(line)
+        except msgspec.DecodeError:
             raise _failed(_failure_in(response, line, decode), prefill, decode) from None
-        if isinstance(step, Again):
-            retried(FailureKind.PREFILL_AGAIN)
         yield step
-        if isinstance(step, Step) and step.finish_reason is not None:
+        if step.finish_reason is not None:
             return
     message = f"{decode.name} ended its answer early"
     raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), decode)
@@ -217,8 +212,8 @@ def _introduction_in(health: dict[str, Any]) -> kvflow.Ticket | None:
 def _failure_in(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> Failure:
     """What a worker says of a failure; if it says nothing that we know, it failed."""
     try:
-        failure = Failure.model_validate_json(body)
-    except ValidationError:
+        failure = Failure.read(body)
+    except msgspec.DecodeError:
         return Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} answered {response.status}")
     if failure.kind is FailureKind.INVALID:  # no worker's affair, and its message is for the client
         return failure

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Literal
 
+from disaggregated.messages import FinishReason
 from pydantic import BaseModel, Field
-
-from openai_server.messages import FinishReason
 
 
 class Usage(BaseModel):

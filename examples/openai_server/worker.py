@@ -1,30 +1,40 @@
-"""What both kinds of workers have: an engine, a kvflow runtime that knows its cache, HTTP."""
+"""A worker of the service: one of `disaggregated`'s two, an engine, a kvflow runtime that knows its cache, HTTP.
+
+POST   /prefill               PrefillRequest -> PrefillReply, or a Failure
+DELETE /prefill/<request id>  give up: nobody is going to load these blocks
+POST   /decode                DecodeRequest -> a line of JSON for each Step, or a Failure
+GET    /health                WorkerHealth
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from disaggregated.decode import DecodeWorker
+from disaggregated.failures import EXPECTED_ERRORS
+from disaggregated.groups import registered
+from disaggregated.keeper import background_tasks
+from disaggregated.messages import DecodeRequest, PrefillRequest
+from disaggregated.prefill import PrefillWorker
+from disaggregated.told import reported
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import StreamingResponse
 from paged_engine import Engine, blocks_for
 from paged_engine.weights import MODEL_NAME, load_model
+from pydantic import BaseModel
 
 import kvflow
-from kvflow.observe.prometheus import PrometheusMetrics
-from openai_server.failures import EXPECTED_ERRORS, STATUS, RequestTooLongError, failure_of
-from openai_server.http_server import SHUTDOWN_TIMEOUT_S
-from openai_server.messages import Failure, FailureKind, WorkerHealth
-from openai_server.metrics import WorkerMetrics, add_metrics
-from openai_server.responses import ClientGoneError
-
-logger = logging.getLogger(__name__)
+from openai_server.failures import STATUS
+from openai_server.http_server import SHUTDOWN_TIMEOUT_S, serve_http
+from openai_server.metrics import DecodeMetrics, PrefillMetrics, WorkerMetrics, add_metrics
+from openai_server.responses import ClientGoneError, LiveStream, read_message, unless_gone
+from openai_server.starts import listen_at
 
 BLOCK_SIZE = 16
 # Some 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
@@ -41,6 +51,22 @@ class WorkerSettings:
     host: str
     port: int
     checkpoint: Path
+    share_prefixes: bool = False
+    """Whether prefill workers load prefixes from each other."""
+
+
+class WorkerHealth(BaseModel):
+    """What a worker says of itself at /health."""
+
+    name: str
+    role: Literal["prefill", "decode"]
+    pid: int
+    runtime: str
+    """kvflow's state; "open" is the healthy one."""
+    blocks_used: int
+    blocks_free: int
+    introduction: dict[str, Any] | None = None
+    """Of a prefill worker: a ticket that says where its blocks are to be had, for the router to make others of it."""
 
 
 def open_engine(name: str, checkpoint: Path) -> Engine:
@@ -57,48 +83,38 @@ def open_engine(name: str, checkpoint: Path) -> Engine:
     )
 
 
-@asynccontextmanager
-async def open_runtime(
-    settings: WorkerSettings, engine: Engine, metrics: PrometheusMetrics
-) -> AsyncIterator[kvflow.Runtime]:
-    """A runtime that knows the engine's cache, and whose loads and leases the metrics show.
-
-    It is closed before the engine: it uses the engine's memory.
-    """
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    config = kvflow.Config(
-        engine_id=settings.name, listen=f"tcp://{settings.host}:0", model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S
-    )
-    async with kvflow.Runtime(config, observers=[metrics]) as runtime:
-        metrics.watch(runtime)
-        layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
-        await runtime.register_kv_caches(engine.kv_caches, layout)
-        yield runtime
-
-
-def require_length(engine: Engine, prompt_count: int, max_tokens: int) -> None:
-    """RequestTooLongError for what no worker can hold: all engines have the same room."""
-    token_count = prompt_count + max_tokens
-    if token_count > engine.token_count_max:
-        raise RequestTooLongError(
-            f"This model's maximum context length is {engine.token_count_max} tokens. However, you requested "
-            f"{token_count} tokens ({prompt_count} in the prompt, {max_tokens} in the completion)."
-        )
-
-
-def reported(error: Exception, metrics: WorkerMetrics) -> Failure:
-    """What the router is told of an error, once it has been counted; logged if it is one that should not be."""
-    failure = failure_of(error)
-    metrics.failed(failure.kind)
-    if failure.kind is FailureKind.WORKER_FAILED:
-        logger.error("a request has failed, and should not have: %s", failure.message, exc_info=error)
-    return failure
-
-
 def introduction_of(runtime: kvflow.Runtime) -> kvflow.Ticket:
     """A ticket of nothing: where this worker's blocks are to be had."""
     return runtime.serve_blocks(kvflow.ServeRequest("introduction", block_ids=[], num_tokens=0)).ticket
+
+
+async def run_worker(settings: WorkerSettings) -> None:
+    """The whole life of a worker."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    listening = listen_at(settings.host, settings.port)
+    config = kvflow.Config(
+        engine_id=settings.name, listen=f"tcp://{settings.host}:0", model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S
+    )
+    async with open_engine(settings.name, settings.checkpoint) as engine, _app(settings, config, engine) as app:
+        await serve_http(app, listening)
+
+
+@asynccontextmanager
+async def _app(settings: WorkerSettings, config: kvflow.Config, engine: Engine) -> AsyncIterator[FastAPI]:
+    """The application of a worker of its role, whose loads and leases the metrics show."""
+    kind = PrefillMetrics if settings.role == "prefill" else DecodeMetrics
+    metrics = kind.of(engine)
+    async with registered(config, engine, [metrics.kvflow]) as runtime, background_tasks() as start_task:
+        metrics.kvflow.watch(runtime)
+        if settings.role == "prefill":
+            introduction = introduction_of(runtime)
+            app = worker_app(settings, engine, runtime, metrics, introduction)
+            shares = settings.share_prefixes
+            yield prefill_app(app, PrefillWorker(engine, runtime, start_task, metrics, share_prefixes=shares))
+        else:
+            app = worker_app(settings, engine, runtime, metrics)
+            yield decode_app(app, DecodeWorker(engine, runtime, start_task, metrics))
 
 
 def worker_app(
@@ -129,9 +145,9 @@ def worker_app(
             introduction=told,
         )
 
-    async def expected(_: Request, error: Exception) -> JSONResponse:
+    async def expected(_: Request, error: Exception) -> Response:
         failure = reported(error, metrics)
-        return JSONResponse(failure.model_dump(), status_code=STATUS[failure.kind].http)
+        return Response(failure.written(), status_code=STATUS[failure.kind].http, media_type="application/json")
 
     async def client_gone(_: Request, __: Exception) -> Response:
         metrics.failed("client_gone")
@@ -140,4 +156,33 @@ def worker_app(
     for kind in EXPECTED_ERRORS:
         app.add_exception_handler(kind, expected)
     app.add_exception_handler(ClientGoneError, client_gone)
+    return app
+
+
+def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
+    """Add the prefill worker's own endpoints."""
+
+    async def prefill(request: Request) -> Response:
+        body = await read_message(request, PrefillRequest)
+        reply = await unless_gone(request, worker.prefill(body))
+        return Response(reply.written(), media_type="application/json")
+
+    app.add_route("/prefill", prefill, methods=["POST"])
+
+    @app.delete("/prefill/{request_id}", status_code=204)
+    async def release(request_id: str) -> None:
+        worker.release(request_id)
+
+    return app
+
+
+def decode_app(app: FastAPI, worker: DecodeWorker) -> FastAPI:
+    """Add the decode worker's own endpoint."""
+
+    async def decode(request: Request) -> StreamingResponse:
+        body = await read_message(request, DecodeRequest)
+        generation = await unless_gone(request, worker.decode(body))
+        return LiveStream(generation.lines(), generation, media_type="application/x-ndjson")
+
+    app.add_route("/decode", decode, methods=["POST"])
     return app

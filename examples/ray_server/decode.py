@@ -1,4 +1,4 @@
-"""The decode deployment: `openai_server.decode` in a replica, which also owns the hand-over.
+"""The decode deployment: `disaggregated.decode` in a replica, which also owns the hand-over.
 
 A handle's call goes to any replica, so nobody else could tell the right prefill replica to give blocks back; a runtime
 can. So it is the decode replica that picks a prefill replica, has the prompt computed there while it loads, and tries
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from disaggregated.decode import DecodeWorker
+from disaggregated.failures import EXPECTED_ERRORS
+from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.told import reported
 from openai_server.attempts import AttemptError, Attempts, Prompt, hand_over
-from openai_server.decode import DecodeWorker, Line
-from openai_server.failures import EXPECTED_ERRORS
-from openai_server.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import DecodeMetrics
-from openai_server.worker import reported
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -62,7 +62,7 @@ class Decode:
             async with asking.choose_replica(needs_tokens=len(prompt.token_ids), prefix=prefix, avoid=avoid) as chosen:
                 prefill = _Prefill(self._prefill, chosen)
                 steps = hand_over(
-                    request_id, prompt, [prefill], partial(self._decoding, prefill), self._opened.start_task
+                    request_id, prompt, prefill, partial(self._decoding, prefill), self._opened.start_task
                 )
                 first = await anext(steps)
         async with aclosing(steps):
@@ -71,9 +71,7 @@ class Decode:
                 yield step
 
     @asynccontextmanager
-    async def _decoding(
-        self, prefill: _Prefill, request: DecodeRequest
-    ) -> AsyncIterator[AsyncGenerator[Step | Again, None]]:
+    async def _decoding(self, prefill: _Prefill, request: DecodeRequest) -> AsyncIterator[AsyncGenerator[Step, None]]:
         """Blocks of this replica, and the load into them. What fails there is no prefill replica's fault."""
         try:
             generation = await self._worker.decode(request)
@@ -82,7 +80,7 @@ class Decode:
         async with aclosing(generation):
             yield self._steps(generation.steps(), prefill.name)
 
-    async def _steps(self, steps: AsyncIterator[Line], prefill: str) -> AsyncGenerator[Step | Again, None]:
+    async def _steps(self, steps: AsyncIterator[Step | Failure], prefill: str) -> AsyncGenerator[Step, None]:
         async for step in steps:
             if isinstance(step, Failure):
                 if step.kind is FailureKind.PREFILL_AGAIN:

@@ -6,10 +6,10 @@ import logging
 from collections.abc import AsyncGenerator, Hashable
 from pathlib import Path
 
+from disaggregated.messages import Failure, FailureKind, Step
 from fastapi import FastAPI
 from openai_server.attempts import AttemptError, Attempts, Prompt
 from openai_server.front import Front, RouterHealth, front_app
-from openai_server.messages import Failure, FailureKind, Step
 from openai_server.metrics import RouterMetrics
 from paged_engine.tokenizer import ChatTokenizer
 from ray import serve

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from disaggregated.messages import Failure, FailureKind
 from openai_server.attempts import AttemptError
-from openai_server.messages import Failure, FailureKind
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 

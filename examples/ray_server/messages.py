@@ -1,4 +1,4 @@
-"""What ingress and decode replicas say to each other; the rest is `openai_server.messages`.
+"""What ingress and decode replicas say to each other; the rest is `disaggregated.messages`.
 
 Failures are values: an exception would arrive wrapped, or not at all.
 """
@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 
+from disaggregated.messages import Count, Failure, Message, Seconds, TokenIds
 from openai_server.attempts import Prompt
-from openai_server.messages import Failure, Message, Seconds
 from paged_engine import GREEDY, Sampling
-from pydantic import Field
 
 
-class AnswerRequest(Message):
+class AnswerRequest(Message, frozen=True, kw_only=True):
     """Answer a prompt: a stream of steps, or `Ended` where it ends without."""
 
     request_id: str
-    prompt: list[int] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
-    deadline_s: Seconds = Field(gt=0)
+    prompt: TokenIds
+    max_tokens: Count
+    deadline_s: Seconds
     sampling: Sampling = GREEDY
     avoid: tuple[str, ...] = ()
     """Replicas that have failed this request."""
@@ -46,7 +45,7 @@ class AnswerRequest(Message):
         )
 
 
-class Ended(Message):
+class Ended(Message, frozen=True, kw_only=True):
     """An answer came to nothing."""
 
     failure: Failure

@@ -1,14 +1,14 @@
-"""The prefill deployment: `openai_server.prefill` in a replica."""
+"""The prefill deployment: `disaggregated.prefill` in a replica."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from openai_server.failures import EXPECTED_ERRORS
-from openai_server.messages import Failure, PrefillReply, PrefillRequest
+from disaggregated.failures import EXPECTED_ERRORS
+from disaggregated.messages import Failure, PrefillReply, PrefillRequest
+from disaggregated.prefill import PrefillWorker
+from disaggregated.told import reported
 from openai_server.metrics import PrefillMetrics
-from openai_server.prefill import PrefillWorker
-from openai_server.worker import reported
 from ray import serve
 
 from ray_server.replica import Replica

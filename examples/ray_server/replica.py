@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from disaggregated.groups import LayerGroups
 from disaggregated.keeper import StartTask, background_tasks
 from openai_server.metrics import WorkerMetrics
 from openai_server.worker import introduction_of, open_engine
@@ -17,7 +18,6 @@ from paged_engine import Engine
 from paged_engine.weights import MODEL_NAME
 from prometheus_client import generate_latest
 
-import kvflow
 from kvflow.ray import Lifetime, RayMetrics, ReplicaRuntime
 
 MetricsT = TypeVar("MetricsT", bound=WorkerMetrics)
@@ -43,9 +43,9 @@ class Opened(Generic[MetricsT]):
 class Replica(Generic[MetricsT]):
     """One replica's engine and runtime, from `open` to `close`."""
 
-    def __init__(self, checkpoint: str, make_metrics: Callable[..., MetricsT]) -> None:
+    def __init__(self, checkpoint: str, metrics_kind: type[MetricsT]) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
-        self._lifetime = Lifetime(_opened(Path(checkpoint), make_metrics), "replica")
+        self._lifetime = Lifetime(_opened(Path(checkpoint), metrics_kind), "replica")
         self._opened: Opened[MetricsT] | None = None
 
     async def open(self) -> Opened[MetricsT]:
@@ -82,19 +82,16 @@ class Replica(Generic[MetricsT]):
 
 
 @asynccontextmanager
-async def _opened(checkpoint: Path, make_metrics: Callable[..., MetricsT]) -> AsyncIterator[Opened[MetricsT]]:
+async def _opened(checkpoint: Path, metrics_kind: type[MetricsT]) -> AsyncIterator[Opened[MetricsT]]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     shown = RayMetrics()
     replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown])
     async with open_engine(replica.place.engine_id, checkpoint) as engine:
-        metrics = make_metrics(
-            blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
-        )
+        metrics = metrics_kind.of(engine)
         with replica.runtime.observed_by(metrics.kvflow):
             async with replica, background_tasks() as start_task:
-                layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
-                await replica.runtime.register_kv_caches(engine.kv_caches, layout)
+                await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
                 start_task(shown.watch(replica.runtime), "metrics")
                 yield Opened(
                     engine=engine,

@@ -1,4 +1,4 @@
-"""What `kvflow bench` measures, as scenarios on one harness.
+"""The scenarios of `kvflow bench`, on one harness.
 
 scenario  the harness: ranks are started, take turns, and a judge looks at the samples
 child     a rank's process, and the one request and reply across its pipe

@@ -47,7 +47,7 @@ class WrongBytes(RuntimeError):
 
 
 class Order(enum.StrEnum):
-    """How tokens and heads lie inside a block."""
+    """The order of tokens and heads inside a block."""
 
     HND = "HND"
     NHD = "NHD"
@@ -112,8 +112,8 @@ class CacheShape:
         return self
 
 
-class PatternCache:
-    """What a rank sees in its memory: arrays [K or V, block, head, token, word], one a layer, whatever lies where."""
+class BenchCache:
+    """The cache of a rank, as arrays [K or V, block, head, token, word], one a layer, whatever lies where."""
 
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
         """Empty, in memory of its own or that of others who do not load at the same time.

@@ -42,7 +42,7 @@ class BenchError(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """What went wrong, of a child's whole traceback."""
+        """The last line of a child's traceback."""
         return str(self).strip().splitlines()[-1]
 
 
@@ -169,7 +169,7 @@ def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Ite
         yield children
 
 
-class Caller:
+class ChildCaller:
     """A rank that calls functions of modules, also those that wait."""
 
     async def call(self, function: Callable[..., Any], *arguments: object) -> Any:
@@ -178,14 +178,14 @@ class Caller:
 
 
 @contextlib.asynccontextmanager
-async def open_caller() -> AsyncIterator[Caller]:
-    yield Caller()
+async def open_caller() -> AsyncIterator[ChildCaller]:
+    yield ChildCaller()
 
 
 def call_in_child(name: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """What a function returns in a process of its own; BenchError if it raises, or ends the process."""
+    """Call a function in a process of its own; BenchError if it raises, or ends the process."""
     with open_children([RankProcess(name, open_caller)], QUIET) as children:
-        return children[name].run(Caller.call, function, *arguments)
+        return children[name].run(ChildCaller.call, function, *arguments)
 
 
 def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environment: Environment) -> None:

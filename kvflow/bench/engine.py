@@ -11,9 +11,9 @@ from functools import partial
 from typing import NamedTuple
 
 import kvflow
-from kvflow.bench.cache import CacheShape, PatternCache, allocate
+from kvflow.bench.cache import BenchCache, CacheShape, allocate
 from kvflow.bench.child import Child, Environment, RankProcess, open_children
-from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
+from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
 
 _LEASE_TTL_S = 600.0
 _LOAD_DEADLINE_S = 120.0
@@ -31,7 +31,7 @@ def config_of(engine_id: str, backend: str = "UCX") -> kvflow.Config:
 
 
 @contextlib.asynccontextmanager
-async def open_runtime(config: kvflow.Config, cache: PatternCache) -> AsyncIterator[kvflow.Runtime]:
+async def open_runtime(config: kvflow.Config, cache: BenchCache) -> AsyncIterator[kvflow.Runtime]:
     """A runtime with the cache registered."""
     kv_caches, shape = cache.tensors(), cache.shape
     layout = kvflow.CacheLayout.infer(
@@ -46,7 +46,7 @@ async def open_runtime(config: kvflow.Config, cache: PatternCache) -> AsyncItera
 async def open_producer(
     config: kvflow.Config, shape: CacheShape, device: str | None = None
 ) -> AsyncIterator[EngineProducer]:
-    cache = PatternCache(shape, device=device)
+    cache = BenchCache(shape, device=device)
     cache.fill()
     async with open_runtime(config, cache) as runtime:
         producer = EngineProducer(runtime, shape.block_size)
@@ -62,8 +62,8 @@ class EngineProducer:
         self._block_size = block_size
         self._leases: list[kvflow.Lease] = []
 
-    async def address(self) -> PeerAddress:
-        return PeerAddress()
+    async def address(self) -> AgentAddress:
+        return AgentAddress()
 
     async def offer(self, loads: Sequence[PlannedLoad]) -> list[Ticket]:
         """Open a lease for each load."""
@@ -109,7 +109,7 @@ async def open_consumers(
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for config, shape in ranks:
-            cache = PatternCache(shape, memory, device)
+            cache = BenchCache(shape, memory, device)
             found.append((await stack.enter_async_context(open_runtime(config, cache)), cache))
         yield Consumers(found)
 
@@ -120,7 +120,7 @@ class Consumers:
     The rank that most cases have is one runtime, which talks to all of their producers.
     """
 
-    def __init__(self, ranks: Sequence[tuple[kvflow.Runtime, PatternCache]]) -> None:
+    def __init__(self, ranks: Sequence[tuple[kvflow.Runtime, BenchCache]]) -> None:
         self._ranks = ranks
 
     async def poison(self, rank: int, load: PlannedLoad, layers: Sequence[int]) -> None:
@@ -137,13 +137,13 @@ class Consumers:
         return LoadResult(time.perf_counter() - start, report.bytes, report.descriptors)
 
     async def check(self, rank: int, load: PlannedLoad, remote_block_size: int, layers: Sequence[int]) -> int:
-        """How many bytes were compared."""
+        """Compare what was loaded; the bytes that were compared."""
         cache = self._ranks[rank][1]
         return cache.check(load.local_ids, load.remote_ids, remote_block_size=remote_block_size, layers=layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class RankPair:
     """A producer and a consumer of one shape, in processes of their own."""
 
     producer: Child
@@ -173,7 +173,7 @@ def pair_ranks(shape: CacheShape, device: str | None = None) -> tuple[RankProces
 
 
 @contextlib.contextmanager
-def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[Pair]:
+def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[RankPair]:
     """Both run inside the block. Caches are in host memory, or on a device."""
     with open_children(pair_ranks(shape, device), environment) as children:
-        yield Pair(producer=children["producer"], consumer=children["consumer"], shape=shape)
+        yield RankPair(producer=children["producer"], consumer=children["consumer"], shape=shape)

@@ -1,4 +1,4 @@
-"""What one-block loads wait for while huge loads run beside them.
+"""Waits of one-block loads while huge loads run beside them.
 
 A round measures everything once, and a ratio is always within a round, so what else the machine does counts on both
 sides of it. Small loads come one after the other with random pauses, so that they meet a huge load's slices at any
@@ -19,17 +19,17 @@ from itertools import chain, islice
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import kvflow
-from kvflow.bench.cache import CacheShape, PatternCache, compared
+from kvflow.bench.cache import BenchCache, CacheShape, compared
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket, scattered, share_out
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread, at_most, percentile
 from kvflow.config import config_on
 
 READER = config_on(config_of("fairness-reader"), "cpu")
 DELAY_SLICES_MAX = float(READER.limits.slices_in_flight_max)
-"""What one other load has in flight at most; where small reads can go first (shared memory) it is one slice."""
+"""Bytes that one other load has in flight at most; where small reads can go first (shared memory) it is one slice."""
 
 _LAYERS = 8
 _SLICE_LOADS = 3
@@ -46,7 +46,7 @@ Job: TypeAlias = Callable[[], Coroutine[Any, Any, float]]
 
 
 class Round(NamedTuple):
-    """How long each load took: one block while nothing else ran, one slice, huge, one block behind the huge ones."""
+    """Seconds of each load: one block while nothing else ran, one slice, huge, one block behind the huge ones."""
 
     alone_s: Sequence[float]
     slice_s: Sequence[float]
@@ -54,7 +54,7 @@ class Round(NamedTuple):
     behind_s: Sequence[float]
 
     def delay(self, percent: float) -> float:
-        """How much longer small loads took behind huge ones, in times of one slice."""
+        """Delay of small loads behind huge ones, in times of one slice."""
         more_s = percentile(self.behind_s, percent) - percentile(self.alone_s, percent)
         return more_s / statistics.median(self.slice_s)
 
@@ -69,7 +69,7 @@ class LoadTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delay:
-    """How much longer small loads took behind huge ones, in times of one slice.
+    """Measure the delay of small loads behind huge ones, in times of one slice.
 
     The percentile of those behind, less the same one of those alone: medians over the rounds of the ratio within each.
     """
@@ -82,7 +82,7 @@ class Delay:
 class Fairness:
     """Measure how long one-block loads take alone, and while huge loads run beside them."""
 
-    transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
+    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     size: Annotated[int, "MB (2**20 bytes) of a huge load."] = 1024
     huge_loads: Annotated[int, "How many huge loads run at once."] = 1
     rounds: Annotated[int, "Rounds; each measures everything once."] = 9
@@ -166,7 +166,7 @@ def summarize(rounds: Sequence[Round]) -> tuple[list[LoadTimes], Delay]:
 
 @contextlib.asynccontextmanager
 async def open_reader(shape: CacheShape) -> AsyncIterator[FairnessReader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     async with open_runtime(READER, cache) as runtime:
         yield FairnessReader(runtime, cache)
 
@@ -174,7 +174,7 @@ async def open_reader(shape: CacheShape) -> AsyncIterator[FairnessReader]:
 class FairnessReader:
     """Does the loads of a round."""
 
-    def __init__(self, runtime: kvflow.Runtime, cache: PatternCache) -> None:
+    def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime
         self._cache = cache
 

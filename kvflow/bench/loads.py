@@ -21,14 +21,14 @@ class SettingsError(ValueError):
     """Options that cannot be measured; the message names the option and both values."""
 
 
-class Transport(enum.StrEnum):
+class Fabric(enum.StrEnum):
     SHM = "shm"
     TCP = "tcp"
 
     @property
     def environment(self) -> Mapping[str, str | None]:
-        """What a child's environment has to say for its bytes to go this way, whatever the caller has set."""
-        return {**QUIET, "UCX_TLS": "tcp" if self is Transport.TCP else None}
+        """Variables of a child's environment for its bytes to go this way, whatever the caller has set."""
+        return {**QUIET, "UCX_TLS": "tcp" if self is Fabric.TCP else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class PlannedLoad:
     remote_ids: tuple[int, ...]
 
 
-class PeerAddress(NamedTuple):
-    """What a reader has to know of a producer before it loads; nothing where tickets say where to go."""
+class AgentAddress(NamedTuple):
+    """The address of a producer for a reader, before it loads; nothing where tickets say where to go."""
 
     agent: str = ""
     metadata: bytes = b""

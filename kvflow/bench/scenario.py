@@ -23,7 +23,7 @@ SampleT = TypeVar("SampleT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What some children do while the others rest. What `run` returns is a sample, kept under `key`.
+    """The work of some children while the others rest. What `run` returns is a sample, kept under `key`.
 
     `note` is told the user, of turns in a row that have the same one once.
     """
@@ -45,7 +45,7 @@ class RankSet:
 
 
 class Samples:
-    """What turns returned, in their order."""
+    """Samples that turns returned, in their order."""
 
     def __init__(self) -> None:
         self._all: list[tuple[Hashable, object]] = []
@@ -64,7 +64,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a judge makes of the samples: tables by name, which the legend explains. Fields without repr stay hidden."""
+    """The results of a judge: tables by name, which the legend explains. Fields without repr stay hidden."""
 
     results: Mapping[str, Sequence[Any]]
     legend: str
@@ -72,7 +72,7 @@ class Outcome:
 
 
 class Scenario(Protocol):
-    """What is measured: a dataclass whose fields are the options of its command, and its docstring the help.
+    """A measurement: a dataclass whose fields are the options of its command, and its docstring the help.
 
     A field is annotated with its type, its help and, if that is not 1 or 0.1, the least that it may be.
     """
@@ -112,7 +112,7 @@ def interleaved(contenders: Sequence[ContenderT], rounds: Iterable[int]) -> Iter
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """What a number depends on besides the code. The load is taken before we add our own."""
+    """The machine and versions that numbers depend on. The load is taken before we add our own."""
     return {
         "cpus": os.cpu_count() or 0,
         "load_average_1m": os.getloadavg()[0],

@@ -1,4 +1,4 @@
-"""What kvflow promises about speed, as rows that say whether a run kept it. Pure; nothing is raised for a miss.
+"""Promises of kvflow about speed, as rows that say whether a run kept it. Pure; nothing is raised for a miss.
 
 A percentile here is a sample that was really measured (nearest rank); below 100 samples the p99 is their maximum. The
 p50 of a `Spread` is the median.
@@ -31,7 +31,7 @@ class TargetRow:
 
 
 Values = Sequence[tuple[float, str]]
-"""What was measured, and where."""
+"""Measurements, and where they were made."""
 
 
 def at_least(target: str, bound: float, values: Values) -> TargetRow:
@@ -52,7 +52,7 @@ def _row(target: str, need: str, worst: tuple[float, str] | None, holds: Callabl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """What samples of one kind come to, in their unit."""
+    """Summary of samples of one kind, in their unit."""
 
     samples: int
     min: float

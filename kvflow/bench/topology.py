@@ -20,7 +20,7 @@ import kvflow
 from kvflow.bench.cache import CacheShape, Order
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import Consumers, EngineProducer, LoadResult, config_of, open_consumers, open_producer
-from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Transport, scattered
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
 
@@ -63,7 +63,7 @@ class Cut:
 
     @property
     def engine_id(self) -> str:
-        """The same for all ranks of an engine."""
+        """Name of the engine, equal for all of its ranks."""
         extras = f"{'-staged' if self.staged else ''}{'' if self.scratch else '-direct'}"
         return f"tp{self.tp_size}-{self.order.lower()}{self.block_size}{extras}"
 
@@ -74,7 +74,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one row measures: `consumer` loads from `producers`, ranks of one engine, all that it needs."""
+    """A row to measure: `consumer` loads from `producers`, ranks of one engine, all that it needs."""
 
     label: str
     consumer: Cut
@@ -82,14 +82,14 @@ class Case:
 
     @property
     def is_head_slice(self) -> bool:
-        """Whether some heads of each HND block are read, and nothing else differs."""
+        """True if some heads of each HND block are read, and nothing else differs."""
         ours, theirs = self.consumer, self.producers[0]
         alike = (ours.order, ours.block_size) == (theirs.order, theirs.block_size)
         return alike and ours.order is Order.HND and ours.kv_heads < theirs.kv_heads
 
     @property
     def is_all(self) -> bool:
-        """Whether this consumer is all that its producers wait for, so that its load ends their leases."""
+        """True if this consumer is all that its producers wait for, so that its load ends their leases."""
         return self.consumer.tp_size <= self.producers[0].tp_size
 
 
@@ -141,14 +141,14 @@ class CaseResult:
 class Topology:
     """Compare what loads cost between engines that cut the cache differently: TP, NHD and HND, block sizes, staging."""
 
-    transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
+    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     size: Annotated[int, "MB (2**20 bytes) that a load brings a rank with 8 heads."] = 64
     rounds: Annotated[int, "Loads of each case; the cases take turns."] = 15
     layers: Annotated[int, "Layers of the imaginary model."] = 32
 
     @property
     def tokens(self) -> int:
-        """Of one load."""
+        """Tokens of one load."""
         unit_bytes = _RANK.shape(layers=self.layers, tokens=UNIT_TOKENS).size_bytes
         units, rest = divmod(self.size * MIB, unit_bytes)
         if rest or not units:
@@ -167,7 +167,7 @@ class Topology:
         return cut.shape(layers=self.layers, tokens=self.pool_tokens)
 
     def useful_bytes(self, cut: Cut) -> int:
-        """What a load moves into this rank."""
+        """Bytes that a load moves into this rank."""
         return cut.shape(layers=self.layers, tokens=self.tokens).size_bytes
 
     def sets(self) -> Sequence[RankSet]:

@@ -1,4 +1,4 @@
-"""What UCX itself says of the way that bytes take: the tables that UCX_PROTO_INFO=y makes it log.
+"""UCX's own words on the way that bytes take: the tables that UCX_PROTO_INFO=y makes it log.
 
 For every kind of operation on a connection UCX logs which range of sizes goes which way, such as
 
@@ -30,7 +30,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class ReadPath(NamedTuple):
-    """How reads of some size are done, and over what, in UCX's words."""
+    """The way of reads of some size, in UCX's words."""
 
     how: str
     over: str

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvflow.bench.child import BenchError
-from kvflow.bench.loads import Transport
+from kvflow.bench.loads import Fabric
 from kvflow.cli.bench import bench, told
 from kvflow.cli.flags import PlainTyper
 from kvflow.cli.selftest import BLOCKS_MAX, hand_over
@@ -71,7 +71,7 @@ def new(
 @app.command()
 def selftest(
     blocks: Annotated[int, typer.Option(min=1, max=BLOCKS_MAX, help="How many blocks of 16 tokens.")] = 32,
-    transport: Annotated[Transport, typer.Option(help="What NIXL moves it over.")] = Transport.SHM,
+    transport: Annotated[Fabric, typer.Option(help="What NIXL moves it over.")] = Fabric.SHM,
 ) -> None:
     """Hand a prompt's blocks over between two processes, over NIXL and without a model, and compare every byte."""
     with told("selftest", BenchError):

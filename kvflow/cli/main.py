@@ -6,36 +6,29 @@ sentence instead of a traceback.
 
 from __future__ import annotations
 
-import re
-import shlex
 import sys
-from importlib.metadata import requires
 from importlib.util import find_spec
 
 from kvflow.doctor.version import version_lines
+from kvflow.extras import install_line
 
-_EXTRA_MODULES = ("typer", "rich")
-
-
-def missing_modules() -> tuple[str, ...]:
-    """Modules of the extra that are not installed."""
-    return tuple(name for name in _EXTRA_MODULES if find_spec(name) is None)
+_MODULES = ("typer", "rich")
+_MODULES_OF = {"top": ("prometheus_client",)}
+"""More of the extra, which one command alone needs."""
 
 
-def install_line() -> str:
-    """Of the extra's own packages: kvflow itself may have come from a checkout, and be on no index."""
-    needed = [one.partition(";") for one in requires("kvflow") or ()]
-    names = [name.strip() for name, _, mark in needed if re.search(r"""extra == ['"]cli['"]""", mark)]
-    return f"pip install {shlex.join(names)}"
+def missing_modules(command: str = "") -> tuple[str, ...]:
+    """Modules of the extra that are not installed, and that a command needs."""
+    return tuple(name for name in (*_MODULES, *_MODULES_OF.get(command, ())) if find_spec(name) is None)
 
 
 def main() -> None:
     if sys.argv[1:] == ["--version"]:  # needs no extra
         print(version_lines())
         return
-    missing = missing_modules()
+    missing = missing_modules("".join(sys.argv[1:2]))
     if missing:
-        sys.exit(f"kvflow: the command line needs {' and '.join(missing)}; install them with: {install_line()}")
+        sys.exit(f"kvflow: the command line needs {' and '.join(missing)}; install it with: {install_line('cli')}")
     from kvflow.cli.app import app
 
     app()

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.engine import Consumers, EngineProducer, open_pair
-from kvflow.bench.loads import PlannedLoad, Transport, scattered
+from kvflow.bench.loads import Fabric, PlannedLoad, scattered
 
 BLOCKS_MAX = 128
 _SHAPE = CacheShape(layers=8, blocks=BLOCKS_MAX, kv_heads=4, head_size=64)
 
 
-def hand_over(blocks: int, transport: Transport, console: Console) -> None:
+def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
     """Start both engines, hand the blocks of one prompt over, report. BenchError if bytes differ, or anything fails."""
     theirs, ours = (scattered(side, BLOCKS_MAX, blocks) for side in ("prefill", "decode"))
     load = PlannedLoad(request_id="selftest-1", local_ids=ours, remote_ids=theirs)

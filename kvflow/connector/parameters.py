@@ -57,8 +57,14 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The parameters of a request whose prompt several engines have computed, or are to: the load reads from the first,
     and from the next one if that fails, has ended, or is late.
 
-    Each is what an engine has answered, or `Ticket.to_params()`, the best first. RequestError if there is none, or one
-    is no dict of a ticket.
+    Args:
+        params: what each engine has answered, or `Ticket.to_params()`, the best first.
+
+    Returns:
+        Parameters for the decode engine's request.
+
+    Raises:
+        RequestError: there is none, there are too many, or one is no dict of a ticket.
     """
     if not 0 < len(params) <= 1 + _OTHERS_MAX:
         raise RequestError(f"params_of_several: {len(params)} tickets, expected 1 to {1 + _OTHERS_MAX}")

@@ -60,7 +60,15 @@ from kvflow.core.protocol.prompts import check_alike, check_prompt, prompt_diges
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
 
-__all__ = ["ConnectorScheduler", "EngineRequest", "Finished", "Matched", "Scheduled", "SchedulingConfig", "Sharing"]
+__all__ = [
+    "ConnectorScheduler",
+    "EngineRequest",
+    "Finished",
+    "Matched",
+    "Scheduled",
+    "SchedulingConfig",
+    "Sharing",
+]
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
@@ -259,7 +267,7 @@ class _Producer:
     state: ProducerState = ProducerState.COMPUTING
 
 
-class _Group(NamedTuple):
+class PagedGroup(NamedTuple):
     """A group of layers: its facts as registered, and how many of its blocks are one of the engine's."""
 
     facts: GroupFacts
@@ -281,13 +289,13 @@ class _Group(NamedTuple):
         return tuple(ids[at // split] * split + at % split for at in span if at // split < len(ids))
 
 
-def _registered(facts: GroupFacts, block_size: int) -> _Group:
+def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
     """An engine's group with the block size that its ranks have registered."""
     split, rest = divmod(facts.block_size, max(block_size, 1))
     if rest or not split:
         what = f"group {facts.name!r}: blocks of {facts.block_size} tokens"
         raise ConfigError(f"{what}, the ranks have registered blocks of {block_size}: they do not divide them")
-    return _Group(msgspec.structs.replace(facts, block_size=block_size), split)
+    return PagedGroup(msgspec.structs.replace(facts, block_size=block_size), split)
 
 
 class ConnectorScheduler:
@@ -306,7 +314,7 @@ class ConnectorScheduler:
         self._dialect = dialect
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
-        self._groups = tuple(_Group(facts) for facts in config.all_groups)
+        self._groups = tuple(PagedGroup(facts) for facts in config.all_groups)
         self._consumers: dict[str, _Consumer] = {}
         self._producers: dict[str, _Producer] = {}
         self._used: OrderedDict[tuple[str, str], _Use] = OrderedDict()
@@ -325,6 +333,17 @@ class ConnectorScheduler:
     def _all_stays(self) -> bool:
         """Whether a prompt's blocks stay what they are while its request goes on."""
         return all(group.facts.whole for group in self._groups)
+
+    def takes(self, params: Mapping[str, Any]) -> bool:
+        """Tell whether a request is to come from a prefill engine.
+
+        Args:
+            params: its `kv_transfer_params`.
+
+        Returns:
+            True if they are a ticket, and this engine consumes.
+        """
+        return self._config.takes(params)
 
     def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
         """Where a request is in its life.
@@ -365,7 +384,7 @@ class ConnectorScheduler:
         sizes = [group.block_size for group in ticket.groups] or [ticket.block_size]
         if len(sizes) != len(self._groups):
             raise ConfigError(f"groups: {len(self._groups)} here, the ranks have registered {len(sizes)}")
-        self._groups = tuple(map(_registered, self._config.all_groups, sizes))
+        self._groups = tuple(map(registered, self._config.all_groups, sizes))
         self._introduction, self._next.introduce = ticket, False
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
@@ -411,6 +430,33 @@ class ConnectorScheduler:
                 prompt=request.prompt_token_ids,
                 serve_id=rendezvous_in(params),
             )
+
+    def adopt(self, request_id: str, ticket: Ticket) -> None:
+        """Give a prefix that a peer offers to a request that has come without a ticket, or as a producer.
+
+        Args:
+            request_id: of a request that has no blocks yet.
+            ticket: what the peer offers of its prompt, leased.
+
+        Raises:
+            UsageError: the request has a ticket already.
+        """
+        if request_id in self._consumers:
+            raise UsageError(f"request {request_id!r}: it has a ticket already")
+        use = _Use(shared=False)
+        consumer = _Consumer(request_id=request_id, ticket=ticket, use=use, offered_tokens=ticket.num_tokens)
+        use.readers.append(consumer)
+        self._consumers[request_id] = consumer
+        self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
+
+    def give_back(self, request_id: str, ticket: Ticket) -> None:
+        """Give back what a peer offers to a request that has ended: its blocks are the peer's again at once.
+
+        Args:
+            request_id: of the request.
+            ticket: what was offered.
+        """
+        self._next.release.append(Release(request_id=request_id, ticket=ticket))
 
     def _others(self, params: Mapping[str, Any], ticket: Ticket, request_id: str) -> tuple[Ticket, ...]:
         """Further tickets of the same prompt. RequestError for what is none; PromptMismatch if one is of another."""
@@ -588,12 +634,14 @@ class ConnectorScheduler:
         Raises:
             UsageError: there are not as many tables as groups.
         """
+        finished = Finished(False, None)
         if request_id in self._consumers:
-            return self._consumer_finished(self._consumers[request_id])
-        if request_id in self._producers:
+            finished = self._consumer_finished(self._consumers[request_id])
+        if request_id in self._producers:  # maybe with a prefix that a peer has offered
             request = self._producers[request_id]
-            return self._producer_finished(request, completed and self._has_prompt(request, block_ids))
-        return Finished(False, None)
+            holds, params = self._producer_finished(request, completed and self._has_prompt(request, block_ids))
+            finished = Finished(holds or finished.hold_blocks, params)
+        return finished
 
     def forget_ranks(self) -> None:
         """The ranks are about to register their caches anew, as after a sleep: tickets of before name ranks of before.

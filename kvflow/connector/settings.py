@@ -34,6 +34,9 @@ def checked_fields(given: Mapping[str, Any], kind: type, *, where: str) -> dict[
 
 
 def _checked(value: Any, wanted: Any, where: str) -> Any:
+    of = typing.get_args(wanted)[0] if typing.get_origin(wanted) is tuple else None
+    if isinstance(of, type) and is_dataclass(of) and isinstance(value, list | tuple):
+        return tuple(_checked(one, of, f"{where}: {nth}") for nth, one in enumerate(value))
     nested = isinstance(wanted, type) and is_dataclass(wanted)
     try:
         given = msgspec.convert(value, dict[str, Any] if nested else wanted)
@@ -42,7 +45,10 @@ def _checked(value: Any, wanted: Any, where: str) -> Any:
     if not nested:
         return given
     check_known(given, _json_types(wanted), where=where)
-    return wanted(**checked_fields(given, wanted, where=where))
+    try:
+        return wanted(**checked_fields(given, wanted, where=where))
+    except TypeError as error:  # a field without a default
+        raise ConfigError(f"{where}: {error}") from error
 
 
 @lru_cache(maxsize=16)

@@ -1,7 +1,7 @@
 """The step that an engine's scheduler hands its workers: messages that any executor can carry.
 
 A `Step` is made by `connector.scheduler` and carried out by each worker. The workers tell the engine which requests
-have been received and sent; nothing else comes back.
+have been received and sent, and one of them what peers have answered (`Found`); nothing else comes back.
 """
 
 from __future__ import annotations
@@ -92,8 +92,46 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     """Whether no other request does; else nobody is told."""
 
 
+class Shelved(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that hold more of a prompt once this step has been computed, for peers that ask for its prefix."""
+
+    parent: bytes
+    """The key of the block before the first one; empty at the beginning of a prompt."""
+    keys: tuple[bytes, ...]
+    """The key of each block, in prompt order."""
+    block_tables: BlockTables
+    """The block of each key, for each group; `NO_BLOCK` where the group has none."""
+
+
+NO_BLOCK = -1
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask peers for a prompt's prefix, and report what they offer; the request waits for that."""
+
+    request_id: str
+    keys: tuple[bytes, ...]
+    key_tokens: int
+    cached_tokens: int
+    peers: tuple[str, ...]
+    """Addresses, one of each engine."""
+    hinted: bool = False
+    """Whether those are asked as well that are known, by their KV events, to have some of it."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a `Question`."""
+
+    request_id: str
+    ticket: Ticket | None
+    """What a peer offers, leased; None if nobody has anything that is worth its load."""
+
+
 class Step(msgspec.Struct, kw_only=True):
     """One step's work, in the order in which a worker has to begin it."""
+
+    reused: tuple[int, ...] = ()
+    """Blocks that will hold something else from this step on: no peer may read there what was."""
 
     send: list[Send] = []
     keep: list[Keep] = []
@@ -108,5 +146,7 @@ class Step(msgspec.Struct, kw_only=True):
     save: list[Save] = []
     grow: list[Grow] = []
     release: list[Release] = []
+    shelved: list[Shelved] = []
+    questions: list[Question] = []
     introduce: bool = False
     """Whether each worker has to say anew who it is (`ConnectorWorker.introduction`): its cache may be another one."""

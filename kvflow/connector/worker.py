@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.parameters import name_of
-from kvflow.connector.step import BlockTables, Grow, Keep, Receive, Save, Step
+from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
+from kvflow.connector.scheduler import PagedGroup
+from kvflow.connector.shelf import PagedShelf
+from kvflow.connector.step import BlockTables, Found, Grow, Keep, Question, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.prefix.sharing import SharedPrefixes
+from kvflow.runtime.prefix.shelf import Run
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.runtime import Runtime
 
-__all__ = ["ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]
+__all__ = ["Answered", "ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]
 
 logger = logger_of(__name__)
 
@@ -58,7 +63,16 @@ class OfferEnded:
     sent: bool
 
 
-Happening: TypeAlias = Loaded | LoadFailed | OfferEnded
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Peers have been asked for a prefix."""
+
+    found: Found
+    outcome: PrefixOutcome
+    total_s: float
+
+
+Happening: TypeAlias = Loaded | LoadFailed | OfferEnded | Answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +83,8 @@ class Results:
     """Loads that have ended, those that failed included."""
     failed: Mapping[str, LoadFailed]
     sent: frozenset[str]
+    found: tuple[Found, ...]
+    """What peers have answered."""
     happenings: tuple[Happening, ...]
     """All of it, in order: for metrics and logs."""
 
@@ -78,12 +94,16 @@ class ConnectorWorker:
 
     Args:
         runtime: the rank's, open.
+        peers: how peers are asked for prefixes.
     """
 
-    def __init__(self, runtime: BlockingRuntime) -> None:
+    def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
         self._runtime = runtime
         self._happened: deque[Happening] = deque()
-        self._courier = _Courier(self._happened)
+        self._courier = _Courier(self._happened, peers or PrefixPeers())
+        self._shelf: PagedShelf | None = None
+        self._shared: dict[str, int] = {}
+        """What `shared` has told."""
 
     def introduction(self) -> Ticket:
         """Who this rank is, for `ConnectorScheduler.introduce`.
@@ -96,23 +116,76 @@ class ConnectorWorker:
         """
         return self._runtime.serve_blocks(ServeRequest("introduction", block_ids={}, num_tokens=0)).ticket
 
-    def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
-        """Start a step's work; returns at once.
+    def share(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
+        """Let peers read prefixes out of the cache that is registered, as `Step.shelved` tells of it.
 
-        A step that recalls what flows (`Step.recall`) waits here until no read of it can succeed any more, some
-        Limits.seal_hold_s. The events are for a device that computes after it was told to.
+        Args:
+            groups: those of the cache.
+            block_tokens: the engine's block size.
+
+        Raises:
+            UsageError: this registration is shared already.
+            RuntimeUnavailable: no cache is registered.
+        """
+        shelf, self._shared = PagedShelf(groups, block_tokens), {}
+        self._shelf = shelf
+        self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
+
+    def meet(self, *, follows: bool) -> None:
+        """Connect to the peers that are known, from now on and without waiting for it; once a cache is registered.
+
+        Args:
+            follows: whether KV events are followed as well, as the rank does that asks.
+        """
+        self._runtime.start(lambda runtime: self._courier.meet(runtime, follows))
+
+    def shared(self) -> Iterator[str]:
+        """Tell what has become of peers' questions since the last call.
+
+        Returns:
+            A word for each, which is a field of `SharingStatistics`.
+        """
+        if self._courier.sharing is not None:
+            now = asdict(self._courier.sharing.statistics)
+            for what in ("found", "missed", "busy", "failed", "reclaimed"):
+                yield from [what] * (now[what] - self._shared.get(what, 0))
+            self._shared = now
+
+    def prepare(self, step: Step) -> None:
+        """Do what has to be done before anything of a step may compute, or write into a block.
+
+        Returns at once, but where somebody may be reading what the step will write: leases of prefixes end within a
+        turn of the loop, and a step that recalls what flows (`Step.recall`) waits here until no read of it can succeed
+        any more, some Limits.seal_hold_s.
 
         Args:
             step: what `ConnectorScheduler.build_step` has given.
-            ready: happens once what is saved is there. Without it that is there now.
+
+        Raises:
+            RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
+            TimeoutError: a lease has not ended within 60 s.
+        """
+        runs = self._shelf.take(step.reused) if self._shelf is not None and step.reused else []
+        if step.recall or runs:
+            self._runtime.start(lambda _: self._courier.recall(step, runs)).result(_RECALL_S)
+        if step.questions:
+            self._runtime.start(lambda runtime: self._courier.ask(runtime, step.questions))
+
+    def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
+        """Start a step's work, once it has been prepared (`prepare`); returns at once.
+
+        The events are for a device that computes after it was told to.
+
+        Args:
+            step: what `ConnectorScheduler.build_step` has given.
+            ready: happens once what is saved, and what is shelved, is there. Without it that is there now.
             after: happens once what is received may be written; recorded before the step's own work.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
-            TimeoutError: what flows was not recalled within 60 s.
         """
-        if step.recall:
-            self._runtime.start(lambda _: self._courier.recall(step)).result(_RECALL_S)
+        if step.shelved and self._shelf is not None:
+            self._shelf.add(step.shelved, ready)
         if step != _NOTHING:
             self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
 
@@ -132,11 +205,16 @@ class ConnectorWorker:
         loaded = {entry.request_id for entry in happened if isinstance(entry, Loaded)}
         sent = {entry.request_id for entry in happened if isinstance(entry, OfferEnded) and entry.sent}
         return Results(
-            received=frozenset(loaded | failed.keys()), failed=failed, sent=frozenset(sent), happenings=happened
+            received=frozenset(loaded | failed.keys()),
+            failed=failed,
+            sent=frozenset(sent),
+            found=tuple(entry.found for entry in happened if isinstance(entry, Answered)),
+            happenings=happened,
         )
 
 
 _NOTHING = Step()
+_ANY_NUMBER = 1 << 31  # of blocks: nothing is pinned for a run
 _RECALLED = "its prompt was preempted"
 _BROKEN_OFF = "its request has ended"
 _RECALL_S = 60.0  # it takes as long as the hold, and a copy that has begun
@@ -175,6 +253,10 @@ class _Courier:
     """Lives on the loop: the loads and leases of the engine's requests."""
 
     happened: deque[Happening]
+    peers: PrefixPeers
+    sharing: SharedPrefixes | None = None
+    shelf: PagedShelf | None = None
+    """What is shared with peers."""
     kept: dict[str, ExitStack] = field(default_factory=dict)
     """What the tickets of requests that wait for blocks, or load, keep open."""
     loads: dict[str, asyncio.Task[LoadReport]] = field(default_factory=dict)
@@ -213,9 +295,37 @@ class _Courier:
         for grow in step.grow:
             self._grow(grow, events.ready)
 
-    async def recall(self, step: Step) -> None:
-        """End leases that grow, and return when no read of them can succeed any more."""
-        ended, sent = [], {send.request_id for send in step.send}
+    async def share(self, runtime: Runtime, shelf: PagedShelf) -> None:
+        """What was shared before has ended with its registration."""
+        self.sharing, self.shelf = runtime.share(shelf, pinned_blocks_max=_ANY_NUMBER), shelf
+
+    async def meet(self, runtime: Runtime, follows: bool) -> None:
+        """Connect to peers, and follow their events, in the background."""
+        self._spawn(self.peers.greet(runtime))
+        if follows and self.peers.events:
+            self._spawn(self.peers.follow())
+
+    async def ask(self, runtime: Runtime, questions: Sequence[Question]) -> None:
+        """Ask peers for prefixes, each question by itself."""
+        for question in questions:
+            self._spawn(self._ask(runtime, question))
+
+    async def _ask(self, runtime: Runtime, question: Question) -> None:
+        begun_s = asyncio.get_running_loop().time()
+        outcome, offered = await self.peers.ask(runtime, question)
+        took_s = asyncio.get_running_loop().time() - begun_s
+        best = offered.pop(0) if outcome is PrefixOutcome.FOUND else None
+        self.happened.append(Answered(Found(request_id=question.request_id, ticket=best), outcome, took_s))
+        await asyncio.gather(*(_release(runtime, ticket) for ticket in offered))
+
+    async def recall(self, step: Step, runs: Sequence[Run]) -> None:
+        """End leases that grow, and those of prefixes, and return when no read of them can succeed any more."""
+        ended: list[Awaitable[object]] = []
+        if self.sharing is not None and self.shelf is not None:
+            for run in runs:
+                self.sharing.end(run)
+            ended += map(self.shelf.left, runs)
+        sent = {send.request_id for send in step.send}
         for request_id in step.recall:
             offer = self.offers.get(request_id) if request_id in sent else self.offers.pop(request_id, None)
             if offer is not None and offer.lease is not None and offer.outcome is None:
@@ -278,9 +388,11 @@ class _Courier:
         if error is not None and not isinstance(error, KVFlowError):
             raise error
         if load.cancelled() or error is not None:
+            self.peers.loaded(request_id, receive.ticket.engine_id, None)
             self.happened.append(LoadFailed(request_id, receive.block_tables, error))
             logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         else:
+            self.peers.loaded(request_id, receive.ticket.engine_id, load.result().total_s)
             self.happened.append(Loaded(request_id, load.result()))
         nobody = load.cancelled() or (error is not None and receive.release_if_failed)  # will read it any more
         if nobody and not receive.shared:

@@ -1,1 +1,1 @@
-"""What is decided without waiting: layouts, plans, messages, state tables. Pure: no I/O, no clock, no torch."""
+"""Decisions without waiting: layouts, plans, messages, state tables. Pure: no I/O, no clock, no torch."""

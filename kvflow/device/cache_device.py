@@ -28,17 +28,17 @@ class CacheDevice:
 
     @property
     def name(self) -> str:
-        """As torch calls it."""
+        """Name of the device in torch."""
         return self.where.kind if self.where.kind == "cpu" else f"{self.where.kind}:{self.where.number}"
 
     @property
     def on_host(self) -> bool:
-        """Whether its memory is the CPU's, which needs no stream and no memory to gather in."""
+        """True if its memory is the CPU's, which needs no stream and no memory to gather in."""
         return self.where.kind == "cpu"
 
     @property
     def eager(self) -> bool:
-        """Whether memory is to be had at registration: later the engine has taken it all."""
+        """True if memory is to be had at registration: later the engine has taken it all."""
         return False
 
     def check(self, spans: Sequence[Span]) -> None:

@@ -20,7 +20,7 @@ DEVICE_ATTRIBUTES: Mapping[str, int] = {
     "GPUDirect RDMA writes ordering": 118,
     "DMA-BUF supported": 124,
 }
-"""Those of a device that concern RDMA and peers."""
+"""Attributes of a device that concern RDMA and peers."""
 WRITES_ORDERING_OWNER = 100
 """From here on a NIC's writes are seen by the device that owns the memory once the host has seen their completion."""
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
@@ -89,7 +89,7 @@ class CudaDriver:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def is_shareable(self, address: int) -> bool:
-        """Whether other processes can open the memory, as cuda_ipc does: not if its pages were mapped one by one (VMM),
+        """True if other processes can open the memory, as cuda_ipc does: not if its pages were mapped one by one (VMM),
         as torch's expandable segments are. Needs no context.
         """
         capable = ctypes.c_int()
@@ -99,7 +99,7 @@ class CudaDriver:
         return bool(capable.value)
 
     def needs_flush(self, number: int) -> bool:
-        """Whether the device may see what a network card wrote to its memory only after `flush`."""
+        """True if the device may see what a network card wrote to its memory only after `flush`."""
         ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
         return ordering < WRITES_ORDERING_OWNER and bool(options & _FLUSH_BY_HOST)
 

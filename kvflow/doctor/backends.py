@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.bench.child import QUIET, BenchError, Caller, RankProcess, open_caller, open_children
+from kvflow.bench.child import QUIET, BenchError, ChildCaller, RankProcess, open_caller, open_children
 from kvflow.config import STORE_BACKEND, Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
@@ -38,17 +38,17 @@ _WAIT_S = 30.0
 
 
 def check_backends(plugins: Sequence[str]) -> Finding:
-    """What each of NIXL's plugins does here."""
+    """Try each of NIXL's plugins."""
     found: dict[str, str] = {}
     left = list(plugins)
     while left:
         name = left[0]
         try:
             with open_children([RankProcess("backends", open_caller)], QUIET) as children:
-                children["backends"].run(Caller.call, _be_silent)
+                children["backends"].run(ChildCaller.call, _be_silent)
                 while left:
                     name = left[0]
-                    found[name] = children["backends"].run(Caller.call, _move, name)
+                    found[name] = children["backends"].run(ChildCaller.call, _move, name)
                     left.pop(0)
         except BenchError as error:
             found[name] = _FAILED + error.reason
@@ -57,7 +57,7 @@ def check_backends(plugins: Sequence[str]) -> Finding:
 
 
 _FAILED = "!"
-"""What a result of a backend that does not work begins with."""
+"""Mark of a backend's result that does not work."""
 
 
 def judge_backends(found: Mapping[str, str]) -> Finding:
@@ -72,7 +72,7 @@ def judge_backends(found: Mapping[str, str]) -> Finding:
 
 
 async def _move(name: str) -> str:
-    """What the backend moves, and how fast; or why it does not."""
+    """Try a backend: what it moves, and how fast; or why it does not."""
     try:
         async with asyncio.timeout(_WAIT_S):
             return await (_to_a_file() if name == STORE_BACKEND else _to_a_peer(name))

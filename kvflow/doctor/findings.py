@@ -1,4 +1,4 @@
-"""What a check says: one line that a person can act on. Pure."""
+"""Findings of checks: one line that a person can act on. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Status(enum.StrEnum):
     OK = "ok"
     WARN = "warn"
-    """It works, but slower than it could, or it may not work for everybody."""
+    """Works, but slower than it could, or it may not work for everybody."""
     FAIL = "fail"
-    """It does not work like this."""
+    """Does not work like this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,14 +34,14 @@ _OUR_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What was seen. `None` means that it cannot be known here, or does not exist."""
+    """Facts of the host. `None` means that it cannot be known here, or does not exist."""
 
     python: tuple[int, int, int]
     locked_bytes_max: int | None
-    """How much memory a process may lock; None is no limit."""
+    """Bytes that a process may lock; None is no limit."""
     open_files_max: int | None
     open_files_hard_max: int | None
-    """How many files, sockets included, a process may have open, and how far it may raise that; None is no limit."""
+    """Files, sockets included, that a process may have open, and how far it may raise that; None is no limit."""
     capabilities: int
     """The process's effective capabilities, a bit each."""
     shared_memory_free_bytes: int | None
@@ -54,7 +54,7 @@ class Host:
     """Interfaces that are up, but for the loopback."""
     gpus: tuple[str, ...]
     environment: Mapping[str, str]
-    """Those variables that concern us."""
+    """Variables that concern us."""
 
     def may(self, capability: int) -> bool:
         return bool(self.capabilities >> capability & 1)
@@ -91,12 +91,12 @@ def read_host() -> Host:
 
 
 def has_gpus(host: Host) -> bool:
-    """Whether there is an NVIDIA driver: its devices, or in a container that hides /proc its control file."""
+    """True if there is an NVIDIA driver: its devices, or in a container that hides /proc its control file."""
     return bool(host.gpus) or os.path.exists("/dev/nvidiactl")
 
 
 def _read(path: str) -> str:
-    """What is in a file; nothing if it cannot be read."""
+    """Text of a file; nothing if it cannot be read."""
     try:
         return Path(path).read_text(encoding="ascii")
     except OSError:

@@ -58,14 +58,14 @@ def examine(
 
 
 def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
-    """What nobody loads who has no such engine."""
+    """Run the checks of a stock engine, loaded only for these."""
     from kvflow.doctor.stock import examine_stock
 
     yield from asyncio.run(examine_stock(address, config.handshake_timeout_s))
 
 
 def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:
-    """What a machine without GPUs loads nothing of."""
+    """Run the checks of GPUs, loaded only where there are any."""
     from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path
     from kvflow.doctor.cuda.facts import read_cuda
 

@@ -1,4 +1,4 @@
-"""What a stock engine shows of itself, and what of it would work with kvflow (`kvflow doctor --stock`)."""
+"""Checks of what a stock engine shows of itself, and what of it would work with kvflow (`kvflow doctor --stock`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
 
 
 def judge_stock(shown: Shown) -> list[Finding]:
-    """What it is, its hash, its cache, and whether its like is read."""
+    """Its kind, its hash, its cache, and whether its like is read."""
     metadata, lines = shown.metadata, [line.version for line in LINES]
     like = [line.version for line in LINES if line.metadata == line_that_shows(shown.fields).metadata]
     try:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError, call_in_child
-from kvflow.bench.engine import Pair, open_pair
+from kvflow.bench.engine import RankPair, open_pair
 from kvflow.bench.loads import PlannedLoad, scattered
 from kvflow.bench.ucx import ReadPath, ucx_log
 from kvflow.doctor.findings import Finding, fail, ok, warn
@@ -53,7 +53,7 @@ def check_self_transfer(
     device: str | None = None,
     shape: CacheShape = _SHAPE,
 ) -> Iterator[Finding]:
-    """How fast two processes of this machine are, and which way the bytes took, which `judge_path` judges.
+    """Check how fast two processes of this machine are, and which way the bytes took, which `judge_path` judges.
 
     Caches are in host memory, or on a device. UCX settings but for its log are those of the environment.
     """
@@ -76,8 +76,8 @@ def check_self_transfer(
     yield judge_path(f"way of the bytes{where}", path)
 
 
-def _median_s(pair: Pair, count: int) -> float:
-    """Of some loads of so many blocks; the first, which connects, is not counted."""
+def _median_s(pair: RankPair, count: int) -> float:
+    """Median time of some loads of so many blocks; the first, which connects, is not counted."""
     seconds = []
     for turn in range(_REPEATS + 1):
         name = f"doctor {count} {turn}"
@@ -88,7 +88,7 @@ def _median_s(pair: Pair, count: int) -> float:
 
 
 def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Finding:
-    """Whether two processes of one machine took the way that is best for them."""
+    """Check that two processes of one machine took the way that is best for them."""
     if path is None:
         return silent(name)
     if path.over.startswith(_SHARED_MEMORY):

@@ -53,7 +53,8 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
         except RuntimeUnavailable:
             return
         except (PeersUnknownError, RequestError, TimeoutError) as error:
-            logger.info("peers are looked for again: %s", error or f"no answer in {ANSWER_TIMEOUT_S} s")
+            why = error or f"no answer in {ANSWER_TIMEOUT_S} s"
+            logger.info("engine %s: looks for its peers again: %s", runtime.config.engine_id, why)
         await asyncio.sleep(period_s)
 
 

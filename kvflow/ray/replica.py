@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvflow.errors import ConfigError, RuntimeBroken
+from kvflow.extras import install_line
 from kvflow.ray import place as places
 from kvflow.ray.place import ReplicaPlace
 from kvflow.runtime.drain import DrainReport
@@ -157,7 +158,7 @@ def this_replica() -> ReplicaPlace:
         from ray import serve
         from ray.serve.exceptions import RayServeException
     except ImportError as error:
-        raise ConfigError(f"ReplicaRuntime needs Ray Serve: pip install 'kvflow[ray]' ({error})") from error
+        raise ConfigError(f"ReplicaRuntime needs Ray Serve: {install_line('ray')} ({error})") from error
     try:
         context = serve.get_replica_context()
     except RayServeException as error:

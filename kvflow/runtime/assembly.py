@@ -1,4 +1,4 @@
-"""What exists once a KV cache is registered: the parts that serve, load and know peers, and what peers are answered.
+"""The parts of a registered KV cache: those that serve, load and know peers, and what peers are answered.
 
 Each registration makes all of it anew (`incarnation`); nothing here changes afterwards but the parts themselves.
 """
@@ -49,6 +49,7 @@ from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells
+from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
 from kvflow.transport.files import Files
@@ -64,11 +65,11 @@ _USES = {
     "producer": MemoryUse.SERVED,
     "consumer": MemoryUse.READ_INTO,
 }
-"""What the cache's memory is for, by Config.role."""
+"""Uses of the cache's memory, by Config.role."""
 
 
 class Equipment(NamedTuple):
-    """What loads and leases of one registration work with."""
+    """Equipment of the loads and leases of one registration."""
 
     gear: Gear
     route: Route
@@ -121,7 +122,7 @@ class RegisteredCache:
             self.reach.parse_ticket,
             self.loader.start,
             leases.keep_while,
-            leases.release,
+            seeker.release_later,
         )
         self.prefixes = Prefixes(context.config, local, means)
         self._context = context
@@ -139,7 +140,10 @@ class RegisteredCache:
         def forget() -> None:
             self.sharing = None
 
-        leasing = Leasing(partial(self.serving.serve, holds=False), self.serving.open_lease, self.serving.revoke)
+        def serve(request: ServeRequest, alone: bool) -> None:
+            self.serving.serve(request, holds=False, alone=alone)
+
+        leasing = Leasing(serve, self.serving.open_lease, self.serving.revoke)
         self.sharing = SharedPrefixes(self._context, leasing, shelf, self.ledger, self.local, pinned_blocks_max)
         self.sharing.on_close = forget
         return self.sharing
@@ -199,7 +203,7 @@ class _RankMemory:
     """Where those are."""
     staging: Sequence[HostBuffers]
     shown: tuple[LayerSet, ...]
-    """The same or, with host staging, the host blocks."""
+    """Layers that peers are shown: the cache's or, with host staging, the host blocks'."""
 
     @property
     def filled(self) -> CacheDevice:

@@ -1,4 +1,4 @@
-"""What every part of a running rank is given: who it is, and what it may use of the world."""
+"""The context of every part of a running rank: who it is, and what it may use of the world."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ class RankContext:
     transport: Transport
     side_channel: SideChannel
     seals: SealTable
-    """Of the leases. The runtime has one for all its registrations: its words lie where readers of any of them look."""
+    """Seals of the leases, one table for all registrations: its words lie where readers of any of them look."""
     token_hex: Callable[[int], str]
     """So many random bytes, in hexadecimal, that nobody can guess."""

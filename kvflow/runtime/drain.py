@@ -19,7 +19,7 @@ _NAMED_MAX = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReport:
-    """How what was open when draining began has ended; `finished` says that all did by itself, within the deadline."""
+    """The ends of what was open when draining began; `finished` says that all did by itself, within the deadline."""
 
     finished: bool
     leases_read: int = 0
@@ -40,7 +40,7 @@ class Storing(Protocol):
 
 
 class Registration(Protocol):
-    """What a registration has begun, of each kind."""
+    """The work that a registration has begun, of each kind."""
 
     @property
     def serving(self) -> Serving: ...
@@ -51,7 +51,7 @@ class Registration(Protocol):
 
 
 def busy(work: Registration) -> bool:
-    """Whether a lease or a load is open, or something is saved or restored, or blocks are quarantined."""
+    """True if a lease or a load is open, or something is saved or restored, or blocks are quarantined."""
     loading, storing = work.loader.statistics, work.store is not None and work.store.open_requests
     return bool(work.serving.statistics.open_leases or loading.open_loads or loading.quarantines or storing)
 

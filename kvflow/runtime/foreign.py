@@ -29,7 +29,7 @@ class Leases(Protocol):
 
 
 class Service(Protocol):
-    """What readers of another make are answered."""
+    """Answers to readers of another make."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
         """The frames of an answer; None if there is none. Never waits, and never raises."""
@@ -43,7 +43,7 @@ class Foreign(Protocol):
     """Engines of another make, as a runtime is told of them."""
 
     def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> Handshaking:
-        """How peers of both kinds are asked who they are."""
+        """The handshakes with peers of both kinds."""
 
     def reach(self, context: RankContext, peers: Peers, own: Reach) -> Reaching:
         """The way from tickets of both kinds to their ranks."""

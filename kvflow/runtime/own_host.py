@@ -50,7 +50,7 @@ async def own_host(config: Config) -> str:
 
 
 async def _targets(config: Config, toward: str, families: Sequence[socket.AddressFamily]) -> list[Target]:
-    """What to ask the routing table for, in the order of `families`."""
+    """Targets to ask the routing table for, in the order of `families`."""
     if not toward:
         return [(family, _ANYWHERE[family]) for family in families]
     loop = asyncio.get_running_loop()

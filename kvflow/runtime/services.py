@@ -24,7 +24,7 @@ class Services:
         self._on_break = on_break
         self._close = close
         self.cause: Exception | None = None
-        """What has broken the runtime."""
+        """The error that has broken the runtime."""
         self._stop = asyncio.Event()
         self._over = asyncio.Event()
         self._started = asyncio.Event()
@@ -33,7 +33,7 @@ class Services:
 
     @property
     def count(self) -> int:
-        """How many tasks run."""
+        """Tasks that run."""
         return len(self._tasks) + (self._supervision is not None and not self._supervision.done())
 
     async def start(self, begin: Callable[[], None]) -> None:
@@ -60,7 +60,13 @@ class Services:
         if self._stop.is_set() or self.cause is not None:
             body.close()
             raise RuntimeClosed(f"the runtime {self._owner} is closing")
-        task = self._group.create_task(self._watched(body), name=name)
+        watched = self._watched(body)
+        try:
+            task = self._group.create_task(watched, name=name)
+        except RuntimeError as error:  # the host has cancelled all tasks, the supervisor's among them
+            watched.close()
+            body.close()
+            raise RuntimeClosed(f"the runtime {self._owner} is closing") from error
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it has never begun

@@ -1,4 +1,4 @@
-"""What a runtime tells of itself: its state, what is open now, and what has happened over all its registrations."""
+"""Statistics of a runtime: its state, what is open now, and what has happened over all its registrations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RuntimeStatistics:
 
 @dataclass(slots=True)
 class Past:
-    """What the registrations that have ended have counted; their last snapshots."""
+    """Counts of the registrations that have ended: their last snapshots."""
 
     serving: ServingStatistics | None = None
     loading: LoadingStatistics | None = None
@@ -88,7 +88,7 @@ class Past:
 
 
 def _total(now: PartT | None, past: PartT | None, counters: Sequence[str]) -> PartT | None:
-    """What is open now, and what was counted so far."""
+    """Snapshot of what is open now, and what was counted so far."""
     if now is None or past is None:
         return past if now is None else now
     return replace(now, **{name: getattr(now, name) + getattr(past, name) for name in counters})

@@ -62,7 +62,7 @@ class Supervisor:
         self.cache: RegisteredCache | None = None
         """The registered cache, while it takes work."""
         self.held: RegisteredCache | None = None
-        """The same, also while it is being unregistered: its books are open still."""
+        """The cache, also while it is being unregistered: its books are open still."""
         self._observers = observers
         self._world = world
         self._foreign = foreign
@@ -122,7 +122,7 @@ class Supervisor:
         logger.info("runtime %s opened at %s: %s", self, self.address, self._describe())
 
     def _begin(self, first: Incarnation, services: Services) -> None:
-        """What runs from the beginning."""
+        """Start the services that run from the beginning."""
         first.run(services)
         services.must_last(services.spawn(self._listener.serve(), name="kvflow-listener"), "listener")
 

@@ -1,4 +1,4 @@
-"""What a runtime takes from the world around it: bytes, questions and answers, time, secrets, a thread for copies.
+"""The world around a runtime: bytes, questions and answers, time, secrets, a thread for copies.
 
 Nothing else in `runtime/` reads a clock, opens a socket or draws a random number, so a simulator that gives a runtime
 another world sees all of it.
@@ -28,15 +28,15 @@ class World:
     transport: Callable[[Config, str], Transport] = make_transport
     """From the config and the agent's name."""
     files: Callable[[Config, str], Files] = make_files
-    """What blocks are saved by, from the config and the agent's name; asked for where Config names a store."""
+    """Maker of the mover of blocks to files, from config and agent's name; asked for where Config names a store."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     own_host: Callable[[Config], Awaitable[str]] = own_host
-    """What tickets name of where it listens."""
+    """Finds the host that tickets name."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
     """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""
     copier: Callable[[str], CopyThread] = CopyThread
     forgives: bool = True
-    """Whether an observer that raises is logged and no more. If not, as in tests, closing raises its error, too."""
+    """An observer that raises is logged and no more. If not, as in tests, closing raises its error, too."""
     real: bool = True
-    """Whether a runtime that is dropped, or that Python's end meets, is closed. A simulated process just crashes."""
+    """A runtime that is dropped, or that Python's end meets, is closed. A simulated process just crashes."""

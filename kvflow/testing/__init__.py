@@ -1,4 +1,4 @@
-"""What tests of code that uses kvflow need: engines in one process, faults and time to script, checks of the books."""
+"""Tools for tests of code that uses kvflow: engines in one process, faults and time to script, checks of the books."""
 
 from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet

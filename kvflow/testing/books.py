@@ -41,7 +41,7 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
 
 
 class _Holder(Protocol):
-    """What holds blocks: a lease, a load or a restore."""
+    """A holder of blocks: a lease, a load or a restore."""
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]: ...

@@ -23,7 +23,7 @@ _PRIMES = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393, 3367
 
 
 class PatternCache:
-    """One rank's cache, seen slot by slot whatever its layout.
+    """The cache of one rank, seen slot by slot whatever its layout.
 
     Args:
         engine_id: Whose it is: part of the pattern, and how messages name it.
@@ -43,7 +43,7 @@ class PatternCache:
         return ("latent",) if self.layout.latent else ("K", "V")
 
     def slots(self, layer: int, part: int) -> torch.Tensor:
-        """One part of one layer, whatever the layout.
+        """A part of a layer, slot by slot, whatever the layout.
 
         Args:
             layer: Which of the registered tensors, from 0.
@@ -152,7 +152,7 @@ class PatternCache:
         return torch.tensor([int(block) for block in chosen], dtype=torch.int64, device=self._layers[0][0].device)
 
     def _pattern(self, layer: int, part: int, ids: torch.Tensor) -> torch.Tensor:
-        """What the blocks `ids` are filled with: (block, slot, head, element)."""
+        """The pattern of the blocks `ids`: (block, slot, head, element)."""
         layout = self.layout
         axes = [ids, *(torch.arange(size) for size in (layout.block_size, layout.num_kv_heads, layout.kv_head_size))]
         axes[2] = axes[2] + self.heads.start
@@ -169,7 +169,7 @@ class PatternCache:
 
 
 class StateCache:
-    """One rank's state per request, seen slot by slot: what `watch_offers` needs of a group of it.
+    """The state per request of one rank, seen slot by slot: what `watch_offers` needs of a group of it.
 
     Args:
         engine_id: Whose it is, as messages name it.
@@ -224,7 +224,7 @@ def compare_blocks(
     num_tokens: int | None = None,
     windowed: bool = False,
 ) -> str | None:
-    """What is wrong with blocks that were loaded: None, or the first place that differs and what lies there instead.
+    """Compare blocks that were loaded: None, or the first place that differs and what lies there instead.
 
     Args:
         ours: The consumer's cache.

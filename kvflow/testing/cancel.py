@@ -38,7 +38,7 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
 
 
 async def _cancel_at(make_scenario: Scenario, moment: int) -> bool:
-    """One run; whether it was cancelled."""
+    """Run the scenario once; True if it was cancelled."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     where = ""

@@ -37,7 +37,7 @@ _SMALL = CacheSize(layers=1)
 
 
 class _Faults:
-    """One seed's network, with a host for each engine id. Everything is drawn from one generator."""
+    """The network of a seed, with a host for each engine id. Everything is drawn from one generator."""
 
     def __init__(self, seed: int, weather: Weather | None) -> None:
         self._rng = random.Random(seed)
@@ -46,7 +46,7 @@ class _Faults:
         self._made: Network | None = None
 
     def world(self, clock: Callable[[], Clock]) -> World:
-        """What a runtime of any engine gets."""
+        """The world of a runtime of any engine."""
         return make_world(lambda: self.network, lambda config: self.host(config.engine_id), clock)
 
     @property
@@ -61,7 +61,7 @@ class _Faults:
         return self._made
 
     def host(self, engine_id: str) -> SimHost:
-        """Where an engine's ranks run."""
+        """The host that an engine's ranks run on."""
         if engine_id not in self._hosts:
             self._hosts[engine_id] = SimHost(engine_id, f"host of {engine_id}", Life(self.network.loop, engine_id))
         return self._hosts[engine_id]
@@ -105,7 +105,7 @@ class InprocCluster:
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
-        """What a runtime needs to be part of the cluster. Copies run on the event loop: keep caches small.
+        """The world of a runtime that is part of the cluster. Copies run on the event loop: keep caches small.
 
         Args:
             clock: Makes the runtime's clock, in its loop.

@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvflow.extras import install_line
+
 try:
     import pytest_asyncio
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError("kvflow.testing.fixtures: pip install 'kvflow[testing]'", name=missing.name) from missing
+    needed = f"kvflow.testing.fixtures needs {missing.name}: {install_line('testing')}"
+    raise ModuleNotFoundError(needed, name=missing.name) from missing
 
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.pair import InprocPair, NixlPair, inproc_pair, nixl_pair

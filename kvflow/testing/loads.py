@@ -18,9 +18,9 @@ class _WatchedLoad(Load):
 
     begun_at = ""
     waiting = 0
-    """How many tasks await it, or the next progress of it."""
+    """Tasks that await it, or the next progress of it."""
     cared_for = False
-    """Whether somebody has cancelled it, waited when it ended, or has taken what came of it."""
+    """Somebody has cancelled it, waited when it ended, or has taken what came of it."""
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
         self.waiting += 1
@@ -44,7 +44,7 @@ class _WatchedLoad(Load):
 
 
 class _WatchedSteps:
-    """What `async for` over a watched load iterates."""
+    """The iterator of `async for` over a watched load."""
 
     def __init__(self, load: _WatchedLoad, steps: AsyncIterator[Progress]) -> None:
         self._load = load
@@ -62,7 +62,7 @@ class _WatchedSteps:
 
 
 class LoadWatch:
-    """What `watch_loads` opens."""
+    """The watch that `watch_loads` opens."""
 
     def __init__(self) -> None:
         self._begun: list[_WatchedLoad] = []
@@ -82,7 +82,7 @@ class LoadWatch:
 
     @property
     def forgotten(self) -> tuple[Load, ...]:
-        """Those that nobody waits for, or did when they ended, and nobody has cancelled. Legal at any moment: a load
+        """Loads that nobody waits for, or did when they ended, and nobody has cancelled. Legal at any moment: a load
         that was begun just now is one of them until somebody awaits it.
         """
         return tuple(load for load in self._begun if not (load.cared_for or load.waiting))

@@ -26,7 +26,7 @@ TransportT = TypeVar("TransportT", bound=Transport)
 
 
 class CacheSize(NamedTuple):
-    """How large a test's cache is, and the order of its axes; K and V come first."""
+    """Size of a test's cache, and the order of its axes; K and V come first."""
 
     layers: int = 2
     num_blocks: int = 16
@@ -56,15 +56,15 @@ class CacheSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(Generic[TransportT]):
-    """One side: its runtime, the transport under it, and its cache."""
+    """A side of the pair: its runtime, the transport under it, and its cache."""
 
     runtime: Runtime
     transports: Sequence[TransportT]
-    """One for each time that a cache was registered; the last one is in use."""
+    """Transports, one for each time that a cache was registered; the last one is in use."""
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """The same tensors; each element says that it is this engine's, until it is written to."""
+    """The tensors slot by slot; each element says that it is this engine's, until it is written to."""
 
     @property
     def transport(self) -> TransportT:
@@ -202,7 +202,7 @@ async def inproc_pair(
 
 @contextlib.asynccontextmanager
 async def nixl_pair(*, config: Config = _QUICK, size: CacheSize = _SIZE) -> AsyncIterator[NixlPair]:
-    """The same as `inproc_pair` over real NIXL, for what only that shows.
+    """A pair as `inproc_pair`, over real NIXL, for what only that shows.
 
     Args:
         config: Limits and timeouts; names and addresses are the pair's own.

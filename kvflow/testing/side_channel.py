@@ -22,24 +22,24 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_of(config: Config) -> str:
-    """What tickets name; there are no interfaces to choose from."""
+    """Host that tickets name; there are no interfaces to choose from."""
     if config.advertise_toward is None:
         return config.advertise_host or config.listen_host
     return LOOPBACK if config.listens_everywhere else config.listen_host
 
 
 async def own_host(config: Config) -> str:
-    """The same, as a `World` has it."""
+    """The host as a `World` finds it."""
     return host_of(config)
 
 
 class Exchange:
-    """Who listens where."""
+    """Listeners by their addresses."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, InprocListener] = {}
         self._ports = itertools.count(20000)
-        """What the system gives where none is asked for."""
+        """Ports for listeners that ask for none."""
 
     def listen(self, config: Config, answer: Answer) -> InprocListener:
         """Bind a rank's address; ConfigError if somebody has it."""
@@ -60,7 +60,7 @@ class InprocListener:
         self.port = port
         self.strangers: AnswerStranger | None = None
         self.context = copy_context()
-        """Whose listener it is, for those who bring it something."""
+        """Context of the listener's process, for who brings it something."""
         self._exchange = exchange
         self._address = address
         self._answer = answer

@@ -52,13 +52,13 @@ class Life:
         self.name = name
         self.state = LifeState.RUNNING
         self.frozen_s = 0.0
-        """How long it has been frozen so far, all times together, the present one not included."""
+        """Seconds for which it has been frozen so far, all times together, the present one not included."""
         self._loop = loop
         self._since_s = 0.0
         self._context = copy_context()
         self._context.run(_LIFE.set, self)
         self._waiting: deque[asyncio.Handle] = deque()
-        """What is due while nothing may run."""
+        """Handles that are due while nothing may run."""
         self._remains: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class Life:
 
 
 def life_of(context: Context) -> Life | None:
-    """Whose a context is."""
+    """The process that a context is of."""
     return context.get(_LIFE)
 
 

@@ -26,7 +26,7 @@ from kvflow.testing.caches import PatternCache, StateCache
 
 
 class Findings:
-    """What a watch has found so far."""
+    """Findings of a watch so far."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
@@ -72,7 +72,7 @@ class _Slots:
         self._digests: torch.Tensor | None = None
 
     def tokens(self, blocks: range) -> torch.Tensor:
-        """Of the prompt, which each slot of these blocks is for: (block, slot)."""
+        """Tokens of the prompt that the slots of these blocks are for: (block, slot)."""
         start, stop = (self._first + block * self.size for block in (blocks.start, blocks.stop))
         return torch.arange(start, stop).view(-1, self.size)
 
@@ -108,7 +108,7 @@ class _Slots:
 
 
 class OfferWatch:
-    """What `watch_offers` opens; an observer of its runtime."""
+    """The watch that `watch_offers` opens; an observer of its runtime."""
 
     def __init__(self, caches: Sequence[PatternCache | StateCache]) -> None:
         self._caches = caches
@@ -230,7 +230,7 @@ def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache |
 
 
 class BlockWatch:
-    """What `watch_blocks` opens: who has taken which block."""
+    """The watch that `watch_blocks` opens: who has taken which block."""
 
     def __init__(self, runtime: Runtime, free_blocks: Callable[[], Collection[int]]) -> None:
         self._runtime = runtime

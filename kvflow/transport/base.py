@@ -23,7 +23,7 @@ DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True, "tpu": False, "xpu": F
 
 
 def is_staged(device: str, staging: str) -> bool:
-    """Whether a cache on that kind of device goes through host buffers, as Config.staging wants it; or ConfigError."""
+    """True if a cache on that kind of device goes through host buffers, as Config.staging wants it; or ConfigError."""
     if device not in DEVICES:
         raise ConfigError(f"device {device!r} is not supported; supported are {sorted(DEVICES)}")
     if staging == "never" and not DEVICES[device]:
@@ -32,7 +32,7 @@ def is_staged(device: str, staging: str) -> bool:
 
 
 class MemoryUse(enum.Flag):
-    """What registered memory is for. Registering costs time and, on some devices, room in an address window."""
+    """The use of registered memory. Registering costs time and, on some devices, room in an address window."""
 
     SERVED = enum.auto()
     """Peers read it."""
@@ -50,7 +50,7 @@ class PeerGone(TransportError):
 
 @dataclass(slots=True, eq=False)
 class PostedRead:
-    """One read under way; compared by identity. The transport keeps what it needs in its own subclass."""
+    """A read under way; compared by identity. The transport keeps what it needs in its own subclass."""
 
     size_bytes: int
 
@@ -77,7 +77,7 @@ Event: TypeAlias = ReadEnded | Notified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportStatistics:
-    """What is open now, and what has happened so far. All `open_` counts are 0 after `aclose`."""
+    """Counts of what is open now, and of what has happened so far. All `open_` counts are 0 after `aclose`."""
 
     open_reads: int
     open_peers: int
@@ -108,7 +108,7 @@ class Transport(Protocol):
         """
 
     async def metadata(self) -> bytes:
-        """What a reader needs to add us as a peer, registered memory included."""
+        """Metadata by which a reader adds us as a peer, registered memory included."""
 
     async def add_peer(self, metadata: bytes) -> AgentName:
         """Learn a peer from its metadata; TransportError if it is not acceptable."""
@@ -147,7 +147,7 @@ class Transport(Protocol):
 
     @property
     def behind(self) -> bool:
-        """Whether more reads wait to be started than it will start in the next milliseconds: more of them gain nothing
+        """True if more reads wait to be started than it will start in the next milliseconds: more of them gain nothing
         now, and what prepares them keeps threads that need Python's lock from getting it.
         """
 

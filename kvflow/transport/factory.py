@@ -11,7 +11,7 @@ from kvflow.transport.nixl.loop import NixlTransport
 
 
 def make_files(config: Config, name: str) -> Files:
-    """What moves blocks between memory and files beside the transport that `config` names, not opened yet."""
+    """Make the mover of blocks between memory and files beside the transport that `config` names, not opened yet."""
     if config.transport != "nixl":
         return Files(f"kvflow-store {name}", PlainMover)
     from kvflow.transport.nixl.posix import PosixMover

@@ -51,7 +51,7 @@ class MoveFailed(TransportError):
 
 
 class MoveLost(MoveFailed):
-    """The same, and it is not known whether all of it has stopped: its bytes may still land."""
+    """A move has failed, and may not have stopped: its bytes may still land."""
 
 
 class Mover(Protocol):

@@ -45,10 +45,10 @@ class InprocNetwork:
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
         self.leaves_memory = False
-        """Whether memory of an agent that was closed can still be read by who knows it, as over shared memory, where
+        """Memory of an agent that was closed can still be read by who knows it, as over shared memory, where
         nothing but its addresses is needed. Whatever it holds then, nobody may take it for good."""
         self.closed: dict[AgentName, InprocTransport] = {}
-        """Those agents."""
+        """Agents that were closed, whose memory can still be read."""
 
 
 DEFAULT_NETWORK = InprocNetwork()
@@ -62,7 +62,7 @@ class InprocRead(PostedRead):
     descriptors: Descriptors
 
     def rows(self) -> list[Row]:
-        """Its pieces: local address, remote address, size in bytes."""
+        """Pieces of the read: local address, remote address, size in bytes."""
         ours, theirs = self.descriptors.table
         return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
 
@@ -74,7 +74,7 @@ def flip(address: int) -> None:
 
 
 class InprocFaults:
-    """What goes wrong, for one agent's reads and notifications; the defaults are a perfect network."""
+    """Faults of one agent's reads and notifications; the defaults are a perfect network."""
 
     def __init__(self) -> None:
         self.hold = False
@@ -82,7 +82,7 @@ class InprocFaults:
         self.fail_next: deque[TransportError] = deque()
         """Errors for the next reads that are performed; their bytes do not land."""
         self.flip_next = 0
-        """How many of the next reads land with a byte flipped, the last one."""
+        """Number of the next reads that land with a byte flipped, the last one."""
         self.behind = False
         """Reads are said to wait to be started."""
         self.never_finish = False
@@ -94,7 +94,7 @@ class InprocFaults:
 
 
 class Carrier(Protocol):
-    """How the bytes of one agent travel, instead of at once: when its reads land and its notifications arrive."""
+    """The travel of one agent's bytes, instead of at once: when its reads land and its notifications arrive."""
 
     def carry(self, reader: InprocTransport, read: InprocRead) -> None:
         """Perform a posted read some time: `InprocTransport.refusal`, `copy` in any portions, and `end` once."""
@@ -128,7 +128,7 @@ class InprocTransport:
         self._read_into: list[Span] = []
         self._keepalive: list[object] = []
         self._left: tuple[list[Span], list[object]] = ([], [])
-        """What can be read of it after its end: `InprocNetwork.leaves_memory`."""
+        """Memory of it that can be read after its end: `InprocNetwork.leaves_memory`."""
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
@@ -171,7 +171,7 @@ class InprocTransport:
         self._keepalive.append(keepalive)
 
     async def metadata(self) -> bytes:
-        """What a reader needs to add this agent as a peer.
+        """Metadata by which a reader adds this agent as a peer.
 
         Returns:
             JSON with its name.

@@ -38,25 +38,25 @@ class OwnerThread:
         self._on_death = on_death
         self._jobs: deque[Job] = deque()
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """One entry wakes the thread for all jobs that came until it has taken it: putting one costs a system call."""
+        """Wakes of the thread, one for all jobs that came until it is taken: putting one costs a system call."""
         self._called = False
-        """Whether there is an entry that the thread has not taken yet."""
+        """There is an entry that the thread has not taken yet."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
         self.alive = True
-        """Whether it takes jobs: until it is about to end."""
+        """True while it takes jobs: until it is about to end."""
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def called(self) -> bool:
-        """Whether jobs wait that the thread has not taken yet."""
+        """True if jobs wait that the thread has not taken yet."""
         return bool(self._jobs)
 
     @property
     def orphaned(self) -> bool:
-        """Whether its loop is gone, so that nobody will ever give it a job, or wait for one."""
+        """True if its loop is gone, so that nobody will ever give it a job, or wait for one."""
         return self._loop.is_closed()
 
     async def call(self, job: Callable[[], T]) -> T:

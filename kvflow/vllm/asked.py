@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.v1.utils import tensor_data
 
 from kvflow.connector.scheduler import Sharing
-from kvflow.core.protocol.prompts import marked
+from kvflow.core.protocol.prompts import marked_by_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,7 +71,13 @@ class Asked:
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
-        """Its tokens, marked with what else vLLM takes into the hashes of their blocks; None if that says nothing."""
+        """Its prompt's tokens, as `tokens` gives them."""
+        return self.tokens(self.num_prompt_tokens)
+
+    def tokens(self, num_tokens: int) -> Sequence[int] | None:
+        """Its first tokens, those of its answer after those of its prompt, marked with what else vLLM takes into the
+        hashes of their blocks; None if that says nothing.
+        """
         request = self.request
         if request.mm_features and not self.names_pictures:
             return None
@@ -84,7 +89,6 @@ class Asked:
         for feature in request.mm_features:
             keys[feature.mm_position.offset].append(("mm", feature.identifier))
         if request.prompt_embeds is not None:
-            for place, embedding in enumerate(request.prompt_embeds[: self.num_prompt_tokens]):
+            for place, embedding in enumerate(request.prompt_embeds[:num_tokens]):
                 keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
-        tokens = request.all_token_ids[: self.num_prompt_tokens]
-        return marked(tokens, {place: msgspec.msgpack.encode(found) for place, found in keys.items()})
+        return marked_by_keys(request.all_token_ids[:num_tokens], keys)

@@ -37,8 +37,8 @@ from vllm.v1.request import RequestStatus
 
 from kvflow.blocking import Runtime
 from kvflow.connector.parameters import OWN_DIALECT
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
-from kvflow.connector.step import Step
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, registered
+from kvflow.connector.step import Found, Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
@@ -47,6 +47,7 @@ from kvflow.logs import logger_of
 from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
+from kvflow.vllm.prefix import RequestPrefixes, prefix_peers_of, why_not
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -88,15 +90,18 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
 
 
 @dataclass(frozen=True)
-class KVFlowIntroductions(KVConnectorWorkerMetadata):
-    """Who the workers are since they have registered their caches anew, on the way to the scheduler with a step."""
+class KVFlowNews(KVConnectorWorkerMetadata):
+    """What workers have to tell, on the way to the scheduler with a step's results."""
 
-    tickets: tuple[Ticket, ...]
+    tickets: tuple[Ticket, ...] = ()
+    """Who they are, since they have registered their caches anew."""
     cards: tuple[bytes, ...] = ()
+    found: tuple[Found, ...] = ()
+    """What peers have answered."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowIntroductions:
-        others = cast(KVFlowIntroductions, other)
-        return KVFlowIntroductions(self.tickets + others.tickets, self.cards + others.cards)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowNews:
+        others = cast(KVFlowNews, other)
+        return KVFlowNews(self.tickets + others.tickets, self.cards + others.cards, self.found + others.found)
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -109,6 +114,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """See `asked`; the scheduler's."""
     _spreads_samples = False
     """Whether vLLM gives samples of a prompt to several engines; the scheduler's."""
+    _prefixes: RequestPrefixes | None = None
+    """If prefixes are shared or pulled; the scheduler's."""
+    _shares = False
+    """Whether prefixes are shared; a worker's."""
+    _asks = True
+    """Whether it is this rank that asks peers for all ranks; a worker's."""
+    _pulls = False
+    """Whether peers are asked for prefixes; a worker's."""
+    _found: tuple[Found, ...] = ()
+    """What peers have answered, until it has left with a step's results; a worker's."""
     _ranks: EngineRanks | None = None
     """With `stock_peers`, what they have shown each other; a worker's."""
 
@@ -131,6 +146,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
+            if extra.share_prefixes or extra.pulls_prefixes:
+                self._prefixes = RequestPrefixes(extra, self._scheduler, self._groups, vllm_config, kv_cache_config)
             return
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers
@@ -142,7 +159,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             foreign = stock.peers_of(vllm_config, extra, self._late_reads.append)
             self._ranks = foreign.ranks
         self._runtime = Runtime(config, foreign=foreign)
-        self._worker = ConnectorWorker(self._runtime)
+        self._worker = ConnectorWorker(self._runtime, prefix_peers_of(vllm_config, extra))
+        self._asks = (config.tp_rank, config.pp_rank) == (0, 0)
+        possible = not why_not(self._groups, kv_cache_config)
+        self._shares, self._pulls = extra.share_prefixes and possible, extra.pulls_prefixes and possible
         self._failed_blocks: set[int] = set()
         self._split = 1
         self._records = False
@@ -172,10 +192,20 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 "one; name KVFlowConnector before it"
             )
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._prefixes is not None:
+            self._prefixes.bind(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether a step has to be made for us, be there a request or not: vLLM asks before it goes to sleep."""
+        return self._prefixes is not None and self._prefixes.must_tell
+
     def on_new_request(self, request: Request) -> None:
         if request.abort_immediately:
             self._on_rejected(request)
             return
+        if self._prefixes is not None:
+            self._prefixes.add(Asked(request, self._names_pictures))
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._ends_before_last_token(request):
             logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
@@ -202,31 +232,43 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(request.num_prompt_tokens > 1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._prefixes is not None and self._prefixes.waits(request.request_id, num_computed_tokens):
+            return None, False
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         tables = self._transferred(blocks.get_block_ids())
         self._scheduler.update_after_alloc(request.request_id, tables, num_external_tokens)
+        if self._prefixes is not None and num_external_tokens == 0:
+            self._prefixes.over((request.request_id,))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         resolve = scheduler_output.kv_connector_block_state.resolve_block_ids
-        step = self._scheduler.build_step(
-            _scheduled(scheduler_output),
-            preempted=scheduler_output.preempted_req_ids or (),
-            block_ids=lambda request_id: self._transferred(resolve(request_id)),
-        )
+        scheduled = tuple(_scheduled(scheduler_output))
+        preempted = scheduler_output.preempted_req_ids or ()
+
+        def block_ids(request_id: str) -> tuple[list[int], ...]:
+            return self._transferred(resolve(request_id))
+
+        step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids)
+        if self._prefixes is not None:
+            # Another connector may load in the step itself, and fail: what it loads is told when the step is over.
+            done = () if scheduler_output.has_sync_kv_loads else scheduled
+            self._prefixes.build_step(step, done, preempted=preempted, block_ids=block_ids)
         cards, self._cards = self._cards, ()
         return KVFlowMetadata(step, cards)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving, connector_output.finished_sending
         self._scheduler.update_from_workers(received=received or (), sent=sent or ())
+        if self._prefixes is not None:
+            self._prefixes.over(received or ())
         told = connector_output.kv_connector_worker_meta
-        if (
-            isinstance(told, KVFlowIntroductions)
-            and len(told.tickets) == told.tickets[0].tp_size * told.tickets[0].pp_size
-        ):
-            self._introduce(told.tickets, told.cards)
+        if isinstance(told, KVFlowNews):
+            if self._prefixes is not None:
+                self._prefixes.answered(told.found)
+            if told.tickets and len(told.tickets) == told.tickets[0].tp_size * told.tickets[0].pp_size:
+                self._introduce(told.tickets, told.cards)
 
     def _introduce(self, tickets: Sequence[Ticket], cards: Sequence[bytes]) -> None:
         """These are all workers. What they show leaves with the next step, before any ticket of theirs can."""
@@ -239,11 +281,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(
-            request.request_id,
-            completed=request.status in _COMPLETED,
-            block_ids=self._transferred(block_ids),
-        )
+        tables = self._transferred(block_ids)
+        if self._prefixes is not None:
+            self._prefixes.finished(Asked(request, self._names_pictures), tables)
+        completed = request.status in _COMPLETED
+        return self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(group.at for group in self._groups)
@@ -280,7 +322,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._records = device == "cuda"
         self._registered = groups
         self._runtime.open()
-        self._runtime.register_kv_caches(groups)
+        self._register()
+        if self._pulls:
+            self._worker.meet(follows=self._asks)
+
+    def _register(self) -> None:
+        self._runtime.register_kv_caches(self._registered)
+        if self._shares:
+            facts = [(group.facts, of.split) for group, of in zip(self._groups, self._registered, strict=True)]
+            size = facts[0][0].block_size
+            self._worker.share([registered(one, size // split) for one, split in facts], size)
 
     def release_kv_caches(self) -> None:
         """Before other memory is mapped where the cache lies, or none: nothing is read or written there after this."""
@@ -288,12 +339,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def restore_kv_caches(self) -> None:
         """Memory is mapped there again. The scheduler asks with its next step who we are now."""
-        self._runtime.register_kv_caches(self._registered)
+        self._register()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if not self.has_connector_metadata() or not self._step.introduce:
-            return None
-        return KVFlowIntroductions((self._worker.introduction(),), (self._card,))
+        found, self._found = self._found, ()
+        if self.has_connector_metadata() and self._step.introduce:
+            return KVFlowNews((self._worker.introduction(),), (self._card,), found)
+        return KVFlowNews(found=found) if found else None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return KVFlowIntroduction(self._worker.introduction(), self._card)
@@ -301,6 +353,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _card(self) -> bytes:
         return b"" if self._ranks is None else self._ranks.card
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """First of all in a step, before anything is written or computed: reads of what will change end here."""
+        step = cast(KVFlowMetadata, kv_connector_metadata).step
+        self._worker.prepare(step if self._asks else msgspec.structs.replace(step, questions=[]))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before a step's forward pass: what the device was told before is what loads wait for."""
@@ -312,7 +369,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Everything but the saves: nothing of it concerns blocks that this step computes."""
-        self._worker.begin(msgspec.structs.replace(self._step, save=[], grow=[]), after=self._before_step)
+        prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
+        step = msgspec.structs.replace(self._step, save=[], grow=[], shelved=[], **prepared)
+        self._worker.begin(step, after=self._before_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled after its load."""
@@ -324,11 +383,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Once the step's forward passes have been submitted; tickets leave when their results are there."""
-        self._worker.begin(Step(save=self._step.save, grow=self._step.grow), ready=self._event())
+        step = Step(save=self._step.save, grow=self._step.grow, shelved=self._step.shelved)
+        self._worker.begin(step, ready=self._event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
+        self._found += found.found
         self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
+        self._stats.data["prefix_runs"] += self._worker.shared()
         while self._late_reads:
             self._late_reads.popleft()
             self._stats.data["late_reads"].append("stock")

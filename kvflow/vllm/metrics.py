@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from kvflow.connector.worker import Happening, Loaded, LoadFailed, OfferEnded
+from kvflow.connector.prefix_peers import PrefixOutcome
+from kvflow.connector.worker import Answered, Happening, Loaded, LoadFailed, OfferEnded
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 
 _SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
@@ -36,6 +37,12 @@ _COUNTERS = {
     "tickets_refused": ("tickets_refused", "Parameters that were of no use: the prompt was computed.", "reason"),
     "loads": ("loads", "Loads that succeeded, by what vouches for their bytes.", "freshness"),
     "lease_outcomes": ("leases", "Leases that have ended.", "outcome"),
+    "prefix_questions": ("prefix_questions", "Questions to peers for prefixes.", "outcome"),
+    "prefix_runs": (
+        "prefix_runs",
+        "Questions of peers for prefixes, and runs that were ended for requests here.",
+        "outcome",
+    ),
     "late_reads": ("late_reads", "Reads that ended after their lease: the text may be wrong.", "reader"),
 }
 
@@ -65,6 +72,8 @@ class KVFlowStats(KVConnectorStats):
                     stats.data["load_failures"].append(type(error).__name__ if error else _ABANDONED)
                 case OfferEnded(outcome=outcome):
                     stats.data["lease_outcomes"].append(str(outcome))
+                case Answered(outcome=outcome):
+                    stats.data["prefix_questions"].append(str(outcome))
         return stats
 
     def is_empty(self) -> bool:
@@ -84,6 +93,8 @@ class KVFlowStats(KVConnectorStats):
             "Failed loads": len(self.data["load_failures"]),
             "Refused tickets": len(self.data["tickets_refused"]),
             "Late reads": len(self.data["late_reads"]),
+            "Prefixes found": self.data["prefix_questions"].count(str(PrefixOutcome.FOUND)),
+            "Prefixes shared": self.data["prefix_runs"].count("found"),
             "Median load (ms)": round(seconds[len(seconds) // 2] * 1e3, 3) if seconds else 0,
             "Longest load (ms)": round(seconds[-1] * 1e3, 3) if seconds else 0,
             "Loaded (MiB)": round(sum(sizes) / 2**20, 3),

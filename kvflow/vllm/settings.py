@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from kvflow import checks
 from kvflow.checks import check_known
-from kvflow.config import Config
+from kvflow.config import Config, split_address
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.settings import checked_fields
 from kvflow.core.cache.groups import GroupKind
+from kvflow.errors import ConfigError
+from kvflow.kv_events import EventSource
 from kvflow.vllm.layout import Group
 
 if TYPE_CHECKING:
@@ -61,6 +64,32 @@ class Extra:
     stock_peers: bool = False
     """Whether engines with vLLM's own NixlConnector are read from, and served."""
     stock: StockExtra = field(default_factory=StockExtra)
+    share_prefixes: bool = False
+    """Whether peers may read prefixes out of this engine's cache."""
+    prefix_peers: tuple[str, ...] | None = None
+    """Addresses of engines that are asked for the prefix of a prompt that no prefill engine offers, one of each. An
+    empty list: only those that a router names. None: nobody is asked."""
+    prefix_events: tuple[EventSource, ...] = ()
+    """Engines whose KV events say who is to be asked; each `holder` is the engine's address, as in `prefix_peers`."""
+    prefix_tokens_min: int = 256
+    """With fewer tokens than this that are not cached, nobody is asked."""
+    prefix_wait_s: float = 0.05
+    """Longest time that a question may take."""
+    recompute_s_per_token: float | None = None
+    """What a token costs here that is computed: what takes longer to pull is computed. None: all that is found is
+    pulled."""
+
+    def __post_init__(self) -> None:
+        checks.whole(self.prefix_tokens_min, "prefix_tokens_min", least=1, error=ConfigError)
+        checks.seconds(self.prefix_wait_s, "prefix_wait_s", error=ConfigError)
+        if self.recompute_s_per_token is not None:
+            checks.seconds(self.recompute_s_per_token, "recompute_s_per_token", error=ConfigError)
+        for peer in self.prefix_peers or ():
+            split_address(peer, what="prefix_peers")
+
+    @property
+    def pulls_prefixes(self) -> bool:
+        return self.prefix_peers is not None or bool(self.prefix_events)
 
 
 _WHERE = "kv_connector_extra_config"
@@ -80,7 +109,8 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """One rank's Config. Raises ConfigError."""
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     given = {key: value for key, value in transfer.kv_connector_extra_config.items() if key in _CONFIG_KEYS}
-    stock = _STOCK_DEFAULTS if extra_of(vllm_config).stock_peers else {}
+    extra = extra_of(vllm_config)
+    stock = _STOCK_DEFAULTS if extra.stock_peers else {}
     values: dict[str, Any] = {
         "model": str(model.model),
         **_DEFAULTS,
@@ -94,7 +124,7 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "pp_rank": pp_rank,
         "pp_size": parallel.pipeline_parallel_size,
         "num_kv_heads": _model_kv_heads(vllm_config),
-        "role": str(transfer.kv_role).removeprefix("kv_"),
+        "role": "both" if extra.share_prefixes else str(transfer.kv_role).removeprefix("kv_"),
     }
     return Config(**values)
 

@@ -18,10 +18,10 @@ from functools import partial
 from typing import Annotated
 
 import kvflow
-from kvflow.bench.cache import CacheShape, PatternCache
+from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
+from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError, Ticket, scattered, share_out
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread
 
@@ -63,7 +63,7 @@ class NeverIdle:
             RankProcess("reader", partial(open_reader, self.shape)),
         ]
         note = f"{len(self.cases)} cases"
-        return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=Transport.SHM.environment)]
+        return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=Fabric.SHM.environment)]
 
     def _turns(self, children: Children) -> Iterator[Turn]:
         for index, case in enumerate([(0.0, 5.0), *self.cases]):  # the first one connects
@@ -138,5 +138,5 @@ def switch_interval(interval_s: float) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def open_reader(shape: CacheShape) -> AsyncIterator[Reader]:
-    async with open_runtime(config_of("bench-reader"), PatternCache(shape)) as runtime:
+    async with open_runtime(config_of("bench-reader"), BenchCache(shape)) as runtime:
         yield Reader(runtime)

@@ -23,11 +23,11 @@ from typing import Annotated, Any
 
 import kvflow
 from kvflow.bench.busy import busy_ranks
-from kvflow.bench.cache import CacheShape, PatternCache, compared
+from kvflow.bench.cache import BenchCache, CacheShape, compared
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.clocks import loop_ticker
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
+from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError, Ticket, scattered, share_out
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread, TargetRow, at_most
 from kvflow.transport.base import Event, ReadEnded
@@ -120,7 +120,7 @@ class FunctionRow:
 class Profile:
     """Find where the time of small loads goes, by hop, thread and function, alone and in a burst."""
 
-    transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
+    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     alone: Annotated[int, "Loads one after the other, in each round."] = 500
     burst: Annotated[int, "Loads at once, in each round."] = _BURST_LOADS
     rounds: Annotated[int, "Rounds of each."] = 5
@@ -227,7 +227,7 @@ def _run(children: Children, step: Callable[..., Coroutine[Any, Any, Any]], load
 
 @contextlib.asynccontextmanager
 async def open_profiled(shape: CacheShape) -> AsyncIterator[ProfiledReader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     stamps = Stamps()
     with stamps.taken():
         async with open_runtime(config_of("bench-reader"), cache) as runtime:
@@ -297,7 +297,7 @@ class Stamps:
 class ProfiledReader:
     """The rank of the reader's process."""
 
-    def __init__(self, runtime: kvflow.Runtime, cache: PatternCache, stamps: Stamps) -> None:
+    def __init__(self, runtime: kvflow.Runtime, cache: BenchCache, stamps: Stamps) -> None:
         self._runtime = runtime
         self._cache = cache
         self._stamps = stamps

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Annotated, NamedTuple
 
 import kvflow
-from kvflow.bench.cache import CacheShape, PatternCache
+from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import BenchError, Child, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread
 
@@ -50,7 +50,7 @@ class Survived(NamedTuple):
 class Reader:
     """Loads from two producers."""
 
-    def __init__(self, runtime: kvflow.Runtime, cache: PatternCache) -> None:
+    def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime
         self._cache = cache
 
@@ -84,7 +84,7 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def open_reader(config: kvflow.Config, shape: CacheShape) -> AsyncIterator[Reader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     async with open_runtime(config, cache) as runtime:
         yield Reader(runtime, cache)
 
@@ -112,7 +112,7 @@ class SplitRow:
 class Surviving:
     """Kill or stop the first source of loads of two tickets at many moments, and measure what that adds."""
 
-    transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
+    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     fate: Annotated[Fate, "What befalls the first source: kill or stop."] = Fate.KILL
     size_mb: Annotated[int, "What one load moves in MB (2**20 bytes)."] = 256
     moments: Annotated[int, "At how many moments of a load."] = 20
@@ -171,7 +171,7 @@ class Surviving:
         return [*producers, RankProcess("reader", partial(open_reader, config_of("reader"), self.shape))]
 
     def _planned(self, name: str, first: int = 0, stop: int | None = None) -> PlannedLoad:
-        ids = list(range(self.blocks))[first:stop]
+        ids = tuple(range(self.blocks))[first:stop]
         return PlannedLoad(request_id=name, local_ids=ids, remote_ids=ids)
 
     def _healthy(self, children: Children) -> Iterator[Turn]:

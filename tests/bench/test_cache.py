@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflow.bench.cache import CacheShape, Order, PatternCache, WrongBytes, allocate, compared
+from kvflow.bench.cache import BenchCache, CacheShape, Order, WrongBytes, allocate, compared
 from kvflow.bench.loads import PlannedLoad, SettingsError
 
 RANK = CacheShape(layers=2, blocks=16, kv_heads=4, first_head=4)
@@ -17,13 +17,13 @@ CUTS = {
 }
 
 
-def filled(shape: CacheShape) -> PatternCache:
-    cache = PatternCache(shape)
+def filled(shape: CacheShape) -> BenchCache:
+    cache = BenchCache(shape)
     cache.fill()
     return cache
 
 
-def copy(source: PatternCache, target: PatternCache, local_ids: list[int], remote_ids: list[int]) -> None:
+def copy(source: BenchCache, target: BenchCache, local_ids: list[int], remote_ids: list[int]) -> None:
     """As a load between these ranks must do it, token by token and head by head."""
     ours, theirs = target.shape, source.shape
     for index in range(len(remote_ids) * theirs.block_size):
@@ -47,7 +47,7 @@ def copy(source: PatternCache, target: PatternCache, local_ids: list[int], remot
     ],
 )
 def test_a_right_copy_passes_and_no_other(ours: str, theirs: str, local_ids: list[int], remote_ids: list[int]) -> None:
-    source, target = filled(CUTS[theirs]), PatternCache(CUTS[ours])
+    source, target = filled(CUTS[theirs]), BenchCache(CUTS[ours])
     copy(source, target, local_ids, remote_ids)
     size_bytes = len(local_ids) * target.shape.block_size_bytes
     their_size = source.shape.block_size
@@ -80,7 +80,7 @@ def test_one_wrong_word_fails(layer: int, part: int, word: int) -> None:
 
 def test_what_was_never_written_and_what_was_poisoned_fail() -> None:
     with pytest.raises(WrongBytes, match="block 2"):
-        PatternCache(RANK).check([2], [0])
+        BenchCache(RANK).check([2], [0])
     cache = filled(RANK)
     cache.poison([2], [0])
     assert cache.check([1], [1]) == cache.shape.block_size_bytes
@@ -100,7 +100,7 @@ def test_tensors_show_the_memory_in_its_own_order(name: str) -> None:
 
 def test_ranks_can_share_their_memory() -> None:
     memory = allocate(RANK.size_bytes)
-    rank, thin = PatternCache(RANK, memory), PatternCache(CacheShape(layers=2, blocks=16, kv_heads=1), memory)
+    rank, thin = BenchCache(RANK, memory), BenchCache(CacheShape(layers=2, blocks=16, kv_heads=1), memory)
     rank.fill()
     assert thin.layers[0].shape[2] == 1
     assert thin.layers[0][0, 0, 0, 0, 0] == rank.layers[0][0, 0, 0, 0, 0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.bench.loads import Transport
+from kvflow.bench.loads import Fabric
 from kvflow.bench.topology import CASES
 from kvflow.cli import bench as installed
 from tests.bench import __main__ as ours
@@ -28,6 +28,7 @@ SMALLEST = {
     "topology": "--size 1 --rounds 2 --layers 2",
     "fairness": "--size 256 --rounds 1",
     "planning": "--repeats 3",
+    "prefixes": "--rounds 2 --questions 2 --pulls 4 --prefix-blocks 2 --unknown-keys 2000",
     "profile": "--alone 20 --burst 40 --rounds 1 --functions 5 --busy-cores 1",
     "verifying": "--sizes 1,16 --rounds 2 --layers 2",
     "surviving": "--size-mb 8 --moments 2 --rounds 2",
@@ -64,7 +65,7 @@ def check_peers(report: Report) -> None:
     left_out = {row["contender"]: row["why"] for row in report.get("left out", [])}
     assert all("not installed" in why or "import" in why for why in left_out.values())
     here = [peer for peer in Peer if peer not in left_out]
-    for transport, size in product(Transport, ("one block", "4 x 1 MB")):
+    for transport, size in product(Fabric, ("one block", "4 x 1 MB")):
         found = {row["contender"]: row for row in rows if key(row) == (transport, size)}
         assert list(found) == [peer for peer in here if runs_over(peer, transport)]
         for row in found.values():

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.bench.cache import PatternCache, WrongBytes
+from kvflow.bench.cache import BenchCache, WrongBytes
 from kvflow.bench.child import BenchError, RankProcess, open_children
 from kvflow.bench.loads import PlannedLoad, SettingsError
 from kvflow.bench.scenario import Samples
@@ -103,7 +103,7 @@ def test_leases_grow_in_one_step_or_spread_over_it() -> None:
 
 
 def test_what_is_written_block_by_block_is_what_a_producer_holds() -> None:
-    cache = PatternCache(SMALL.model)
+    cache = BenchCache(SMALL.model)
     cache.write([3, 1])
     assert cache.check([3, 1], [3, 1]) == 2 * SMALL.model.block_size_bytes
     with pytest.raises(WrongBytes):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.bench.loads import MIB, SettingsError, Transport
+from kvflow.bench.loads import MIB, Fabric, SettingsError
 from kvflow.bench.scenario import Outcome, Samples
 from kvflow.bench.targets import Verdict
 from kvflow.bench.transfer.ranks import TurnResult
@@ -84,7 +84,7 @@ def turn(*seconds: float) -> TurnResult:
     return TurnResult(seconds=seconds, cpu_s=0.5, checked_bytes=1)
 
 
-def judged(transport: Transport, *found: tuple[LoadSize, Peer, float]) -> Outcome:
+def judged(transport: Fabric, *found: tuple[LoadSize, Peer, float]) -> Outcome:
     """Each contender twice: as fast as given, and twice as slow."""
     samples = Samples()
     for size, peer, seconds in found:
@@ -97,7 +97,7 @@ def judged(transport: Transport, *found: tuple[LoadSize, Peer, float]) -> Outcom
 
 def test_ratios_are_to_raw_nixl_and_to_kvflow_at_the_same_size() -> None:
     outcome = judged(
-        Transport.SHM,
+        Fabric.SHM,
         (ONE, Peer.TUNED, 1.0),
         (ONE, Peer.KVFLOW, 2.0),
         (BURST, Peer.TUNED, 9.0),
@@ -130,7 +130,7 @@ def test_bulk_has_to_be_as_fast_as_mooncake_in_its_better_direction(
     read_s: float, write_s: float, measured: float, where: str, verdict: Verdict
 ) -> None:
     outcome = judged(
-        Transport.TCP,
+        Fabric.TCP,
         (ONE, Peer.TUNED, 1.0),
         (ONE, Peer.KVFLOW, 9.0),
         (ONE, Peer.MOONCAKE_READ, 1.0),
@@ -146,11 +146,11 @@ def test_bulk_has_to_be_as_fast_as_mooncake_in_its_better_direction(
 
 def test_loads_at_once_are_a_target_of_their_own() -> None:
     found = ((Peer.TUNED, 1.0), (Peer.KVFLOW, 2.0), (Peer.MOONCAKE_READ, 1.0))
-    bulk, at_once = judged(Transport.TCP, *((BURST, peer, seconds) for peer, seconds in found)).targets
+    bulk, at_once = judged(Fabric.TCP, *((BURST, peer, seconds) for peer, seconds in found)).targets
     assert (bulk.measured, at_once.measured, at_once.verdict) == (None, 0.5, Verdict.FAIL)
     assert at_once.where == "64 x 1 MB, mooncake_read"
 
 
 def test_without_mooncake_nothing_is_said_of_it() -> None:
-    outcome = judged(Transport.TCP, (BULK, Peer.TUNED, 1.0), (BULK, Peer.KVFLOW, 2.0))
+    outcome = judged(Fabric.TCP, (BULK, Peer.TUNED, 1.0), (BULK, Peer.KVFLOW, 2.0))
     assert {(row.measured, row.verdict) for row in outcome.targets} == {(None, Verdict.NOT_MEASURED)}

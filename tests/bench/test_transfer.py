@@ -11,9 +11,9 @@ from typing import cast
 
 import pytest
 
-from kvflow.bench.cache import PatternCache, WrongBytes
+from kvflow.bench.cache import BenchCache, WrongBytes
 from kvflow.bench.child import Child
-from kvflow.bench.loads import MIB, PeerAddress, SettingsError, Transport
+from kvflow.bench.loads import MIB, AgentAddress, Fabric, SettingsError
 from kvflow.bench.transfer.ranks import Blocking, Contender, Hop, Reader, TurnResult
 from kvflow.bench.transfer.raw import RawAgent
 from kvflow.bench.transfer.scenario import Transfer
@@ -51,7 +51,7 @@ def test_loads_at_once_are_a_size() -> None:
 
 def test_the_cache_holds_every_turn_with_its_wake_up_block() -> None:
     scenario = Transfer(sizes="block,1,16,256")
-    assert scenario.transports == (Transport.SHM, Transport.TCP)
+    assert scenario.transports == (Fabric.SHM, Fabric.TCP)
     assert scenario.shape.region_block_size_bytes == 32 << 10
     assert scenario.shape.block_size_bytes == MIB // 2
     assert scenario.shape.blocks == 512 + 1
@@ -99,7 +99,7 @@ def test_each_pair_of_each_contender_has_its_turns_and_the_spinning_one_rests() 
             if isinstance(turn.key, tuple):
                 assert set(turn.children) == set(pair_of(turn.key[2], children))
     sizes = scenario.load_sizes
-    for transport in Transport:
+    for transport in Fabric:
         assert {found[transport, size, name, 0] for size in sizes for name in Contender} == {2}
         assert {found[transport, size, name, 1] for size in sizes for name in Contender} == {3}
     assert found["check"] == 2 * 2 * len(sizes) * len(Contender)
@@ -111,16 +111,16 @@ def test_each_pair_of_each_contender_has_its_turns_and_the_spinning_one_rests() 
 class Copying:
     """Moves blocks inside this process, all of them or all but the last."""
 
-    def __init__(self, target: PatternCache, *, left_out: int) -> None:
-        self._source = PatternCache(target.shape)
+    def __init__(self, target: BenchCache, *, left_out: int) -> None:
+        self._source = BenchCache(target.shape)
         self._source.fill()
         self._target = target
         self._left_out = left_out
 
-    def address(self) -> PeerAddress:
-        return PeerAddress()
+    def address(self) -> AgentAddress:
+        return AgentAddress()
 
-    def connect(self, address: PeerAddress) -> None: ...
+    def connect(self, address: AgentAddress) -> None: ...
 
     def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
         count = len(local_ids) - self._left_out
@@ -130,9 +130,9 @@ class Copying:
 
 
 async def take_turn(*, left_out: int, check_all: bool, at_once: int = 1) -> TurnResult:
-    cache = PatternCache(SMALL.shape)
+    cache = BenchCache(SMALL.shape)
     reader = Reader(cache, Blocking(Copying(cache, left_out=left_out)))
-    await reader.connect(PeerAddress(), os.getpid())
+    await reader.connect(AgentAddress(), os.getpid())
     return await reader.turn(
         loads_of_turn(SMALL.load_sizes[0], "any", SMALL.shape.blocks), [], check_all=check_all, at_once=at_once
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvflow.bench.loads import MIB, Transport
+from kvflow.bench.loads import MIB, Fabric
 from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.transfer.ranks import Contender, TurnResult
 from kvflow.bench.transfer.results import ONE_BLOCK, Idle, Lag, Speed, busy_targets_of, compare, targets_of
@@ -19,7 +19,7 @@ def turn(*seconds: float) -> TurnResult:
 
 
 def compared(*turns: list[list[TurnResult]]) -> dict[Contender, Speed]:
-    rows = compare(Transport.SHM, "1 MB", MIB, dict(zip(Contender, turns, strict=True)))
+    rows = compare(Fabric.SHM, "1 MB", MIB, dict(zip(Contender, turns, strict=True)))
     return {row.contender: row for row in rows}
 
 
@@ -82,7 +82,7 @@ SLOW = replace(LAG_S, p99=3e-3, max=11e-3)
 )
 def test_targets(target: str, sizes: list[tuple[Speed, Spread]], measured: float | None, verdict: Verdict) -> None:
     """Bulk is from 16 MB up, lag counts while a gigabyte is loaded over shm; the worst size decides."""
-    transport, speeds, lags = Transport(target[:3]), list[Speed](), list[Lag]()
+    transport, speeds, lags = Fabric(target[:3]), list[Speed](), list[Lag]()
     for ours, lag_s in sizes:
         tuned = replace(ours, transport=transport, contender=Contender.TUNED, median_s=0.001)
         speeds += [replace(ours, transport=transport), tuned]
@@ -98,5 +98,5 @@ def test_where_cores_are_busy_the_slowest_of_one_block_is_held_against_the_bare_
 ) -> None:
     (ours, _), (large, _) = size(0, p99_s=p99_s), size(1, p99_s=1.0)
     bare = [replace(row, contender=Contender.HOP, p99_s=0.001) for row in (ours, large)]
-    rows = busy_targets_of(Idle(transport=Transport.SHM, cpu_percent=0.2), [ours, large, *bare])
+    rows = busy_targets_of(Idle(transport=Fabric.SHM, cpu_percent=0.2), [ours, large, *bare])
     assert [row.verdict for row in rows] == [verdict, Verdict.PASS]

@@ -13,8 +13,8 @@ from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError
-from kvflow.bench.engine import LoadResult, Pair, pair_ranks
-from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Transport, scattered
+from kvflow.bench.engine import LoadResult, RankPair, pair_ranks
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
 
@@ -43,7 +43,7 @@ class SizeResult:
 class Verifying:
     """Compare loads without and with checksums of all their bytes."""
 
-    transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
+    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     sizes: Annotated[str, "What one load moves in MB (2**20 bytes), separated by commas."] = "1,16,64,256"
     rounds: Annotated[int, "Loads of each size, without checksums and with."] = 15
     layers: Annotated[int, "Layers of the imaginary model."] = 8
@@ -78,7 +78,7 @@ class Verifying:
         return Outcome(results={"sizes": results}, legend=_LEGEND, targets=[target(results)])
 
     def _turns(self, children: Children) -> Iterator[Turn]:
-        pair = Pair(producer=children["producer"], consumer=children["consumer"], shape=self.shape)
+        pair = RankPair(producer=children["producer"], consumer=children["consumer"], shape=self.shape)
         for size in self.blocks:
             for verify in (False, True):
                 run = partial(pair.hand_over, self.planned(size, f"check {verify}"), verify=verify)

@@ -6,13 +6,14 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import kvflow
+from kvflow import extras
 from kvflow.cli import main
 from kvflow.cli.app import app
 from kvflow.doctor.version import installed, versions
@@ -20,12 +21,29 @@ from tests.support.tests_support import each
 
 
 def test_a_bare_installation_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "missing_modules", lambda: ("typer", "rich"))
+    monkeypatch.setattr(main, "missing_modules", lambda _: ("typer", "rich"))
     with pytest.raises(SystemExit, match="needs typer and rich") as caught:
         main.main()
     given = shlex.split(str(caught.value).partition("pip install ")[2])
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert given == project["optional-dependencies"]["cli"], "not kvflow[cli]: a checkout is on no index"
+
+
+def test_a_command_that_needs_more_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "find_spec", lambda name: None if name == "prometheus_client" else name)
+    assert main.missing_modules("top") == ("prometheus_client",)
+    assert main.missing_modules("doctor") == main.missing_modules() == ()
+    monkeypatch.setattr(sys, "argv", ["kvflow", "top", "http://127.0.0.1:1/metrics"])
+    with pytest.raises(SystemExit, match=r"needs prometheus_client; install it with: pip install .*prometheus-client"):
+        main.main()
+
+
+def test_a_checkout_that_is_not_installed_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(extras, "requires", unknown)
+    assert extras.install_line("ray") == "pip install '.[ray]'"
 
 
 def test_flags_are_shown_as_flags() -> None:
@@ -90,7 +108,7 @@ def test_the_versions_are_told_without_importing_what_they_are_of(words: tuple[s
 def test_a_bare_installation_can_say_its_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(main, "missing_modules", lambda: ("typer", "rich"))
+    monkeypatch.setattr(main, "missing_modules", lambda _: ("typer", "rich"))
     monkeypatch.setattr(sys, "argv", ["kvflow", "--version"])
     main.main()
     assert capsys.readouterr().out.startswith(f"kvflow {kvflow.__version__}\n")

@@ -41,6 +41,20 @@ def test_limits_are_a_dict_of_their_own() -> None:
         checked_fields({"limits": {"peer_max": 7}}, Config, where="extra")
 
 
+@dataclass(frozen=True)
+class Holds:
+    several: tuple[Limits, ...] = ()
+
+
+def test_several_of_a_kind_are_a_list_of_dicts() -> None:
+    given = {"several": [{"peers_max": 7}, {}]}
+    assert checked_fields(given, Holds, where="extra") == {"several": (Limits(peers_max=7), Limits())}
+    with pytest.raises(ConfigError, match=r"^extra: several: 1: unknown: peer_max; did you mean 'peers_max'"):
+        checked_fields({"several": [{}, {"peer_max": 7}]}, Holds, where="extra")
+    with pytest.raises(ConfigError, match=r"^extra: several: Expected `array`, got `int`"):
+        checked_fields({"several": 7}, Holds, where="extra")
+
+
 @each("name", FIELDS)
 def test_no_field_takes_anything(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^extra: {name}: Expected `.*, got `array`"):

@@ -67,6 +67,7 @@ class Engine:
         """One step; with an `event` that its work is done by."""
         entries = [Scheduled(*entry) for entry in scheduled]
         step = self.scheduler.build_step(entries, preempted=preempted, block_ids=lambda _: blocks)
+        self.worker.prepare(step)
         self.worker.begin(step, ready=event, after=event)
         self.collect()
         return step

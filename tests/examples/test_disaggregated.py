@@ -15,7 +15,7 @@ import torch
 from disaggregated import example, router
 from disaggregated.engines import EngineProcesses, start_engine
 from disaggregated.hand_over import answer_alone, hand_over
-from disaggregated.messages import Generate, Prefill, Ready, Token
+from disaggregated.messages import Generate, PrefillRequest, Ready, Step
 from disaggregated.router import WorkerError, set_worker_environment
 from disaggregated.worker import WorkerSettings
 from paged_engine import blocks_for
@@ -96,7 +96,7 @@ def test_names_what_is_not_installed(run_python: RunPython) -> None:
     demo = run_python("-c", "\n".join(lines))
     assert demo.returncode == 2
     assert demo.stderr.startswith("error: not installed: rich, gguf.")
-    assert "pip install 'kvflow[examples]'" in demo.stderr
+    assert "pip install '.[examples]'" in demo.stderr
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ async def test_ranks_answer_as_one_does_until_one_is_killed(settings: Settings, 
     async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:
         assert await answer_alone(decode, PROMPT, 20) == tiny.greedy(PROMPT, 20)
         await decode.send(Generate(prompt=PROMPT, max_tokens=50))
-        await decode.expect(Token)
+        await decode.expect(Step)
         pid = decode.ranks[victim].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -275,12 +275,12 @@ async def test_a_failed_request_leaves_the_worker_in_service_and_a_kill_is_an_er
     settings: Settings, tiny: Model
 ) -> None:
     async with ready_engine(settings("decode-0")) as decode:
-        await decode.send(Prefill(request_id="long", prompt=[3] * 65))
-        with pytest.raises(WorkerError, match="65 tokens need 17 blocks, the cache has 16"):
-            await decode.expect(Token)
+        await decode.send(PrefillRequest(request_id="long", prompt=[3] * 65, max_tokens=2, deadline_s=30))
+        with pytest.raises(WorkerError, match=r"decode-0 failed: .* length is 64 tokens.* 67 tokens"):
+            await decode.expect(Step)
         assert await answer_alone(decode, PROMPT, 5) == tiny.greedy(PROMPT, 5)
         await decode.send(Generate(prompt=PROMPT, max_tokens=50))
-        await decode.expect(Token)
+        await decode.expect(Step)
         (worker,) = decode.ranks
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from disaggregated.messages import Step
 from hypothesis import example, given
 from hypothesis import strategies as st
 from openai_server.answer_text import AnswerText
-from openai_server.messages import Step
 
 TEXTS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)

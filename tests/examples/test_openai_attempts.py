@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Hashable
 
 import pytest
+from disaggregated.messages import Failure, FailureKind, Step
 from openai_server.attempts import AttemptError, Attempts, Prompt
-from openai_server.messages import Failure, FailureKind, Step
 
 LOST = Failure(kind=FailureKind.WORKER_LOST, message="lost")
 

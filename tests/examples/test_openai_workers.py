@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
+from disaggregated.decode import DecodeWorker
+from disaggregated.failures import RequestTooLongError
+from disaggregated.groups import LayerGroups
 from disaggregated.keeper import background_tasks
-from openai_server.decode import DecodeWorker
-from openai_server.failures import RequestTooLongError
-from openai_server.messages import (
+from disaggregated.messages import (
     DecodeRequest,
     Failure,
     FailureKind,
@@ -22,9 +23,9 @@ from openai_server.messages import (
     PrefillRequest,
     Step,
 )
+from disaggregated.prefill import PrefillWorker
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
-from openai_server.prefill import PrefillWorker, prefill_app
-from openai_server.worker import WorkerSettings, introduction_of, worker_app
+from openai_server.worker import WorkerSettings, introduction_of, prefill_app, worker_app
 from paged_engine import GREEDY, Engine, Sampling
 from paged_engine.weights import load_model
 from tests_support import until
@@ -57,7 +58,7 @@ class Workers:
         """The tokens of a whole answer."""
         generation = await self.decode.decode(self.decode_request(request_id, sampling=sampling))
         reply = await self.prefilled(request_id, sampling=sampling)
-        steps = [Step(**json.loads(line)) async for line in generation.lines()]
+        steps = [Step.read(line) async for line in generation.lines()]
         assert steps[0] == reply.step
         assert [step.finish_reason for step in steps] == [None] * 5 + ["length"]
         return [step.token for step in steps]
@@ -65,7 +66,7 @@ class Workers:
     async def failure(self, request: DecodeRequest) -> FailureKind:
         """Why there is no answer."""
         (line,) = [line async for line in (await self.decode.decode(request)).lines()]
-        return Failure.model_validate_json(line).kind
+        return Failure.read(line).kind
 
     def decode_request(self, request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> DecodeRequest:
         ticket = kvflow.Ticket.rendezvous(introduction_of(self.prefill_runtime), request_id)
@@ -110,8 +111,7 @@ async def workers(tiny: Model) -> AsyncIterator[Workers]:
             (prefill_engine, prefill_runtime, prefill_metrics),
             (decode_engine, decode_runtime, decode_metrics),
         ):
-            layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=4)
-            await opened.register_kv_caches(engine.kv_caches, layout)
+            await opened.register_kv_caches(LayerGroups(engine).caches)
             metrics.kvflow.watch(opened)
         prefill = PrefillWorker(prefill_engine, prefill_runtime, start_task, prefill_metrics)
         decode = DecodeWorker(decode_engine, decode_runtime, start_task, decode_metrics)
@@ -159,7 +159,7 @@ async def test_both_draw_what_one_engine_would(workers: Workers) -> None:
 
 def test_messages_carry_how_to_choose() -> None:
     request = request_of(sampling=SAMPLED)
-    assert PrefillRequest.model_validate_json(request.model_dump_json()) == request
+    assert PrefillRequest.read(request.written()) == request
 
 
 async def test_one_token_is_answered_without_a_lease(workers: Workers, tiny: Model) -> None:
@@ -184,7 +184,7 @@ async def posted(workers: Workers, tiny: Model) -> tuple[int, Failure | None]:
     settings = WorkerSettings(name="prefill-0", role="prefill", host="", port=0, checkpoint=tiny.checkpoint)
     app = worker_app(settings, workers.prefill_engine, workers.prefill_runtime, workers.prefill_metrics)
     sent: list[MutableMapping[str, Any]] = []
-    coming = [{"type": "http.request", "body": request_of().model_dump_json().encode()}]
+    coming = [{"type": "http.request", "body": request_of().written()}]
 
     async def receive() -> dict[str, Any]:
         if not coming:
@@ -197,7 +197,7 @@ async def posted(workers: Workers, tiny: Model) -> tuple[int, Failure | None]:
     scope = {"type": "http", "method": "POST", "path": "/prefill", "query_string": b"", "headers": []}
     await prefill_app(app, workers.prefill)(scope, receive, send)
     status, body = sent[0]["status"], b"".join(message["body"] for message in sent[1:])
-    return status, None if status == 200 else Failure.model_validate_json(body)
+    return status, None if status == 200 else Failure.read(body)
 
 
 async def test_what_is_our_own_fault_leaves_a_traceback(
@@ -208,7 +208,7 @@ async def test_what_is_our_own_fault_leaves_a_traceback(
     workers.prefill.release("r")
     assert failure is not None
     assert (status, failure.kind) == (502, FailureKind.WORKER_FAILED)
-    (record,) = [record for record in caplog.records if record.name == "openai_server.worker"]
+    (record,) = [record for record in caplog.records if record.name == "disaggregated.told"]
     assert failure.message in record.getMessage()
     assert record.exc_info is not None
 
@@ -220,7 +220,7 @@ async def test_a_worker_on_its_way_out_is_busy_and_leaves_none(
     status, failure = await posted(workers, tiny)
     assert failure is not None
     assert (status, failure.kind) == (503, FailureKind.BUSY)
-    assert [record for record in caplog.records if record.name == "openai_server.worker"] == []
+    assert [record for record in caplog.records if record.name == "disaggregated.told"] == []
 
 
 # --- whose blocks they are
@@ -275,11 +275,11 @@ async def test_a_cancelled_prefill_fails_its_reader_and_gives_its_blocks_back(wo
     with pytest.raises(asyncio.CancelledError):
         await prefilling
     (line,) = [line async for line in generation.lines()]
-    assert Failure.model_validate_json(line).kind is FailureKind.PREFILL_AGAIN
+    assert Failure.read(line).kind is FailureKind.PREFILL_AGAIN
     await workers.idle()
 
 
-FAR = FirstToken(token=1 << 40, computed_at=Instant.now()).model_dump_json().encode()
+FAR = FirstToken(token=1 << 40, computed_at=Instant.now()).written()
 
 
 @pytest.mark.parametrize("payload", [b"", b'{"token": 5}', FAR])
@@ -300,4 +300,4 @@ async def test_a_prefill_worker_that_speaks_otherwise_costs_one_request(
 def test_clocks_of_two_machines_are_not_compared() -> None:
     now = Instant.now()
     assert (now.elapsed_s() or -1) >= 0
-    assert now.model_copy(update={"boot_id": "another machine's"}).elapsed_s() is None
+    assert msgspec.structs.replace(now, boot_id="another machine's").elapsed_s() is None

@@ -133,7 +133,7 @@ def test_a_folder_that_breaks_leaves_the_keys_as_they_were(keys: Path, caplog: p
     (keys / "half-written.public").write_text("x")
     clock.advance(2)
     assert asyncio.run(keyring.key_of("theirs")) is not None
-    assert "the allowlist stays as it was: curve_peers_dir: " in caplog.text
+    assert "cannot be read, the keys of before stay: curve_peers_dir: " in caplog.text
     make_key_files(keys, "newcomer")
     (keys / "half-written.public").unlink()
     clock.advance(2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import codeop
 import inspect
 import json
 import os
@@ -34,7 +35,8 @@ from kvflow.cli.app import app
 from tests.bench.__main__ import bench
 
 ROOT = Path(__file__).parents[2]
-TOP = ("README.md", "docs/changelog.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md", "examples/README.md")
+OF_GITHUB = ("CONTRIBUTING", "RELEASING", "SECURITY", "STYLE")
+TOP = ("README.md", "docs/changelog.md", "examples/README.md", *(f".github/{name}.md" for name in OF_GITHUB))
 PAGES = {
     path.relative_to(ROOT).as_posix(): path for path in [*(ROOT / page for page in TOP), *(ROOT / "docs").rglob("*.md")]
 }
@@ -106,6 +108,18 @@ async def run_python(block: Block, names: dict[str, Any]) -> None:
     result = eval(code, names)
     if inspect.iscoroutine(result):
         await result
+
+
+def paste(block: Block) -> None:
+    """Compile a block as a prompt takes it, line by line: a statement with a body ends at an empty line."""
+    compiler = codeop.CommandCompiler()
+    compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    gathered: list[str] = []
+    for line in [*block.text.splitlines(), ""]:
+        gathered.append(line)
+        if compiler("\n".join(gathered), block.where, "single") is not None:
+            gathered.clear()
+    assert not gathered, f"{block.where}: {gathered} does not end"
 
 
 def run_script(block: Block, folder: Path) -> str:
@@ -184,7 +198,7 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_typer(app, rest, complete=complete)
         case ["python3", "dev.py", *rest]:
             check_command(started_by_dev(rest))
-        case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff" | "sglang_router.launch_router", *_]:
+        case ["python", "-m", "asyncio" | "codespell_lib" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
         case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
             pass
@@ -236,7 +250,7 @@ def started_by_dev(words: list[str]) -> list[str]:
         exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
     vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
-    gpu = types.SimpleNamespace(which=lambda name: name)  # a machine that shows one
+    gpu = types.SimpleNamespace(which=lambda name: name, rmtree=lambda _: None)  # a machine that shows one
     vars(dev).update(with_wheels=lambda _: Path("python"), shutil=gpu)
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]
@@ -282,7 +296,12 @@ def check_vllm(words: list[str]) -> None:
     assert (ROOT / module.replace(".", "/")).is_dir()
     assert given["kv_connector"] == "KVFlowConnector"
     assert given["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
-    assert given.get("kv_connector_extra_config", {}).keys() <= {entry.name for entry in fields(Config)}
+    tree = ast.parse((ROOT / "kvflow" / "vllm" / "settings.py").read_text())  # which imports vLLM
+    (extra,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Extra")
+    own = {
+        node.target.id for node in extra.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assert given.get("kv_connector_extra_config", {}).keys() <= own | {entry.name for entry in fields(Config)}
 
 
 def options_of(words: list[str]) -> set[str]:

@@ -99,6 +99,7 @@ async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> Async
         stack.callback(lambda: "runtime" in names and names["runtime"].close())
         yield names
         step = names["connector"].build_step([], preempted=[], block_ids=lambda _: [])
+        names["worker"].prepare(step)
         names["worker"].begin(step)
         assert names["report"].blocks == 2
         assert names["outcome"] is LeaseOutcome.REVOKED

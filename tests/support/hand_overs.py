@@ -27,9 +27,12 @@ from kvflow import (
     LeaseOutcome,
     LoadReport,
     LoadRequest,
+    PrefixRequest,
+    Run,
     Runtime,
     ServeRequest,
     merge_tickets,
+    prefix_keys,
 )
 from kvflow.errors import ConfigError
 from kvflow.runtime.world import World
@@ -218,6 +221,82 @@ async def run(
         _check_report(case, rank, report, names)
 
 
+async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> None:
+    """Do it as a pull of a prefix: every rank of the consumer asks those of the producer, or one asks for all.
+
+    Without windows; what is offered is a prefix of so many tokens, with a key for each.
+    """
+    tokens = case.parts[0].tokens(case.num_tokens)
+    offered = min(case.num_tokens, len(case.parts[0].offered) * case.parts[0].producer.block_size)
+    case = replace(case, num_tokens=offered)
+    keys = prefix_keys(range(offered + 3), 1)
+    async with AsyncExitStack() as stack:
+        replicas = await open_producer(stack, case, world)
+        producers = replicas[case.parts[0].producer.dp_rank]
+        shelves = [_Shelf(case, keys[offered - 1]) for _ in producers]
+        for rank, shelf in zip(producers, shelves, strict=True):
+            rank.runtime.share(shelf, pinned_blocks_max=1 << 20)
+            for cache, ids in zip(rank.caches, case.ids(0), strict=True):
+                cache.pattern.fill(ids)
+        theirs = [cache for rank in itertools.chain(*replicas) for cache in rank.caches]
+        before = [cache.snapshot() for cache in theirs]
+        consumers = await open_engine(stack, case, 1, world)
+        leases = serve(case, producers)
+        introduction = ticket_of(replace(case, named=()), leases)
+        for lease in leases:
+            await lease.revoke()  # it is only to say who they are
+        request = PrefixRequest(
+            request_id="request",
+            keys=keys,
+            key_tokens=1,
+            block_ids=case.request_ids(1),
+            peers=[introduction],
+            cached_tokens=tokens.start if case.parts[0].wanted else offered,
+            answer_within_s=WAIT_S,
+        )
+        if every_rank:
+            (offer,) = await consumers[0].runtime.seek_prefix(replace(request, every_rank=True))
+            load = LoadRequest("request", offer.ticket, case.request_ids(1))
+            reports = [
+                one.tokens for one in await asyncio.gather(*(rank.runtime.load_blocks(load) for rank in consumers))
+            ]
+        else:
+            pulls = await asyncio.gather(*(rank.runtime.pull_prefix(request) for rank in consumers))
+            assert {one.num_tokens for one in pulls} == {offered}, pulls
+            reports = [one.pulled_tokens for one in pulls]
+        for rank, pulled in zip(consumers, reports, strict=True):
+            assert pulled == len(tokens), f"{rank}{pulled} tokens"
+        for rank in producers:
+            cache = rank.runtime._supervisor.cache
+            assert cache is not None
+            async with asyncio.timeout(WAIT_S):
+                await cache.serving.drained()
+            assert cache.serving.statistics.expired == 0
+        await asyncio.sleep(0)  # a lease tells who waits for its end in the next turn
+        assert not any(shelf.pinned for shelf in shelves)
+    assert before == [cache.snapshot() for cache in theirs], "the producer was written to"
+    _check_bytes(case, producers, consumers)
+
+
+class _Shelf:
+    """One prefix, by the key of its last token."""
+
+    def __init__(self, case: HandOver, key: bytes) -> None:
+        self._run = Run(case.request_ids(0), case.num_tokens)
+        self._key = key
+        self.pinned = 0
+
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | None:
+        if self._key not in keys:
+            return None
+        self.pinned += 1
+        return self._run
+
+    def unpin(self, run: Run) -> None:
+        assert run is self._run
+        self.pinned -= 1
+
+
 def serve(
     case: HandOver, producers: Iterable[_Rank], computed_tokens: int | None = None, *, extends: bool = False
 ) -> list[Lease]:
@@ -326,7 +405,7 @@ def _config(engine: Engine, place: Place, side: int, paths: Paths, world: World 
     return limited(
         config,
         seal_hold_s=0.05 if world is None else 0.004,
-        leases_max=4,
+        leases_max=64,
         loads_max=64,
         scratch_slot_bytes_max=paths.scratch_slot_bytes_max,
         slice_bytes_max=paths.slice_bytes_max,

@@ -159,13 +159,14 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "tuple[Segment, ...]": lambda: [None, *_odd(), 0, "", [None], [{}], {}, _generator()],
     "GroupKind | str | None": lambda: [*_odd(), 0, "", "full", "windowed", [], {}],
     "KVStyle": lambda: [None, *_odd(), 0, "", "kv_last", [], ["mla"], {}],
+    "Again | None": lambda: [value for value in _odd() if not callable(value)] + [0, True, "again", [], {}],
     "GivenTicket | Sequence[GivenTicket]": lambda: [
         *(None, *_odd(), 0, 1.5, True, "", "ticket", b"{}", [], [1], {}, {1: 2}, {"\ud800": 1}, _generator()),
         {"kvflow": Hostile()},
         {"kvflow": HostileDict()},
         *([None], [{}], [Hostile()], [{"kvflow": HostileDict()}], HostileList(), [[]]),
     ],
-    "Again | None": lambda: [0, 1.5, True, "", b"", [], {}, object(), _generator()],
+    "Ticket | Mapping[str, Any]": lambda: [None, *_odd(), 0, "ticket", [], [1], {}, {1: 2}],
 }
 """For each annotation that a field of a public class may have, values that are none of it."""
 

@@ -5,11 +5,12 @@ keeps two cores busy when it is idle. Run it in the environment of `python3 dev.
 nothing else:
 
     .venv-vllm/bin/python tests/vllm/compare.py [--rounds 5] [--idle-s 10]
-        [--only speed|idle|stale|models|first|flow|stock]
+        [--only speed|idle|stale|models|first|flow|stock|prefix]
 
 `stock` has stock producers, read by kvflow (mixed) and by stock (nixl).
 `models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour. `flow` is of
-prompts that are read while they are computed, and no part of the rest:
+prompts that are read while they are computed, `prefix` of prefixes pulled from a neighbour's cache, and neither is part
+of the rest:
 
     .venv-vllm/bin/python tests/vllm/compare.py --only flow --rounds 15
 """
@@ -43,6 +44,7 @@ from tests.vllm.servers import (
     HTTPFailed,
     Server,
     Setup,
+    free_port,
     hand_over_ids,
     introduction_of,
     prefill,
@@ -58,6 +60,7 @@ MIXED = "mixed"  # kvflow reads from a stock producer
 LEASE_S = 5
 STALE_PROMPT, STALE_BLOCKS, OTHERS = 417, 24, 8
 FLOW_PROMPT, FLOW_CHUNK, FLOW_TOKENS = 1900, 256, 4
+PREFIX, TAIL = 1500, 20
 
 
 @dataclass(frozen=True)
@@ -426,6 +429,44 @@ def _print_flow(found: dict[str, list[Flowed]], rounds: int) -> None:
         print(f"{name:28} {first_s:>30} {ratio:>22} {after_s:>30}")
 
 
+def prefix(rounds: int) -> None:
+    """First token of a prompt whose beginning a neighbour has, pulled from it, and computed.
+
+    Both by the same server, which asks its neighbour for either; of what is computed that one has nothing.
+    """
+    holder = replace(_setup("kvflow", "producer", 0, None, None, 0), extra=(("model", NAME), ("share_prefixes", True)))
+    port = free_port()
+    holder = replace(holder, extra=(*holder.extra, ("listen", f"tcp://127.0.0.1:{port}")))
+    peers = ("prefix_peers", [f"tcp://127.0.0.1:{port}"])
+    reader = replace(_setup("kvflow", "consumer", 1, None, None, 0), extra=(("model", NAME), peers), policy="recompute")
+    pair = Pair("kvflow", *(Server.start(setup) for setup in (holder, reader)))
+    found: dict[str, list[tuple[float, str]]] = {"pulled": [], "computed": []}
+    try:
+        pair.wait_up()
+        story = _story(pair)
+        for turn in range(-2, rounds):
+            begin = 11 * (turn + 2)
+            prompt, other = story[begin : begin + PREFIX + TAIL], story[begin : begin + PREFIX]
+            pair.producer.complete([*other, *reversed(other[:TAIL])], 1, cache_salt=f"pulled {turn}")
+            for way in sorted(found, reverse=bool(turn % 2)):
+                began_s = time.perf_counter()
+                first_s, text = _streamed(pair.consumer, prompt, FLOW_TOKENS, cache_salt=f"{way} {turn}")
+                if turn >= 0:  # the first rounds shake hands
+                    found[way].append((first_s - began_s, text))
+        pair.consumer.complete(story[:10], 1)
+        pulled = pair.consumer.metric("vllm:kvflow_prefix_questions_total", outcome="found")
+    finally:
+        pair.kill()
+    seconds = {way: [entry[0] for entry in entries] for way, entries in found.items()}
+    ratios = [one / other for one, other in zip(seconds["pulled"], seconds["computed"], strict=True)]
+    differ = sum(one[1] != other[1] for one, other in zip(*found.values(), strict=True))
+    print(f"\n{PREFIX} tokens that a neighbour has, and {TAIL} more; first token in ms: median (smallest to largest)")
+    print(f"prefixes found: {pulled:.0f} of {rounds + 2}; texts that differ: {differ}")
+    for way, values in seconds.items():
+        print(f"{way:28} {_spread(values):>30}")
+    print(f"{'ratio':28} {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
 def _story(pair: Pair) -> list[int]:
     return pair.consumer.tokens((ROOT / "docs" / "architecture.md").read_text())
 
@@ -434,7 +475,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=10.0)
-    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", "first", "flow", "stock"])
+    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", "first", "flow", "stock", "prefix"])
     options = parser.parse_args()
     if options.only == "models":
         return models()
@@ -444,6 +485,8 @@ def main() -> None:
         return flow(options.rounds)
     if options.only == "stock":
         return stock(options.rounds)
+    if options.only == "prefix":
+        return prefix(options.rounds)
     if options.only != "stale":
         pairs: list[Pair] = []
         try:

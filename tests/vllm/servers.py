@@ -91,7 +91,7 @@ class Server:
 
     @classmethod
     def start(cls, setup: Setup) -> Server:
-        port = _free_port()
+        port = free_port()
         log = Path(tempfile.mkstemp(prefix=f"vllm-{setup.role}-", suffix=".log")[1])
         environment = {
             **os.environ,
@@ -209,7 +209,7 @@ class Server:
 def proxied(producer: Server, consumer: Server) -> Iterator[httpx.Client]:
     """A client of a router in front of both; it may be vLLM's own (KVFLOW_VLLM_PROXY)."""
     program = os.environ.get("KVFLOW_VLLM_PROXY", str(ROOT / "tests" / "vllm" / "router.py"))
-    port = _free_port()
+    port = free_port()
     options = ["--port", str(port)]
     for side, server in (("prefiller", producer), ("decoder", consumer)):
         options += [f"--{side}-hosts", "127.0.0.1", f"--{side}-ports", str(server.port)]
@@ -281,7 +281,7 @@ def hand_over_ids(producer: Server, consumer: Server, prompt: Sequence[int], max
     return consumer.ids(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nobody has; the system gives those below 32768 to nobody while the server starts."""
     for port in random.sample(range(20000, 32000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):

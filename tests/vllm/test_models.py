@@ -52,6 +52,7 @@ def _with(setup: Setup, folder: Path, options: tuple[str, ...]) -> Setup:
 def in_multi(setup: Setup) -> Setup:
     """As a child of vLLM's MultiConnector; its others do not run on a CPU."""
     ours = {**dict(KVFLOW), "kv_role": setup.role, "kv_connector_extra_config": dict(setup.extra)}
+    ours["kv_load_failure_policy"] = setup.policy
     return replace(setup, connector=(("kv_connector", "MultiConnector"),), extra=(("connectors", [ours]),))
 
 

@@ -29,11 +29,14 @@ from kvflow.connector.worker import ConnectorWorker, LoadFailed, OfferEnded
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError, LeaseExpired
 from kvflow.vllm import settings, stock
-from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowIntroductions, KVFlowMetadata
+from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata, KVFlowNews
 from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
+from kvflow.vllm.prefix import RequestPrefixes
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
+HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
+STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
 FULL = Group(at=0, specs={}, facts=GroupFacts(name="full", block_size=16), recycles=False)
 
 
@@ -100,6 +103,13 @@ def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have()
         ({"lease_ttl_s": -1}, "lease_ttl_s: expected seconds above 0"),
         ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected a whole number from 1 on"),
         ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),
+        ({"prefix_peers": "tcp://a:1"}, "kv_connector_extra_config: prefix_peers: Expected `array.*, got `str`"),
+        ({"prefix_peers": ["a:1"]}, "prefix_peers: .*'a:1'"),
+        ({"prefix_tokens_min": 0}, "prefix_tokens_min: expected a whole number from 1 on"),
+        ({"prefix_wait_s": 0}, "prefix_wait_s: expected seconds above 0"),
+        ({"recompute_s_per_token": -1.0}, "recompute_s_per_token: expected seconds above 0"),
+        ({"prefix_events": [{"holder": "tcp://a:1"}]}, "prefix_events: 0: .*endpoint"),
+        ({"prefix_events": [{"at": "tcp://a:1"}]}, "prefix_events: 0: unknown: at"),
     ],
 )
 def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> None:
@@ -107,8 +117,38 @@ def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> N
         scheduling_of(vllm_config(**extra), [FULL])
 
 
-HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
-STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
+def prefixes(role: str = "kv_both", policy: str = "recompute", spec: KVCacheSpec | None = None, **extra: Any) -> Any:
+    """The scheduler's side of prefixes, with this configuration."""
+    config = vllm_config(role, **extra)
+    config.kv_transfer_config.kv_load_failure_policy = policy
+    cache = cache_of(spec or FullAttentionSpec(**HEADS))
+    groups, scheduling = groups_of(cache), scheduling_of(config, groups_of(cache))
+    scheduler = ConnectorScheduler(scheduling, new_secret=lambda: "secret")
+    return RequestPrefixes(extra_of(config), scheduler, groups, config, cache)
+
+
+def test_prefixes_are_pulled_only_where_a_failed_pull_is_computed() -> None:
+    """And where vLLM keeps blocks from being loaded into while a step may write them."""
+    prefixes(prefix_peers=["tcp://a:1"])
+    prefixes("kv_producer", "fail", share_prefixes=True)
+    with pytest.raises(ConfigError, match=r"prefix_peers: kv_load_failure_policy is 'fail'.*'recompute'"):
+        prefixes(policy="fail", prefix_peers=[])
+    with pytest.raises(ConfigError, match="prefix_peers: kv_role is 'kv_producer'"):
+        prefixes("kv_producer", prefix_events=[{"holder": "tcp://a:1", "endpoint": "tcp://a:2"}])
+
+
+def test_who_shares_also_serves(caplog: pytest.LogCaptureFixture) -> None:
+    assert config_of(vllm_config("kv_consumer", share_prefixes=True), tp_rank=0, pp_rank=0).role == "both"
+    assert prefixes(share_prefixes=True)._shares
+    with caplog.at_level("WARNING"):
+        made = prefixes(share_prefixes=True, prefix_peers=["tcp://a:1"], spec=MambaSpec(**STATE))
+    assert not made._shares
+    assert made._asking is None
+    made.bind(SimpleNamespace())
+    shared = prefixes(share_prefixes=True)
+    with caplog.at_level("WARNING"):
+        shared.bind(SimpleNamespace())
+    assert "this vLLM's block pool does not tell when blocks are reused" in caplog.text
 
 
 def cache_of(*specs: KVCacheSpec) -> KVCacheConfig:
@@ -262,10 +302,10 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
         scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
         runtime.register_kv_caches(worker._registered)
 
-        def step() -> KVFlowIntroductions | None:
+        def step() -> KVFlowNews | None:
             made = scheduler._scheduler.build_step((), preempted=(), block_ids=lambda _: ())
             worker.bind_connector_metadata(KVFlowMetadata(made))
-            return cast(KVFlowIntroductions | None, worker.build_connector_worker_meta())
+            return cast(KVFlowNews | None, worker.build_connector_worker_meta())
 
         first = worker._worker.introduction()
         scheduler._scheduler.introduce(first)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from kvflow.bench.cache import CacheShape, PatternCache, compared
+from kvflow.bench.cache import BenchCache, CacheShape, compared
 from kvflow.bench.clocks import loop_ticker, process_cpu_s
-from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
+from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
 from kvflow.bench.transfer.raw import ExampleAgent, RawAgent, TunedAgent
 
 
@@ -40,7 +40,7 @@ Job: TypeAlias = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What a reader measured in one turn, and how many bytes it compared. `cpu_s` is its producer's, too."""
+    """Measurements of a reader in one turn, and how many bytes it compared. `cpu_s` is its producer's, too."""
 
     seconds: Sequence[float]
     cpu_s: float
@@ -49,11 +49,11 @@ class TurnResult:
 
 
 class Way(Protocol):
-    """How a contender loads."""
+    """A contender's way to load."""
 
-    async def connect(self, address: PeerAddress) -> None: ...
+    async def connect(self, address: AgentAddress) -> None: ...
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
-        """What does these loads at once. There are no tickets where the producer needs to say nothing."""
+        """A job that does these loads at once. There are no tickets where the producer needs to say nothing."""
         ...
 
 
@@ -71,13 +71,13 @@ def together(jobs: Sequence[Job]) -> Job:
 class Reader:
     """The rank of a reader's process. Only on a loop there is a ticker beside the loads; its CPU time counts."""
 
-    def __init__(self, cache: PatternCache, way: Way, *, on_loop: bool = True) -> None:
+    def __init__(self, cache: BenchCache, way: Way, *, on_loop: bool = True) -> None:
         self._cache = cache
         self._way = way
         self._ticker = loop_ticker if on_loop else contextlib.nullcontext
         self._pids = [os.getpid()]
 
-    async def connect(self, address: PeerAddress, producer_pid: int) -> None:
+    async def connect(self, address: AgentAddress, producer_pid: int) -> None:
         await self._way.connect(address)
         self._pids.append(producer_pid)
 
@@ -110,7 +110,7 @@ class Reader:
 class Producer(Protocol):
     """The rank of a producer's process."""
 
-    async def address(self) -> PeerAddress: ...
+    async def address(self) -> AgentAddress: ...
     async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]: ...
     async def settle(self) -> None: ...
 
@@ -121,7 +121,7 @@ class RawProducer:
     def __init__(self, agent: RawAgent) -> None:
         self._agent = agent
 
-    async def address(self) -> PeerAddress:
+    async def address(self) -> AgentAddress:
         return self._agent.address()
 
     async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]:
@@ -137,7 +137,7 @@ class Blocking:
     def __init__(self, agent: RawAgent) -> None:
         self._agent = agent
 
-    async def connect(self, address: PeerAddress) -> None:
+    async def connect(self, address: AgentAddress) -> None:
         self._agent.connect(address)
 
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
@@ -163,7 +163,7 @@ class Hop:
         self._thread = threading.Thread(target=self._run, name="bench-hop", daemon=True)
         self._thread.start()
 
-    async def connect(self, address: PeerAddress) -> None:
+    async def connect(self, address: AgentAddress) -> None:
         await self.call(partial(self._agent.connect, address))
 
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
@@ -192,7 +192,7 @@ class Hop:
             job()
 
 
-def _make_agent(role: str, cache: PatternCache, backend: str, *, tuned: bool) -> RawAgent:
+def _make_agent(role: str, cache: BenchCache, backend: str, *, tuned: bool) -> RawAgent:
     """`backend` is one name, or several with commas between, as Config.nixl_backend."""
     names = backend.split(",")
     return TunedAgent(role, cache, names, producer=role == "producer") if tuned else ExampleAgent(role, cache, names)
@@ -200,19 +200,19 @@ def _make_agent(role: str, cache: PatternCache, backend: str, *, tuned: bool) ->
 
 @contextlib.asynccontextmanager
 async def open_raw_producer(shape: CacheShape, backend: str, *, tuned: bool) -> AsyncIterator[RawProducer]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     cache.fill()
     yield RawProducer(_make_agent("producer", cache, backend, tuned=tuned))
 
 
 @contextlib.asynccontextmanager
 async def open_raw_reader(shape: CacheShape, backend: str, *, tuned: bool) -> AsyncIterator[Reader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     yield Reader(cache, Blocking(_make_agent("reader", cache, backend, tuned=tuned)), on_loop=False)
 
 
 @contextlib.asynccontextmanager
 async def open_hop_reader(shape: CacheShape, backend: str) -> AsyncIterator[Reader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     with contextlib.closing(Hop(_make_agent("reader", cache, backend, tuned=True))) as way:
         yield Reader(cache, way)

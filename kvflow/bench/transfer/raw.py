@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.bench.cache import PatternCache
-from kvflow.bench.loads import PeerAddress
+from kvflow.bench.cache import BenchCache
+from kvflow.bench.loads import AgentAddress
 
 _SPIN_S = 300e-6
 _SLEEP_MIN_S = 50e-6
@@ -34,8 +34,8 @@ _DEVICE = 0
 class RawAgent(Protocol):
     """One side of a raw contender; `load` belongs to the reader, `drain` to the producer."""
 
-    def address(self) -> PeerAddress: ...
-    def connect(self, address: PeerAddress) -> None: ...
+    def address(self) -> AgentAddress: ...
+    def connect(self, address: AgentAddress) -> None: ...
     def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None: ...
     def drain(self) -> None: ...
 
@@ -43,7 +43,7 @@ class RawAgent(Protocol):
 class ExampleAgent:
     """Contender (a)."""
 
-    def __init__(self, name: str, cache: PatternCache, backends: Sequence[str]) -> None:
+    def __init__(self, name: str, cache: BenchCache, backends: Sequence[str]) -> None:
         import nixl
 
         self._cache = cache
@@ -54,10 +54,10 @@ class ExampleAgent:
         self._remote_agent = ""
         self._remote_bases: tuple[int, ...] = ()
 
-    def address(self) -> PeerAddress:
-        return PeerAddress(self._name, self._agent.get_agent_metadata(), self._cache.bases)
+    def address(self) -> AgentAddress:
+        return AgentAddress(self._name, self._agent.get_agent_metadata(), self._cache.bases)
 
-    def connect(self, address: PeerAddress) -> None:
+    def connect(self, address: AgentAddress) -> None:
         self._remote_agent = self._agent.add_remote_agent(address.metadata)
         self._remote_bases = address.bases
 
@@ -77,7 +77,7 @@ class ExampleAgent:
         self._agent.get_new_notifs()
 
 
-def block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
+def block_rows(cache: BenchCache, bases: Sequence[int], block_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
     """One row (address, length, device) for each block of K and of V in each layer."""
     size = cache.shape.region_block_size_bytes
     starts = (np.arange(2)[:, None] * cache.shape.blocks + np.array(block_ids)).ravel() * size
@@ -91,7 +91,7 @@ def block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[in
 class TunedAgent:
     """Contender (b)."""
 
-    def __init__(self, name: str, cache: PatternCache, backends: Sequence[str], *, producer: bool) -> None:
+    def __init__(self, name: str, cache: BenchCache, backends: Sequence[str], *, producer: bool) -> None:
         import nixl
 
         self._cache = cache
@@ -104,10 +104,10 @@ class TunedAgent:
         self._local_blocks = 0
         self._remote_blocks = 0
 
-    def address(self) -> PeerAddress:
-        return PeerAddress(self._name, self._agent.getLocalMD(), self._cache.bases)
+    def address(self) -> AgentAddress:
+        return AgentAddress(self._name, self._agent.getLocalMD(), self._cache.bases)
 
-    def connect(self, address: PeerAddress) -> None:
+    def connect(self, address: AgentAddress) -> None:
         self._agent.loadRemoteMD(address.metadata)
         self._local_blocks = self._prepare(self._api.NIXL_INIT_AGENT, self._cache.bases)
         self._remote_blocks = self._prepare(address.agent, address.bases)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvflow.bench.loads import MIB, Transport
+from kvflow.bench.loads import MIB, Fabric
 from kvflow.bench.scenario import Outcome, Samples
 from kvflow.bench.targets import Spread, TargetRow, at_least, at_most, percentile
 from kvflow.bench.transfer.ranks import Contender, TurnResult
@@ -16,7 +16,7 @@ from kvflow.bench.transfer.sizes import ONE_BLOCK, LoadSize
 BULK_BYTES = 16 * MIB
 LAG_BYTES = 1024 * MIB
 RATIO_TO_B_MIN = 0.95
-RATIO_TO_A_MIN = {Transport.SHM: 1.3, Transport.TCP: 1.6}
+RATIO_TO_A_MIN = {Fabric.SHM: 1.3, Fabric.TCP: 1.6}
 ONE_BLOCK_OVER_B_US_MAX = 150.0
 LAG_P99_MS_MAX = 2.0
 LAG_MAX_MS_MAX = 10.0
@@ -43,7 +43,7 @@ class Speed:
     of `pair_medians_s`, in the order of opening; everything else is of all samples.
     """
 
-    transport: Transport
+    transport: Fabric
     size: str
     size_bytes: int = field(repr=False)
     contender: Contender
@@ -59,9 +59,9 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """How late a 1 ms ticker was on kvflow's event loop while it loaded."""
+    """Lag of a 1 ms ticker on kvflow's event loop while it loaded."""
 
-    transport: Transport
+    transport: Fabric
     size: str
     size_bytes: int = field(repr=False)
     lag_s: Spread
@@ -71,7 +71,7 @@ class Lag:
 class Idle:
     """CPU of a producer with one open lease, in percent of a core."""
 
-    transport: Transport
+    transport: Fabric
     cpu_percent: float
 
 
@@ -97,7 +97,7 @@ def judge(samples: Samples, sizes: Mapping[LoadSize, int], pairs: int, *, busy: 
     )
 
 
-def compare(transport: Transport, size: str, size_bytes: int, turns: Mapping[Contender, PairTurns]) -> Iterator[Speed]:
+def compare(transport: Fabric, size: str, size_bytes: int, turns: Mapping[Contender, PairTurns]) -> Iterator[Speed]:
     """Put the turns of all pairs at one size together."""
     pair_medians_s = {name: tuple(statistics.median(_seconds(pair)) for pair in turns[name]) for name in turns}
     medians_s = {name: statistics.median(found) for name, found in pair_medians_s.items()}
@@ -136,7 +136,7 @@ def targets_of(idle: Idle, speeds: Sequence[Speed], lags: Sequence[Lag]) -> Iter
     tuned = {row.size: row.median_s for row in over if row.contender is Contender.TUNED}
     over_b_us = [((row.median_s - tuned[row.size]) * 1e6, row.size) for row in ours if row.size == ONE_BLOCK]
     yield at_most(f"{name}: one block, us over (b)", ONE_BLOCK_OVER_B_US_MAX, over_b_us)
-    if name is Transport.SHM:
+    if name is Fabric.SHM:
         large = [row for row in lags if row.transport is name and row.size_bytes >= LAG_BYTES]
         p99, worst = ([(getattr(row.lag_s, of) * 1e3, row.size) for row in large] for of in ("p99", "max"))
         yield at_most(f"{name}: loop lag p99, 1 GB, ms", LAG_P99_MS_MAX, p99)
@@ -145,7 +145,7 @@ def targets_of(idle: Idle, speeds: Sequence[Speed], lags: Sequence[Lag]) -> Iter
 
 
 def busy_targets_of(idle: Idle, speeds: Sequence[Speed]) -> Iterator[TargetRow]:
-    """The same where other processes compute."""
+    """The targets where other processes compute."""
     over = [row for row in speeds if row.transport is idle.transport and row.size == ONE_BLOCK]
     bare = [row.p99_s for row in over if row.contender is Contender.HOP]
     ratios = [(row.p99_s / p99_s, row.size) for row in over if row.contender is Contender.KVFLOW for p99_s in bare]

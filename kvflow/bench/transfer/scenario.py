@@ -20,11 +20,11 @@ from typing import Annotated
 
 import kvflow
 from kvflow.bench.busy import busy_ranks
-from kvflow.bench.cache import CacheShape, PatternCache
+from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import Child, RankProcess
 from kvflow.bench.clocks import process_cpu_s
 from kvflow.bench.engine import config_of, open_producer, open_runtime
-from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket, Transport
+from kvflow.bench.loads import AgentAddress, Fabric, PlannedLoad, Ticket
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.transfer import results
 from kvflow.bench.transfer.ranks import (
@@ -51,7 +51,7 @@ class Transfer:
     (d) is the floor for any program that keeps NIXL off its event loop.
     """
 
-    transport: Annotated[Transport | None, "Which way the bytes go: shm, tcp (UCX_TLS=tcp); both if left out."] = None
+    transport: Annotated[Fabric | None, "Which way the bytes go: shm, tcp (UCX_TLS=tcp); both if left out."] = None
     sizes: Annotated[
         str, "What one load moves: 'block' or MB (2**20 bytes), separated by commas; 64x1 are 64 of 1 MB at once."
     ] = "block,1,16,256,1024"
@@ -63,8 +63,8 @@ class Transfer:
     busy_cores: Annotated[int, "How many processes compute all the time meanwhile, as engines do.", 0] = 0
 
     @property
-    def transports(self) -> tuple[Transport, ...]:
-        return tuple(Transport) if self.transport is None else (self.transport,)
+    def transports(self) -> tuple[Fabric, ...]:
+        return tuple(Fabric) if self.transport is None else (self.transport,)
 
     @property
     def load_sizes(self) -> tuple[LoadSize, ...]:
@@ -93,14 +93,14 @@ class Transfer:
         sizes = {size: size.timed_blocks * self.shape.block_size_bytes for size in self.load_sizes}
         return results.judge(samples, sizes, self.pairs, busy=self.busy_cores > 0)
 
-    def _turns(self, transport: Transport, pair: int, rounds: range, children: Children) -> Iterator[Turn]:
+    def _turns(self, transport: Fabric, pair: int, rounds: range, children: Children) -> Iterator[Turn]:
         every = {contender: pair_of(contender, children) for contender in Contender}
         yield from turns_of_pairs(every, self.load_sizes, self.shape.blocks, rounds, (transport, pair))
         if pair == self.pairs - 1:
             run = partial(self._measure_idle, transport, every[Contender.KVFLOW][0])
             yield Turn(key="idle", run=run, note=f"idle for {self.idle_s:g} s")
 
-    def _measure_idle(self, transport: Transport, producer: Child) -> Idle:
+    def _measure_idle(self, transport: Fabric, producer: Child) -> Idle:
         producer.run(Producer.offer, loads_of_turn(self.load_sizes[0], "idle", self.shape.blocks)[:1])
         time.sleep(_SETTLE_S)
         cpu_s, start = process_cpu_s(producer.pid), time.perf_counter()
@@ -130,7 +130,7 @@ def ranks_of(contender: Contender, shape: CacheShape, backend: str = "UCX") -> t
 
 @contextlib.asynccontextmanager
 async def open_reader(shape: CacheShape, backend: str) -> AsyncIterator[Reader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     async with open_runtime(config_of("bench-reader", backend), cache) as runtime:
         yield Reader(cache, KVFlow(runtime))
 
@@ -144,7 +144,7 @@ class KVFlow:
     def __init__(self, runtime: kvflow.Runtime) -> None:
         self._runtime = runtime
 
-    async def connect(self, address: PeerAddress) -> None:
+    async def connect(self, address: AgentAddress) -> None:
         """Tickets say where to go."""
 
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:

@@ -1,4 +1,4 @@
-"""What loads move: sizes as words of the command line, and the blocks of a turn's loads. Pure.
+"""Sizes of loads, as words of the command line, and the blocks of a turn's loads. Pure.
 
 A word is `block`, a number of MB, or 64x1: 64 loads of 1 MB at once, which are timed as one.
 """
@@ -19,7 +19,7 @@ _WORD = re.compile(r"(?:([1-9][0-9]*)x)?(block|[0-9]+)")
 
 
 class LoadSize(NamedTuple):
-    """What one load moves, how many a turn has, and how many of them run at once."""
+    """The size of a load, how many a turn has, and how many of them run at once."""
 
     label: str
     blocks: int
@@ -28,7 +28,7 @@ class LoadSize(NamedTuple):
 
     @property
     def timed_blocks(self) -> int:
-        """What is timed as one."""
+        """Blocks that are timed as one."""
         return self.blocks * self.at_once
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvflow.bench.child import BenchError, Child
-from kvflow.bench.loads import PlannedLoad, SettingsError, Transport
+from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError
 from kvflow.bench.scenario import Children, Turn, interleaved
 from kvflow.bench.transfer.ranks import Producer, Reader, TurnResult
 from kvflow.bench.transfer.sizes import LoadSize, loads_of_turn
@@ -29,7 +29,7 @@ def pair_of(contender: object, children: Children) -> Pair:
 
 
 def turns_of_pairs(
-    every: Mapping[ContenderT, Pair], sizes: Sequence[LoadSize], blocks: int, rounds: range, key: tuple[Transport, int]
+    every: Mapping[ContenderT, Pair], sizes: Sequence[LoadSize], blocks: int, rounds: range, key: tuple[Fabric, int]
 ) -> Iterator[Turn]:
     """Connect all, then for each size a turn of each with nothing timed, and the rounds.
 

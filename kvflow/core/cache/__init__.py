@@ -1,1 +1,1 @@
-"""One engine's cache: its layout, its memory, what it is made of."""
+"""The cache of one engine: its layout, its memory, its groups."""

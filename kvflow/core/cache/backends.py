@@ -38,7 +38,7 @@ _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?!\d)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSource:
-    """Where a row was read: `name` is what defines the shape in the file."""
+    """The source of a row: `name` is what defines the shape in the file."""
 
     project: str
     version: str
@@ -52,7 +52,7 @@ class BackendSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLayout:
-    """One row: how `backend` shapes its cache in the versions from `since` to `until`, both included.
+    """A row of the table: how `backend` shapes its cache in the versions from `since` to `until`, both included.
 
     `style` and `order` are as in CacheLayout. `kv_formats` is what the bytes may mean; if there is more than one, the
     caller has to say which. `byte_formats` takes its place where the dtype is uint8 or int8. Bytes of another format
@@ -69,9 +69,9 @@ class BackendLayout:
     since: Version | None
     until: Version | None
     view: str
-    """What to do first to a tensor as the engine has it."""
+    """The view to make first of a tensor as the engine has it."""
     needs_num_kv_heads: bool
-    """Whether a tensor that was not viewed looks like one that was."""
+    """A tensor that was not viewed looks like one that was."""
 
     @property
     def versions(self) -> str:
@@ -261,7 +261,7 @@ _OF_WHOLE_HEADS = frozenset(
 
 
 def heads_are_apart(kv_format: str, block: BlockShape) -> bool:
-    """Whether each head's bytes of a block mean something without the other heads'."""
+    """True if each head's bytes of a block mean something without the other heads'."""
     tokens_in_line = block.tokens == 1 or block.token_stride == block.run
     heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run
     return kv_format in _OF_WHOLE_HEADS and tokens_in_line and heads_in_line

@@ -33,7 +33,7 @@ GROUPS_MAX = 64
 SETS_MAX = 64
 WINDOW_MAX = 1 << 31
 DEFAULT_NAME = "kv"
-"""Of the one group of a cache that was registered as a dict."""
+"""Name of the one group of a cache that was registered as a dict."""
 
 
 class GroupKind(enum.StrEnum):
@@ -44,13 +44,13 @@ class GroupKind(enum.StrEnum):
     SLIDING = "sliding"
     """The last `window` ones."""
     CHUNKED = "chunked"
-    """Those since the last multiple of `window`: chunked local attention."""
+    """Attends to tokens since the last multiple of `window`: chunked local attention."""
     STATE = "state"
     """None: there is a state per request, which belongs to the last token that was computed."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a peer has to know of a group. `window` is in tokens, 0 where there is none; a state's block size is 1."""
+    """A group as its peers know it. `window` is in tokens, 0 where there is none; a state's block size is 1."""
 
     name: Name
     block_size: Count
@@ -59,19 +59,19 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def whole(self) -> bool:
-        """Whether its blocks hold a prompt from its first token on; else they hold the end of it."""
+        """True if its blocks hold a prompt from its first token on; else they hold the end of it."""
         return self.kind is GroupKind.FULL
 
     @property
     def plausible(self) -> bool:
-        """Whether a group can be like that."""
+        """True if a group can be like that."""
         windowed = self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED
         window_fits = 0 < self.window <= WINDOW_MAX if windowed else self.window == 0
         size_fits = self.block_size == 1 if self.kind is GroupKind.STATE else 0 < self.block_size <= INT64_MAX
         return window_fits and size_fits
 
     def blocks_needed(self, tokens: int) -> int:
-        """How many of its blocks hold what matters of a prompt once `tokens` are computed."""
+        """Blocks of it that hold what matters of a prompt once `tokens` are computed."""
         return -(-tokens // self.block_size) - self.first_needed(tokens) // self.block_size
 
     def first_needed(self, tokens: int) -> int:
@@ -91,7 +91,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """How many of a prompt's tokens the first `known` blocks of each group hold, if there are `counts` in the end."""
+    """Tokens of a prompt that the first `known` blocks of each group hold, if there are `counts` in the end."""
     tokens = num_tokens
     for group, have, count in zip(groups, known, counts, strict=True):
         if have < count:
@@ -109,7 +109,7 @@ class LayerSet(NamedTuple):
 
     @property
     def regions(self) -> Regions:
-        """Where they lie in memory. LayoutError where that is not as the layout says."""
+        """The regions of these layers. LayoutError where they are not as the layout says."""
         if isinstance(self.layout, CacheLayout):
             return map_regions(self.layout, self.caches)
         self.layout.layout.check(self.caches)
@@ -178,7 +178,7 @@ class CacheGroup:
 
     @property
     def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:
-        """Its layouts, however many there are."""
+        """The layouts of the group, one or several."""
         assert isinstance(self.layout, tuple), "settled"
         return self.layout
 
@@ -239,7 +239,7 @@ def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout |
 
 
 def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | None) -> tuple[CacheGroup, ...]:
-    """What is registered, as groups: a dict of layers with its layout is one of full attention. LayoutError if not."""
+    """The cache as groups: a dict of layers with its layout is one of full attention. LayoutError if not."""
     if not isinstance(kv_caches, tuple | list):
         if layout is None:
             raise LayoutError("layout: a cache that is given as a dict of layers needs one")

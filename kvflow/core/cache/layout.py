@@ -1,4 +1,4 @@
-"""What one rank's KV cache looks like in memory: which bytes belong to (layer, K or V, block).
+"""The layout of one rank's KV cache in memory: which bytes belong to (layer, K or V, block).
 
 A cache is a dict of layer name to tensor, or to a (K, V) pair of tensors. Four ways to hold K and V are known
 (`KVStyle`); the last axes are tokens, heads and head elements in either order (NHD or HND). Strides are
@@ -40,7 +40,7 @@ PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothi
 
 
 class KVStyle(enum.StrEnum):
-    """How a layer holds K and V. B blocks, N tokens of a block, H heads, D head elements (N and H may be swapped)."""
+    """Where a layer holds K and V. B blocks, N tokens of a block, H heads, D head elements (N and H may be swapped)."""
 
     KV_FIRST = "kv_first"  # one tensor (2, B, N, H, D)
     BLOCKS_FIRST = "blocks_first"  # one tensor (B, 2, N, H, D)
@@ -112,7 +112,7 @@ class CacheLayout:
 
     @property
     def latent(self) -> bool:
-        """Whether there is one latent part in place of K and V."""
+        """True if there is one latent part in place of K and V."""
         return self.style is KVStyle.MLA
 
     @property
@@ -122,7 +122,7 @@ class CacheLayout:
 
     @property
     def block_shape(self) -> BlockShape:
-        """Where the tokens and heads of one block of one region lie."""
+        """The shape of a block of a region: where its tokens and heads lie."""
         run = self.head_size * self.itemsize
         tokens, heads = self.block_size, self.num_kv_heads
         token_stride, head_stride = (heads * run, run) if self.memory_order == "NHD" else (run, tokens * run)
@@ -212,7 +212,7 @@ class CacheLayout:
 
 
 class BlockShape(NamedTuple):
-    """One block of one region: how many tokens and KV heads, and where they lie in it. All in bytes.
+    """The shape of a block of a region: how many tokens and KV heads, and where they lie in it. All in bytes.
 
     Token t of head h begins at `t * token_stride + h * head_stride` and has `run` bytes.
     """

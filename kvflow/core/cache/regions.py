@@ -1,4 +1,4 @@
-"""Where a cache lies in memory: its regions, which are what plans are made of, and the spans to register.
+"""The memory of a cache: its regions, which are what plans are made of, and the spans to register.
 
 A region is one layer's K, V, fused or latent part: a base address and a block stride, checked to be dense inside a
 block. What a block looks like inside is the layout's `BlockShape`.
@@ -22,7 +22,7 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Device(NamedTuple):
-    """Where memory is: a kind such as "cpu" or "cuda", and its number among its kind (0 for the CPU)."""
+    """The device of some memory: a kind such as "cpu" or "cuda", and its number among its kind (0 for the CPU)."""
 
     kind: str
     number: int
@@ -30,7 +30,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
-    """Where a cache lies: for region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
+    """The regions of a cache: for region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
 
     Regions are ordered by layer, then by part; `num_blocks` and the shape of a block are the same for all.
     """
@@ -54,7 +54,7 @@ class Regions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One contiguous piece of memory to register: the smallest that holds some regions."""
+    """A contiguous piece of memory to register: the smallest that holds some regions."""
 
     address: int
     size_bytes: int

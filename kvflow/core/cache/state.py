@@ -61,7 +61,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """One of the tensors of each layer: `axis` of its slot (0 is the first behind the slots) is sliced into segments.
+    """A tensor of each layer: `axis` of its slot (0 is the first behind the slots) is sliced into segments.
 
     Without segments every rank's slot is whole: both engines need the same tensor-parallel size.
     """
@@ -78,13 +78,13 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """What the layers of a group with state per request look like, equal for all of them."""
+    """The layout of a group with state per request, equal for all of its layers."""
 
     layer_names: tuple[str, ...]
     layer_indices: tuple[int, ...]
     tensors: tuple[StateTensor, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of one slot of each tensor."""
+    """Shape of a slot of each tensor."""
     dtypes: tuple[str, ...]
     itemsizes: tuple[int, ...]
     num_slots: int
@@ -168,14 +168,14 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One segment of one tensor of all layers: what is planned. It answers what the planner asks of a layout."""
+    """A segment of a tensor of all layers: the unit of planning. It answers what the planner asks of a layout."""
 
     layout: StateLayout
     at: int
     """Which tensor."""
     segment: Segment
     start: int
-    """Where the segment begins on the axis."""
+    """Start of the segment on the axis."""
 
     @property
     def name(self) -> str:
@@ -223,7 +223,7 @@ class StatePart:
 
     @property
     def block_shape(self) -> BlockShape:
-        """One row of the segment: its units lie one behind the other."""
+        """A row of the segment, whose units lie one behind the other."""
         shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
         inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
         run = self.segment.size // self.segment.units * inner

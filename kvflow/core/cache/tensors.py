@@ -106,6 +106,6 @@ def _check_tensor(name: str, tensor: TensorLike) -> None:
 
 
 def _is(tensor: TensorLike, what: str) -> bool:
-    """What a tensor says of itself, by a method or an attribute; False if it does not know the word."""
+    """A property of a tensor, by a method or an attribute; False if it does not know the word."""
     said = getattr(tensor, what, False)
     return bool(said() if callable(said) else said)

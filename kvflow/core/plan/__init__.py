@@ -1,1 +1,1 @@
-"""What is read from where: ranks, blocks, pieces, descriptors."""
+"""Plans of reads: ranks, blocks, pieces, descriptors."""

@@ -71,9 +71,9 @@ class RegionMap:
     local_device: Device
     remote_device: Device
     tokens: int = 0
-    """Of a chunk."""
+    """Tokens of a chunk."""
     usual: bool = False
-    """Whether its chunks are whole, and not tails."""
+    """True if its chunks are whole, and not tails."""
     pieces: int = field(init=False)
     """Descriptors that one chunk takes, unless it is joined with its neighbours."""
     chunk_size_bytes: int = field(init=False)
@@ -114,7 +114,7 @@ class _Groups(dict[int, tuple[RegionMap, ...]]):
 
 
 class BlockMap:
-    """What is read from one peer. `groups[tokens]` are the region maps for the first `tokens` tokens of chunks.
+    """The pieces to read from one peer. `groups[tokens]` are the region maps for the first `tokens` tokens of chunks.
 
     `opaque` blocks mean more than values at strides: they are equal on both sides and always read whole.
     """
@@ -132,7 +132,7 @@ class BlockMap:
         ours, theirs = _same_parts(local, remote)
         self.local_set, self.local_group, self.remote_group = of
         self.of_groups = of[1:]
-        """Whose block ids it takes, here and there."""
+        """The groups whose block ids it takes, here and there."""
         self.remote_whole = remote
         """Their regions as they are: K and V of a fused cache together."""
         local_layers, remote_layers = layers
@@ -265,7 +265,7 @@ def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
 
 
 def _continues(row: list[int], after: list[int]) -> bool:
-    """Whether the pair `after` lies right behind `row` in each block of both sides."""
+    """True if the pair `after` lies right behind `row` in each block of both sides."""
     local_base, local_stride, remote_base, remote_stride, length = row
     return (
         after[0] == local_base + length

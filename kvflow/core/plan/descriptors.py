@@ -89,12 +89,12 @@ class Descriptors:
         )
 
     def part(self, start: int, stop: int, size_bytes: int) -> Descriptors:
-        """Those from `start` to `stop`, which are so many bytes."""
+        """The descriptors from `start` to `stop`, which are so many bytes."""
         return Descriptors(self.table[:, start:stop], size_bytes, self.local_device, self.remote_device)
 
 
 class Piece(NamedTuple):
-    """One piece to read: addresses and bytes."""
+    """A piece to read: addresses and bytes."""
 
     local: int
     remote: int
@@ -130,7 +130,7 @@ def _many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
 
 
 def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
-    """How many block ids a request has. RequestError if that cannot be told, or there are more than `most`."""
+    """Count the block ids of a request. RequestError if that cannot be told, or there are more than `most`."""
     if isinstance(given, Mapping):
         tables = list(checks.mapping(given, what).values())
     else:
@@ -179,7 +179,7 @@ class Chunks:
     remote_ids: BlockIds
     remote_parts: Int64Array | None
     tokens: int
-    """How many tokens of each chunk to read."""
+    """Tokens to read of each chunk."""
     first: int = 0
     """Which chunk of the prompt chunk 0 is, as `match_chunks` makes them: in prompt order."""
 
@@ -187,7 +187,7 @@ class Chunks:
         return len(self.local_ids)
 
     def select(self, index: slice | Int64Array) -> Chunks:
-        """Some of the chunks."""
+        """A part of the chunks."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(
             self.local_ids[index],
@@ -199,7 +199,7 @@ class Chunks:
         )
 
     def between(self, start: int, stop: int) -> Chunks:
-        """Those that are chunks `start` to `stop` of the prompt; only for chunks in prompt order."""
+        """Chunks `start` to `stop` of the prompt; only for chunks in prompt order."""
         begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
@@ -339,7 +339,7 @@ def match_few(
 
 
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
-    """One slice that fills the blocks in every pair of regions, `head` in front; what follows itself is one read."""
+    """A slice that fills the blocks in every pair of regions, `head` in front; what follows itself is one read."""
     assert pairs is not None, "these blocks are alike"
     assert pairs.first_rows is not None, "so these are kept"
     local_stride, remote_stride, size = pairs.local_stride, pairs.remote_stride, pairs.piece_size

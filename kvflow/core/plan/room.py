@@ -1,4 +1,4 @@
-"""Whether the blocks that a load was given are those that an offer fills, as far as its tokens are known."""
+"""Checks that the blocks that a load was given are those that an offer fills, as far as its tokens are known."""
 
 from __future__ import annotations
 

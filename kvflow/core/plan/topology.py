@@ -1,4 +1,4 @@
-"""Who reads what from whom: two engines' ranks, the layers and KV heads that they share, and who has to be told.
+"""The topology of a read: two engines' ranks, the layers and KV heads that they share, and who has to be told.
 
 An engine's ranks form a grid: pipeline stages (`pp`) split the layers, tensor-parallel ranks (`tp`) split the KV heads.
 Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H. With more ranks than heads each head is held by n/H
@@ -18,6 +18,7 @@ that is read does it. So every rank of the producer has at least one reader that
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -56,7 +57,7 @@ class Rank(NamedTuple):
 
 
 class Parallelism(NamedTuple):
-    """How an engine is cut, as far as its tickets say; the fields are those of a `CacheShare`."""
+    """The parallelism of an engine, as far as its tickets say; the fields are those of a `CacheShare`."""
 
     tp_size: int
     pp_size: int
@@ -66,15 +67,19 @@ class Parallelism(NamedTuple):
     more: tuple[tuple[int, int, int], ...] = ()
     """(block_size, kv_heads, model_kv_heads) of the further kinds of layers, if there are several."""
 
+    def ranks(self, dp_rank: int) -> list[Rank]:
+        """All ranks of one replica."""
+        return [Rank(dp_rank, *place) for place in itertools.product(range(self.pp_size), range(self.tp_size))]
+
     @property
     def kinds(self) -> Iterator[dict[str, int]]:
-        """What each kind of layers is cut by, as fields of a `CacheShare`."""
+        """The cut of each kind of layers, as fields of a `CacheShare`."""
         for kind in (self[2:5], *self.more):
             yield dict(zip(self._fields, (*self[:2], *kind), strict=False))
 
 
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds of its model's layers of one kind, and how its engine is cut. Two sides may differ in all.
+    """The share of one rank in its model's layers of one kind, and how its engine is cut. Two sides may differ in all.
 
     `kv_heads` is this rank's; `model_kv_heads` is the model's, or 0 if the engine did not say. Layers of one kind have
     their blocks in common (`group`) and as many heads as each other.
@@ -94,11 +99,11 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     group: Count = 0
     """Which of the rank's groups: whose block ids say where the layers' blocks are."""
     part: Fact = ""
-    """Of state per request, which segment of which tensor; its units are counted as heads are."""
+    """The segment and tensor of state per request; its units are counted as heads are."""
 
     @property
     def plain(self) -> bool:
-        """Whether its bytes are values at strides of tokens and heads, and nothing else."""
+        """True if its bytes are values at strides of tokens and heads, and nothing else."""
         return self.kv_format == PLAIN and not self.part
 
     @property
@@ -110,7 +115,7 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
 def cache_share_of(
     layout: CacheLayout | StatePart, config: Config, *, model_kv_heads: int | None, group: int = 0
 ) -> CacheShare:
-    """What the rank that a config describes holds with this cache, or of a segment of its layers' state."""
+    """The share of the rank that a config describes in this cache, or in a segment of its layers' state."""
     return CacheShare(
         tp_rank=config.tp_rank,
         tp_size=config.tp_size,
@@ -129,14 +134,14 @@ def cache_share_of(
 
 
 def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
-    """How the engine of a rank that holds these is cut."""
+    """The parallelism of the engine of a rank that holds these."""
     first = shares[0]
     kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in shares)
     return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:])
 
 
 class HeadSource(NamedTuple):
-    """One tensor-parallel rank of the producer, as one rank of the consumer sees it."""
+    """A tensor-parallel rank of the producer, as a rank of the consumer sees it."""
 
     tp_rank: int
     local_start: int
@@ -144,9 +149,9 @@ class HeadSource(NamedTuple):
     remote_start: int
     """Which of its KV heads that is."""
     heads: int
-    """How many heads to read; 0 if we only report to it."""
+    """Heads to read; 0 if we only report to it."""
     reporters: int
-    """How many ranks of our stage report to it, this one included."""
+    """Ranks of our stage that report to it, this one included."""
 
 
 class ReportShare(NamedTuple):
@@ -273,7 +278,7 @@ def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
 
 
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
-    """What we read from, or report to, the very rank that holds `theirs`; None if we have nothing to do with it."""
+    """The part that we read from, or report to, the very rank that holds `theirs`; None if nothing."""
     return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 
 
@@ -292,7 +297,7 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
 
 
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
-    """What is wrong with a producer whose stages hold these layers, for a rank that needs `ours`; "" if nothing.
+    """The fault of a producer whose stages hold these layers, for a rank that needs `ours`; "" if nothing.
 
     `whole` says that ours are all layers of the model.
     """

@@ -21,7 +21,7 @@ from kvflow.core.plan.descriptors import BlockIds, Descriptors
 
 
 class PathCosts(NamedTuple):
-    """What reading takes, in seconds."""
+    """The cost of reading, in seconds."""
 
     descriptor_s: float
     byte_s: float
@@ -44,7 +44,7 @@ COSTS: Mapping[tuple[str, bool], PathCosts] = {
 
 
 class ScratchShape(NamedTuple):
-    """What a block looks like in scratch memory: for each remote region, tokens and heads in the peer's order."""
+    """The shape of a block in scratch memory: for each remote region, tokens and heads in the peer's order."""
 
     tokens: int
     heads: int
@@ -100,7 +100,7 @@ class WholeBlocks:
 def prefer_scratch(
     block_map: BlockMap, whole_blocks: WholeBlocks, *, chunks: int, blocks: int, batches: int, near: bool
 ) -> bool:
-    """Whether reading `blocks` whole remote blocks and permuting `chunks` chunks beats reading every piece.
+    """True if reading `blocks` whole remote blocks and permuting `chunks` chunks beats reading every piece.
 
     Both estimates are in seconds; all terms are linear, so only their ratio matters. `near`: the peer is on this host.
     """

@@ -1,1 +1,1 @@
-"""What is decided about states, leases, blocks, queues, failures and first contacts."""
+"""Decisions about states, leases, blocks, queues, failures and first contacts."""

@@ -27,13 +27,13 @@ class BackOff(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circuit:
-    """How a peer has been doing. `retry_at_s` is in the reader's own time."""
+    """The record of failures of a peer. `retry_at_s` is in the reader's own time."""
 
     failures: int = 0
     retry_at_s: float = -math.inf
 
     def wait_s(self, now_s: float) -> float:
-        """How long the peer must not be asked yet; 0 if it may be."""
+        """Seconds for which the peer must not be asked yet; 0 if it may be."""
         return max(self.retry_at_s - now_s, 0.0)
 
 

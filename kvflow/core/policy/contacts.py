@@ -21,7 +21,7 @@ class ContactState(enum.StrEnum):
 
 
 class Contact:
-    """One question to a new peer, from its request for a turn until its answer; compared by identity."""
+    """A question to a new peer, from its request for a turn until its answer; compared by identity."""
 
     __slots__ = ("since_s", "state", "wanted")
 
@@ -30,7 +30,7 @@ class Contact:
         self.since_s = since_s
         """Since when it waits, or is under way."""
         self.wanted = True
-        """Whether anybody waits for the answer."""
+        """True if anybody waits for the answer."""
 
 
 class Contacts:

@@ -41,7 +41,7 @@ def checked_event(value: object, what: str) -> DeviceEvent | None:
 
 
 def has_happened(event: DeviceEvent, what: str) -> bool:
-    """Whether it has, right now. RequestError if it does not say."""
+    """True if the event has happened by now. RequestError if it does not say."""
     try:
         return bool(event.query())
     except Exception as error:
@@ -60,7 +60,7 @@ class Watch:
         """Set by who does not wait any more."""
 
     def over(self) -> bool:
-        """Whether it has happened, or nobody will ever know (`error`), or nobody waits any more."""
+        """True if it has happened, or nobody will ever know (`error`), or nobody waits any more."""
         if self.dropped:
             return True
         try:
@@ -70,7 +70,7 @@ class Watch:
             return True
 
     def pause_s(self, now_s: float) -> float:
-        """How long it may be left alone."""
+        """Seconds for which it may be left alone."""
         return min(max((now_s - self._since_s) * _PAUSE_SHARE, _PAUSE_LEAST_S), _PAUSE_MOST_S)
 
 
@@ -84,7 +84,7 @@ class Watches:
         self._open.append(watch)
 
     def look(self) -> list[Watch]:
-        """Those whose wait is over; they are forgotten here."""
+        """Take the events whose wait is over; they are forgotten here."""
         over = [watch for watch in self._open if watch.over()]
         if over:
             self._open = [watch for watch in self._open if watch not in over]

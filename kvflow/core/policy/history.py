@@ -1,4 +1,4 @@
-"""How far leases that grow and their loads were, and when: for their records. Ordinary ones note nothing."""
+"""Progress of leases that grow and of their loads, by time: for their records. Ordinary ones note nothing."""
 
 from __future__ import annotations
 

@@ -46,13 +46,14 @@ class LeaseTerms:
     request_id: str
     ttl_s: float
     reader_count: int
+    """Engines, each of whose ranks reads its share; 0: one rank, whatever its share."""
     holds_blocks: bool
     """There is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
 
 
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
-    """One lease in the book. Only the book changes it."""
+    """A lease in the book. Only the book changes it."""
 
     terms: LeaseTerms
     offered_s: float

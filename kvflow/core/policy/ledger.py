@@ -1,4 +1,4 @@
-"""Who uses which local block: the accounts behind conservation (invariant I5).
+"""The use of each local block: the accounts behind conservation (invariant I5).
 
 Groups of layers that have their block ids in common share an account, others have their own; *entries* number the
 blocks of all accounts. With one group a block's id is its entry. Where some blocks of a group are one of its pool's
@@ -30,7 +30,7 @@ _WRITER_TEXT = {_IN_FLIGHT: "being loaded", _QUARANTINED: "quarantined"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """How many blocks are in which use; they add up to `total`."""
+    """Blocks by use; they add up to `total`."""
 
     total: int
     free: int
@@ -47,7 +47,7 @@ class GroupBlocks:
     num_blocks: int
     pool: str
     split: int = 1
-    """How many of its blocks are one of the pool's."""
+    """Blocks of the group that are one of the pool's."""
 
 
 class BlockLedger:
@@ -174,7 +174,7 @@ class BlockLedger:
         )
 
     def use_of(self, entry: int) -> str:
-        """How a block is used now, as messages say it; "" for a free one, or one that is not of this cache."""
+        """The use of a block now, as messages say it; "" for a free one, or one that is not of this cache."""
         use = int(self._use[entry]) if 0 <= entry < len(self._use) else _FREE
         return "leased to readers" if use > _FREE else _WRITER_TEXT.get(use, "")
 

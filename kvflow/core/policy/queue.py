@@ -1,4 +1,4 @@
-"""Who goes next, where many want the same: permits of a bounded thing (`FairQueue`), and one server (`ShortestFirst`).
+"""The order of who wants the same: permits of a bounded thing (`FairQueue`), and one server (`ShortestFirst`).
 
 A fair queue bounds what may be under way at once, in all and per peer. Its rules:
 
@@ -21,7 +21,7 @@ from operator import add, itemgetter, sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 Amount: TypeAlias = tuple[int, ...]
-"""What a permit takes of each thing that is bounded, in the order of the limits."""
+"""The amount that a permit takes of each bounded thing, in the order of the limits."""
 
 ItemT = TypeVar("ItemT")
 
@@ -38,7 +38,7 @@ class PermitState(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """One share of a bounded thing, from asking for it to giving it back."""
+    """A share of a bounded thing, from asking for it to giving it back."""
 
     peer: str
     amount: Amount
@@ -47,11 +47,11 @@ class Permit:
     on_grant: Callable[[], None] | None = None
     """Called when it is under way after it has waited; it must not ask or end anything itself."""
     delivered_before: int = 0
-    """What its peer had delivered when it was under way."""
+    """Amount that its peer had delivered when it was under way."""
 
 
 class _Place(NamedTuple):
-    """Where a permit stands in its peer's queue; compared from left to right, and orders are unique."""
+    """The place of a permit in its peer's queue; compared from left to right, and orders are unique."""
 
     priority: int
     order: int
@@ -60,18 +60,18 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """What is under way within some limits, and which permits of one peer wait, in order."""
+    """The permits of one peer: what is under way within some limits, and which wait, in order."""
 
     limits: Amount
     used: Amount
     permits: int = 0
     waiting: list[_Place] = field(default_factory=list)
     delivered: int = 0
-    """Of the first thing that is bounded, since the peer has permits."""
+    """Amount of the first bounded thing, since the peer has permits."""
 
 
 def _fits(more: Amount, *rooms: _Room) -> bool:
-    """Whether there is room for so much more in each. A permit that wants more than there is goes alone."""
+    """True if there is room for so much more in each. A permit that wants more than there is goes alone."""
     for room in rooms:
         if room.permits:
             for taken, wanted, most in zip(room.used, more, room.limits, strict=True):
@@ -92,13 +92,13 @@ class FairQueue:
         self._room = _Room(limits, self._nothing)
         self._peers: dict[str, _Room] = {}
         self._speeds: dict[str, float] = {}
-        """Of peers that deliver more than their limit allows for, per second."""
+        """Rates of peers that deliver more than their limit allows for, per second."""
         self._asked = 0
         self.waiting = 0
 
     @property
     def used(self) -> Amount:
-        """What is under way."""
+        """The amount under way of each bounded thing."""
         return self._room.used
 
     def peers(self) -> Iterator[tuple[str, Amount, int]]:
@@ -175,7 +175,7 @@ class FairQueue:
         return granted
 
     def _next(self) -> Permit | None:
-        """Who goes next, if anybody may go now."""
+        """The permit that goes next, if any may go now."""
         heads = (room.waiting[0] for room in self._peers.values() if room.waiting)
         able = []
         for head in heads:
@@ -188,7 +188,7 @@ class FairQueue:
         return permit if _fits(permit.amount, every) else None
 
     def _begin(self, permit: Permit) -> None:
-        """It is under way."""
+        """Note a permit as under way."""
         room = self._peers[permit.peer]
         for one in (self._room, room):
             one.permits += 1
@@ -218,7 +218,7 @@ class ShortestFirst(Generic[ItemT]):
 
     @property
     def next(self) -> ItemT:
-        """Whose turn it is; there has to be one."""
+        """The job whose turn it is; there has to be one."""
         return self._waiting[self._index()][1]
 
     def pop(self) -> ItemT:

@@ -1,4 +1,4 @@
-"""How often a peer may ask: one token bucket per peer, as many as a bound allows.
+"""Bounds on how often a peer may ask: one token bucket per peer, as many as a bound allows.
 
 A bucket holds the requests of one second; it fills steadily, and each request takes one. A bucket that nobody has used
 for a second is full, so it may be forgotten: where there are more peers than buckets, the one used longest ago goes.
@@ -20,11 +20,11 @@ class RateLimiter:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, and when they were counted
 
     def __len__(self) -> int:
-        """How many buckets there are now."""
+        """Buckets that there are now."""
         return len(self._buckets)
 
     def allows(self, peer: str, now_s: float) -> bool:
-        """Whether `peer` may ask now; if so, that counts. A clock that goes back fills nothing."""
+        """True if `peer` may ask now, which counts. A clock that goes back fills nothing."""
         full = float(self._requests_per_s)
         tokens, counted_s = self._buckets.pop(peer, (full, now_s))
         tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)

@@ -29,12 +29,12 @@ def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:
 
 
 def knows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
-    """Whether `event` means anything in `state`; late and duplicate messages are asked first and then counted."""
+    """True if `event` means anything in `state`; late and duplicate messages are asked first and then counted."""
     return (state, event) in table
 
 
 class PeerState(enum.StrEnum):
-    """One rank of a remote engine, as a reader sees it."""
+    """A rank of a remote engine, as a reader sees it."""
 
     UNKNOWN = "unknown"  # no connection was made, or the peer asked to be asked later
     CONNECTING = "connecting"  # one handshake is under way, everybody waits on it
@@ -126,7 +126,7 @@ TRANSFER_TABLE: Table[TransferState, TransferEvent] = {
 
 
 def transfer_blocks_safe(state: TransferState) -> bool:
-    """Whether no byte can land in the local blocks any more (invariant I1)."""
+    """True if no byte can land in the local blocks any more (invariant I1)."""
     return state in (TransferState.PENDING, TransferState.LANDED, TransferState.STOPPED)
 
 
@@ -191,5 +191,5 @@ PRODUCER_TABLE: Table[ProducerState, ProducerEvent] = {
 
 
 def request_blocks_held(state: ConsumerState | ProducerState) -> bool:
-    """Whether blocks of the request must stay as they are, although it may have ended for the engine."""
+    """True if blocks of the request must stay as they are, although it may have ended for the engine."""
     return state in (ConsumerState.RECEIVING, ConsumerState.ABANDONED, ProducerState.SENDING)

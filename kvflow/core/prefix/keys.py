@@ -44,12 +44,12 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
     state, keys = key_state(salt), list[bytes]()
     for start in range(0, len(data) - step + 1, step):
         state.update(data[start : start + step])
-        keys.append(state.copy().digest())
+        keys.append(state.digest())
     return keys
 
 
 def key_state(salt: bytes) -> hashlib.blake2b:
-    """The running hash of no tokens: updated by those of a block, a copy's digest is the block's key.
+    """The running hash of no tokens: updated by those of a block, its digest is the block's key.
 
     RequestError if the salt is no bytes, or too long.
     """

@@ -116,7 +116,7 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:16]
 
     def differences(self, theirs: Compatibility) -> list[str]:
-        """One "field: ours X, theirs Y" for each fact that differs."""
+        """Differences, as "field: ours X, theirs Y" for each fact."""
         pairs = ((name, getattr(self, name), getattr(theirs, name)) for name in self.__struct_fields__)
         return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
 
@@ -162,7 +162,7 @@ class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_metada
     reader: Reader
     target: Target
     request_id: RequestName | None = None
-    """Whose lease the reader has a ticket of; a rank that drains connects nobody else."""
+    """The request of the reader's ticket; a rank that drains connects nobody else."""
     caller: Caller | None = None
 
 
@@ -283,6 +283,8 @@ class SeekRequest(msgspec.Struct, frozen=True, kw_only=True, tag="seek"):
     keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
     """See `core.prefix.keys`: number i is that of the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size
+    alone: bool = True
+    """Whether nobody but this rank is to read what is offered."""
 
 
 class WhoRequest(msgspec.Struct, frozen=True, kw_only=True, tag="who"):
@@ -309,7 +311,7 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.proof`."""
+    """The table of a producer's seals in its host memory: see `core.protocol.proof`."""
 
     address: Size
     count: SealCount
@@ -331,10 +333,10 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     regions: Annotated[tuple[RegionTable, ...], Meta(max_length=SETS_MAX)]
     """Regions of those sets."""
     groups: Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
-    """Whose block ids the sets have (`CacheShare.group`)."""
+    """Groups whose block ids the sets have (`CacheShare.group`)."""
     seals: SealLocation
     staged: bool
-    """Whether blocks are copied to host buffers before they can be read, so that a lease's seal says how far it is."""
+    """Blocks are copied to host buffers before they can be read, so that a lease's seal says how far it is."""
 
 
 class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
@@ -348,11 +350,11 @@ class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     block_ids: BlockIds | None
     more_block_ids: BlockTables = ()
     pending: bool = False
-    """Whether its blocks are still being computed."""
+    """Its blocks are still being computed."""
     payload: bool = False
-    """Whether a payload comes with its end."""
+    """A payload comes with its end."""
     held: bool = True
-    """Whether the blocks are held for a moment after its end: see `core.protocol.proof`."""
+    """The blocks are held for a moment after its end: see `core.protocol.proof`."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
@@ -427,7 +429,7 @@ class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """One for each layer of each part of the question, in order. The lease was open when the last was computed."""
+    """Digests of each layer of each part of the question, in order. The lease was open when the last was computed."""
 
     values: Annotated[tuple[Word64, ...], Meta(max_length=REGIONS_MAX)]
 
@@ -438,7 +440,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     reason: Reason
     version: Count
     transient: bool = False
-    """Whether the answer may be another one soon: the rank has no cache yet, or is about to go."""
+    """The answer may be another one soon: the rank has no cache yet, or is about to go."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
 
@@ -636,7 +638,7 @@ def regions_from_wire(table: RegionTable) -> Regions:
 
 
 def _is_dense(block: BlockShape) -> bool:
-    """Whether tokens and heads fill a block without gaps, in either order."""
+    """True if tokens and heads fill a block without gaps, in either order."""
     tokens, heads, run = block[:3]
     if min(tokens, heads, run) < 1 or max(tokens, heads, run) >= 1 << 31:
         return False

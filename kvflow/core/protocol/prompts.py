@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
 
 from kvflow.checks import answer, count, shown, whole_numbers
 from kvflow.core.protocol.ticket import Ticket
@@ -30,6 +33,18 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
     state = hashlib.blake2b(request_id.encode(), digest_size=_DIGEST_BYTES)
     state.update(b"\0" + tokens.astype("<i8").tobytes())
     return state.hexdigest()
+
+
+MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
+"""What the blocks of a prompt depend on besides its tokens, in the field's words, by the place where it begins."""
+
+
+def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
+    """A prompt `marked` with its keys, which engines and readers of their events make alike.
+
+    Keys of a place are in this order: ("lora", name, path), ("cache_salt", salt), ("mm", identifier).
+    """
+    return marked(token_ids, {place: msgspec.msgpack.encode(found) for place, found in keys.items()})
 
 
 def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:

@@ -103,7 +103,7 @@ class SealTable:
         self._counts[index] = int.from_bytes(word[_SECRET_BYTES:], "little") ^ tokens_missing
 
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
-        """How many tokens of this lease cannot be read yet; None if the word is not this lease's."""
+        """Tokens of this lease that cannot be read yet; None if the word is not this lease's."""
         word: bytes = self.words[index].tobytes()
         wanted = bytes.fromhex(lease_id)
         if word == wanted and word != _WIPED:  # the usual case, in few steps
@@ -113,7 +113,7 @@ class SealTable:
         return int.from_bytes(word[_SECRET_BYTES:], "little") ^ int.from_bytes(wanted[_SECRET_BYTES:], "little")
 
     def holds(self, index: int, lease_id: str) -> bool:
-        """Whether the word is this lease's id, all its tokens there; an empty word is nobody's."""
+        """True if the word is this lease's id, all its tokens there; an empty word is nobody's."""
         return self.tokens_missing(index, lease_id) == 0
 
 
@@ -123,7 +123,7 @@ DRIFT_MAX = 200e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteClock:
-    """What we know of the clock of one incarnation of a peer; times are each clock's own."""
+    """The clock of one incarnation of a peer, as far as it is known; times are each clock's own."""
 
     incarnation: str
     theirs_s: float
@@ -161,7 +161,7 @@ class RemoteClock:
 
 
 class Step(enum.StrEnum):
-    """What a read has to do next about one lease."""
+    """The next step of a read about one lease."""
 
     POST = "post"  # the lease stands, as far as is known: read
     FETCH = "fetch"  # its seal has to be seen first
@@ -171,7 +171,7 @@ class Step(enum.StrEnum):
 
 
 class Proof(Protocol):
-    """What says whether a read was fresh: `SealProof`, by a seal, or `core.stock.deadline`, where there is none."""
+    """The proof that a read was fresh: `SealProof`, by a seal, or `core.stock.deadline`, where there is none."""
 
     asked: bool
     seen_s: float
@@ -205,7 +205,7 @@ class Proof(Protocol):
 
 
 class SealProof:
-    """What one load's read knows of one lease; pure. `before` is asked before each post, `after` after the last byte,
+    """The proof of a lease for a load's read; pure. `before` is asked before each post, `after` after the last byte,
     `heard` tells what was seen, `there` how far the prompt may be read.
 
     Before anything is read of a lease that may have run out by its producer's clock the seal has to be seen. Otherwise
@@ -214,32 +214,32 @@ class SealProof:
     """
 
     kind = "seal"
-    """What vouches, as in `LoadReport.freshness`."""
+    """The kind of proof, as in `LoadReport.freshness`."""
 
     def __init__(self, *, grows: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
         """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""
         self.asked = False
-        """Whether a fetch was ever posted."""
+        """A fetch was posted at some time."""
         self.grows = grows
-        """Whether what is read may not be there before a read of it is posted."""
+        """Tokens may not be there yet when a read of them is due."""
         self.seen_s = -math.inf
         """When the last fetch was posted that has found the lease open: so it was then."""
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
         self.looking = False
-        """Whether a fetch is under way."""
+        """A fetch is under way."""
         self.over = False
-        """Whether the seal was seen, and the lease was not open any more. It never is again."""
+        """The seal was seen, and the lease was not open any more. It never is again."""
         self._seen: int | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether the seal was seen to say that the prompt could not be computed."""
+        """True if the seal was seen to say that the prompt could not be computed."""
         return self._seen == FAILED
 
     def there(self, num_tokens: int) -> int:
-        """How many of the lease's tokens may be read, as far as is known."""
+        """Tokens of the lease that may be read, as far as is known."""
         if not self.grows:
             return num_tokens
         return 0 if self.over or self._seen is None else num_tokens - self._seen
@@ -267,7 +267,7 @@ class SealProof:
             self._seen, self.seen_s = tokens_missing, posted_s
 
     def before(self, now_s: float) -> Step:
-        """What to do before a read: of a lease that grows, of no more than is `there`."""
+        """The step before a read: of a lease that grows, of no more than is `there`."""
         if not self.asked:
             self._careful = now_s >= self._not_expired_before_s
             return Step.FETCH if self._careful else Step.POST
@@ -288,7 +288,7 @@ class SealProof:
 
 
 def quick_read_max_s(hold_s: float) -> float:
-    """How long a read may take at most for a seal that was fetched meanwhile to vouch for it."""
+    """Longest time of a read for which a seal that was fetched meanwhile may vouch."""
     return hold_s / 2
 
 

@@ -53,7 +53,7 @@ _NO_LEASE: dict[str, Any] = {
     "payload": False,
     "held": True,
 }
-"""What a `RankLease` says of a rank that has to be asked."""
+"""Fields of the `RankLease` of a rank that has to be asked."""
 _READ = "_read"  # of a ticket that was read, among its attributes: how many block ids it has, or will have
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 
@@ -73,7 +73,7 @@ RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=REQUEST_ID_C
 
 
 class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One rank's lease, and where that rank's side channel listens.
+    """The lease of one rank, and where its side channel listens.
 
     `expires_s` is when the lease ends on the clock of that incarnation of the rank, and means nothing to anybody
     who does not know that clock (`core.protocol.proof`). `block_ids` are set if the rank's differ from the
@@ -91,13 +91,13 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     port: Int64 = 0
     block_ids: BlockIds | None = None
     more_block_ids: tuple[BlockIds, ...] = ()
-    """Those of the further groups, as in a ticket."""
+    """Block ids of the further groups, as in a ticket."""
     pending: bool = False
-    """Whether the blocks were still being computed, so that the seal has to be seen before anything is read."""
+    """The blocks were still being computed, so that the seal has to be seen before anything is read."""
     payload: bool = False
-    """Whether a payload comes with the lease's end."""
+    """A payload comes with the lease's end."""
     held: bool = True
-    """Whether the blocks are held for a moment after its end; else the seal is looked at after the last byte."""
+    """The blocks are held for a moment after its end; else the seal is looked at after the last byte."""
 
     @property
     def address(self) -> str:
@@ -110,7 +110,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ticket and its dict say alike."""
+    """Fields that a ticket and its dict have alike."""
 
     num_tokens: Count
     ttl_s: Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
@@ -125,9 +125,9 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     groups: Groups = ()
     more_kinds: Kinds = ()
     extends: bool = False
-    """Whether more blocks follow, until they hold all tokens (`Lease.extend`)."""
+    """More blocks follow, until they hold all tokens (`Lease.extend`)."""
     awaited: bool = False
-    """Whether what is offered is not known yet: a rendezvous."""
+    """The offer is not known yet: a rendezvous."""
 
 
 _OFFERED = _Offer.__struct_fields__
@@ -140,7 +140,7 @@ class _TicketExtension(_Offer, frozen=True, kw_only=True):
     version: Int64
     ranks: Annotated[list[RankLease], Meta(min_length=1)]
     padding: Count = 0
-    """How many ids at the end of each table are not of the offer: there are readers of another make that count them."""
+    """Ids at the end of each table that are not of the offer: there are readers of another make that count them."""
 
 
 class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +167,7 @@ class _GroupedTicketParams(_TicketParams, frozen=True, kw_only=True):
 
 
 class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
-    """What a consumer needs to read one request's blocks.
+    """The offer of one request's blocks, as a consumer needs it to read them.
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
     that the lease had left when the ticket was made, and what each renewal gives it anew; it is a hint, readers trust
@@ -205,7 +205,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """How its engine is divided into ranks."""
+        """The parallelism of its engine."""
         kind = (self.block_size, self.kv_heads, self.model_kv_heads)
         return Parallelism(self.tp_size, self.pp_size, *kind, self.more_kinds)
 
@@ -216,7 +216,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def offered_tokens(self) -> int:
-        """How many tokens the blocks hold: those of groups that hold the prompt from its first token on say it."""
+        """Tokens that the blocks hold: those of groups that hold the prompt from its first token on say it."""
         if self.extends:
             return self.num_tokens
         if not self.groups:
@@ -227,18 +227,18 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     @property
     def asks(self) -> bool:
-        """Whether its ranks are asked for their leases, and may be asked to take them back."""
+        """True if its ranks are asked for their leases, and may be asked to take them back."""
         return True
 
     @property
     def offers_nothing(self) -> bool:
-        """Whether its leases ended when they were made: there is nothing to read, and nothing will be told."""
+        """True if its leases ended when they were made: there is nothing to read, and nothing will be told."""
         to_come = self.awaited or self.extends or any(rank.payload for rank in self.ranks)
         return not any(self.block_tables) and not to_come
 
     @cached_property
     def block_counts(self) -> tuple[int, ...]:
-        """How many blocks there are in the end, by group."""
+        """Blocks that there are in the end, by group."""
         if not self.extends:
             return tuple(map(len, self.block_tables))
         if not self.groups:
@@ -247,7 +247,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def blocks_digest(self) -> bytes:
-        """What ranks compare of the block ids."""
+        """Digest of the block ids, which ranks compare."""
         return digest_of(self.block_tables if self.more_block_ids else self.block_ids)
 
     @cached_property
@@ -271,7 +271,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         return self.leases.get((rank.pp, rank.tp))
 
     def address_of(self, rank: Rank) -> str:
-        """Where a rank's side channel listens.
+        """Address of a rank's side channel.
 
         Args:
             rank: one of the engine's, named in the ticket or not.
@@ -557,7 +557,7 @@ def _check_groups(ticket: Ticket) -> None:
 
 
 def _plain_groups(groups: object) -> list[Any]:
-    """As `msgspec.convert` takes them."""
+    """Groups as `msgspec.convert` takes them."""
     if not isinstance(groups, tuple) or not all(isinstance(group, GroupFacts) for group in groups):
         raise RequestError(f"ticket: groups: expected a tuple of GroupFacts, got {shown(groups)}")
     return [msgspec.structs.asdict(group) for group in groups]
@@ -656,7 +656,7 @@ def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
-    """One ticket that names the ranks of all: each rank of an engine has made one for the same request.
+    """Merge tickets into one that names the ranks of all: each rank of an engine has made one for the same request.
 
     Args:
         tickets: at least one, in any order.
@@ -700,7 +700,7 @@ def checked_traceparent(value: object) -> str:
 
 
 def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
-    """What somebody else has filled in, as a struct whose fields are of their types."""
+    """A struct that somebody else has filled in, its fields of their types."""
     try:
         return msgspec.convert(given, kind)
     except Exception as error:
@@ -708,7 +708,7 @@ def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
 
 
 def _wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
-    """What somebody else has filled in cannot be read."""
+    """A struct that somebody else has filled in cannot be read."""
     if isinstance(error, msgspec.ValidationError):
         hint = "; expected a dict of `lease.ticket.to_params()`" if "required field" in str(error) else ""
         return RequestError(f"ticket: {checks.refusal(error, given)}{hint}")

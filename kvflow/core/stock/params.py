@@ -262,8 +262,3 @@ def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of the parameters, to give them on."""
     known = {*line_of("0.33").params}
     return {key: value for key, value in given.items() if key in known}
-
-
-def stamped(ticket: StockTicket, arrived: Arrival) -> StockTicket:
-    """The same ticket, with the moment at which it came."""
-    return msgspec.structs.replace(ticket, arrived=arrived)

@@ -35,21 +35,21 @@ class NotAnEntry(Exception):
 
 
 class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What an entry's file says of itself."""
+    """The header of an entry's file."""
 
     fingerprint: bytes
-    """Of the layout that the blocks have: see `fingerprint_of`."""
+    """Fingerprint of the blocks' layout: see `fingerprint_of`."""
     key: bytes
     num_tokens: int
     block_counts: tuple[int, ...]
-    """How many blocks of each group there are."""
+    """Blocks of each group."""
     data_bytes: int
     digests: bytes
-    """Of each layer of each set, 8 bytes each, little-endian: see `core.protocol.digests`."""
+    """Digests of each layer of each set, 8 bytes each, little-endian: see `core.protocol.digests`."""
 
     @property
     def data_start(self) -> int:
-        """Where in the file the blocks begin."""
+        """Offset of the blocks in the file."""
         return _padded(_PREFIX.size + len(msgspec.msgpack.encode(self)))
 
     @property
@@ -58,12 +58,12 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of(facts: Sequence[object]) -> bytes:
-    """What stands for a layout: equal exactly for facts that read alike."""
+    """Fingerprint of a layout: equal exactly for facts that read alike."""
     return hashlib.sha256(repr((VERSION, *facts)).encode()).digest()
 
 
 def entry_name(fingerprint: bytes, key: bytes) -> str:
-    """What the files of a key's entries are called, but for what tells two of them apart."""
+    """Name of a key's files, but for what tells two of them apart."""
     return hashlib.sha256(fingerprint + key).hexdigest()[:40]
 
 
@@ -85,7 +85,7 @@ def encode(header: EntryHeader) -> bytes:
 
 
 def header_bytes(start: bytes) -> int:
-    """How long the header is of a file that begins so; `start` has `START_BYTES` or more. Raises NotAnEntry."""
+    """Size of the header of a file that begins so; `start` has `START_BYTES` or more. Raises NotAnEntry."""
     if len(start) < _PREFIX.size:
         raise NotAnEntry(f"it has {len(start)} bytes")
     magic, version, _, length = _PREFIX.unpack_from(start)
@@ -99,7 +99,7 @@ def header_bytes(start: bytes) -> int:
 
 
 START_BYTES = _ALIGNMENT
-"""What is read of a file to know how long its header is; most headers are no longer."""
+"""Bytes to read of a file to know how long its header is; most headers are no longer."""
 
 
 def decode(start: bytes, file_bytes: int) -> EntryHeader:

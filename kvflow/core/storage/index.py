@@ -21,14 +21,14 @@ class Entry:
     """A file of the store."""
 
     name: str
-    """Of its key: see `entry.entry_name`."""
+    """Name of its key: see `entry.entry_name`."""
     file: str
     size_bytes: int
     readers: int = 0
     aside: bool = False
-    """Whether it could not be read: it takes room, and is not found."""
+    """It could not be read: it takes room, and is not found."""
     dropped: bool = False
-    """Whether it is no entry any more: its bytes count until nobody reads it."""
+    """It is no entry any more: its bytes count until nobody reads it."""
 
 
 class StoreIndex:
@@ -83,7 +83,7 @@ class StoreIndex:
         return [entry for entry in entries if entry.name not in kept]
 
     def set_aside(self, entry: Entry) -> bool:
-        """It could not be read: nobody finds it, and it is the first to go. Whether that is new."""
+        """Set an entry aside that could not be read: nobody finds it, it is the first to go. True if that is new."""
         if entry.dropped or entry.aside:
             return False
         entry.aside = True
@@ -91,7 +91,7 @@ class StoreIndex:
         return True
 
     def give_back(self, size_bytes: int) -> None:
-        """What was reserved is not needed."""
+        """Give back room that was reserved."""
         self.used_bytes -= size_bytes
 
     def commit(self, entry: Entry) -> Entry | None:
@@ -103,7 +103,7 @@ class StoreIndex:
         return before
 
     def drop(self, entry: Entry) -> None:
-        """It is no entry any more. Doing so twice is fine."""
+        """Forget an entry. Doing so twice is fine."""
         if entry.dropped:
             return
         entry.dropped = True
@@ -112,7 +112,7 @@ class StoreIndex:
             self.used_bytes -= entry.size_bytes
 
     def begin_read(self, entry: Entry) -> None:
-        """It does not go while somebody reads it."""
+        """Keep an entry while somebody reads it."""
         entry.readers += 1
 
     def end_read(self, entry: Entry) -> None:
@@ -121,7 +121,7 @@ class StoreIndex:
             self.used_bytes -= entry.size_bytes
 
     def touch(self, entry: Entry) -> None:
-        """It was restored: all others go before it."""
+        """Note an entry as restored: all others go before it."""
         if not entry.dropped:
             entry.aside = False
             self._entries[entry.name] = self._entries.pop(entry.name)

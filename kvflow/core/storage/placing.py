@@ -1,4 +1,4 @@
-"""Where in an entry's file blocks lie: set of layers after set, region after region, block after block, without gaps.
+"""Places of blocks in an entry's file: set of layers after set, region after region, block after block, without gaps.
 
 To the planner a file is the other side of a read: its regions begin at offsets, and its device is the open file.
 """
@@ -20,7 +20,7 @@ _PLANNED_AT_ONCE = 1 << 13  # descriptors
 
 
 def data_bytes(sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
-    """How many bytes so many blocks of each group take. `sets` are regions, and whose group they are of."""
+    """Bytes that so many blocks of each group take. `sets` are regions, and whose group they are of."""
     return sum(len(regions) * regions.block_size_bytes * counts[group] for group, regions in sets)
 
 

@@ -1,4 +1,4 @@
-"""What was seen of a CUDA machine, judged: what it means for loads between GPUs, and what to set. Pure.
+"""Judgement of what was seen of a CUDA machine: what it means for loads between GPUs, and what to set. Pure.
 
 What UCX and NIXL do with these facts was read in their sources (UCX 1.23 as NIXL 1.5.1 brings it), not measured.
 """
@@ -81,7 +81,7 @@ def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
-    """What was set by hand and keeps UCX from GPU memory."""
+    """Settings by hand that keep UCX from GPU memory."""
     given = {key: value for key, value in cuda.environment.items() if key.startswith("UCX_")}
     found = ", ".join(f"{key}={value}" for key, value in given.items()) or "none is set"
     lacking = left_out(given.get("UCX_TLS", ""))
@@ -99,7 +99,7 @@ def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def left_out(tls: str) -> tuple[str, ...]:
-    """Those of cuda_copy and cuda_ipc that a value of UCX_TLS leaves out; `cuda` and `all` have both."""
+    """Transports of cuda_copy and cuda_ipc that a value of UCX_TLS leaves out; `cuda` and `all` have both."""
     if not tls:
         return ()
     words = [word.strip() for word in tls.lstrip("^").split(",")]
@@ -110,7 +110,7 @@ def left_out(tls: str) -> tuple[str, ...]:
 
 
 def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
-    """How RDMA registers GPU memory: by nvidia_peermem, or by dma-buf. gdrcopy is no part of it: the UCX of NIXL's
+    """How RDMA takes GPU memory: by nvidia_peermem, or by dma-buf. gdrcopy is no part of it: the UCX of NIXL's
     wheels has no gdr_copy, and a read does not need it."""
     ways = [
         *(["nvidia_peermem is loaded"] if cuda.peermem else []),
@@ -142,7 +142,7 @@ def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_nearness(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Whether each GPU has a NIC behind the same PCIe switch."""
+    """Check that each GPU has a NIC behind the same PCIe switch."""
     if not host.rdma_devices:
         return ok(name, "no RDMA devices")
     best = {gpu: [f"{nic} {how}" for nic, how in nics.items()] for gpu, nics in cuda.nearness.items()}
@@ -158,7 +158,7 @@ def check_nearness(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Whether kernels see what a NIC wrote once the host has seen the end of it, which is when a load ends."""
+    """Check that kernels see what a NIC wrote once the host has seen the end of it, which is when a load ends."""
     ordering = cuda.writes_ordering
     if ordering is None:
         return ok(name, "the driver does not say")
@@ -171,7 +171,7 @@ def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_sharing(name: str, _: Host, cuda: Cuda) -> Finding:
-    """What processes in different containers need for cuda_ipc."""
+    """Needs of processes in different containers for cuda_ipc."""
     where = "the machine's own" if cuda.pid_namespace == HOST_PID_NAMESPACE else "a container's"
     found = f"PID namespace: {where}; IMEX channels: {cuda.imex_channels}"
     if cuda.pid_namespace == HOST_PID_NAMESPACE or cuda.imex_channels:
@@ -210,7 +210,7 @@ def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
 
 
 def reasons(cuda: Cuda) -> list[str]:
-    """What keeps two processes in one container from cuda_ipc, the surest first; what to do where nothing helps."""
+    """Reasons that keep processes in one container from cuda_ipc, the surest first; what to do where nothing helps."""
     gpus = cuda.driver.gpus if cuda.driver else ()
     found = []
     if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):

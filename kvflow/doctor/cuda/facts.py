@@ -29,7 +29,7 @@ VARIABLES = (
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY",
     "UCX_MAX_HCA_PER_GPU",
 )
-"""Those of the environment that say how CUDA memory is made and moved."""
+"""Variables of the environment that say how CUDA memory is made and moved."""
 HOST_PID_NAMESPACE = "pid:[4026531836]"
 """That of the machine itself: the number is fixed in Linux (PROC_PID_INIT_INO)."""
 _IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
@@ -39,7 +39,7 @@ _BUILDS = ("nixl-cu12", "nixl-cu13")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a process saw that has loaded torch and NIXL. `problem` is why it came to nothing."""
+    """Findings of a process that has loaded torch and NIXL. `problem` is why it came to nothing."""
 
     torch: str = ""
     torch_cuda: str | None = None
@@ -53,13 +53,13 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuda:
-    """What was seen. `None` means that it cannot be known here."""
+    """Facts of the machine. `None` means that it cannot be known here."""
 
     driver: InstalledDriver | None
     nvlinks: Mapping[int, int]
     nearness: Mapping[str, Mapping[str, str]]
     peermem: bool
-    """Whether the kernel's module nvidia_peermem is loaded."""
+    """The kernel's module nvidia_peermem is loaded."""
     kernel: tuple[int, int] | None
     iommu: bool
     pid_namespace: str
@@ -74,7 +74,7 @@ class Cuda:
 
     @property
     def dmabuf(self) -> bool:
-        """Whether RDMA can register this memory without a module of its own: the driver's word, and Linux 5.12."""
+        """True if RDMA can register this memory without a module of its own: the driver's word, and Linux 5.12."""
         new_enough = self.kernel is not None and self.kernel >= (5, 12)
         return new_enough and bool(self.probe.attributes.get("DMA-BUF supported"))
 
@@ -101,7 +101,7 @@ def kernel_version(release: str) -> tuple[int, int] | None:
 
 
 def _smi(*arguments: str) -> str:
-    """What nvidia-smi prints; nothing if it is not there or does not end."""
+    """Output of nvidia-smi; nothing if it is not there or does not end."""
     command = ["nvidia-smi", *arguments]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout

@@ -1,4 +1,4 @@
-"""What nvidia-smi prints, read: devices (`-q -x`), NVLink (`nvlink --status`), and who is how near to whom (`topo -m`).
+"""Output of nvidia-smi, read: devices (`-q -x`), NVLink (`nvlink --status`), and who is how near to whom (`topo -m`).
 
 Pure. What a driver does not print, or prints as "N/A", is None or nothing: the formats differ between releases.
 """
@@ -33,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledDriver:
-    """What `nvidia-smi -q -x` says."""
+    """A device, by `nvidia-smi -q -x`."""
 
     version: str
     cuda: tuple[int, int] | None
@@ -81,7 +81,7 @@ def _cuda(text: str) -> tuple[int, int] | None:
 
 
 def read_nvlinks(text: str) -> dict[int, int]:
-    """How many links of each device are up, by `nvidia-smi nvlink --status`; 0 for one that says nothing of links."""
+    """Links of each device that are up, by `nvidia-smi nvlink --status`; 0 for one that says nothing of links."""
     found: dict[int, int] = {}
     device = -1
     for line in text.splitlines():

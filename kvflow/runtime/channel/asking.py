@@ -30,13 +30,13 @@ from kvflow.runtime.channel.protocol import Answer
 from kvflow.runtime.clock import SystemClock
 
 ATTEMPTS_MAX = 6
-"""How often a question is put whose connection is closed before its answer, the first time included."""
+"""Times that a question is put whose connection is closed before its answer, the first time included."""
 
 ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
 """The pauses between: a listener that had too many connections and dropped all must not get them back at once."""
 
 _CLOSED = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
-"""How a connection ends that the other side has closed; the second is also what one says that uses CURVE alone."""
+"""Events of a connection that the other side has closed; the second is also what one says that uses CURVE alone."""
 
 
 class ZmqSideChannel:
@@ -81,7 +81,7 @@ class ZmqSideChannel:
         return self._keyring
 
     async def _way(self, target: messages.Target, address: str) -> ListenerWay:
-        """How to get there. Raises PeerRefused for an engine that we have no key of, PeerUnreachable for no host."""
+        """Find the way there. Raises PeerRefused for an engine that we have no key of, PeerUnreachable for no host."""
         keyring = await self._keys()
         server_key = b""
         if keyring is not None:

@@ -67,7 +67,7 @@ class OpenQuestion:
     number: int
     heard: asyncio.Queue[Heard] = field(default_factory=asyncio.Queue)
     answered: bool = False
-    """Whether an answer has come that names it."""
+    """An answer has come that names it."""
 
 
 class KeptConnection:
@@ -84,7 +84,7 @@ class KeptConnection:
         self.way = way
         self.waiting: dict[int, OpenQuestion] = {}
         self.spent = False
-        """Whether a question over it was left without an answer."""
+        """True if a question over it was left without an answer."""
         self.closed = False
         self._over = over
         self._numbers = itertools.count(1)
@@ -198,9 +198,9 @@ class Connections:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[KeptConnection] = set()
         self._shared: dict[ListenerWay, KeptConnection] = {}
-        """Those that further questions may use: one for each way."""
+        """Connections that further questions may use: one for each way."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
-        """Those of them that nobody uses, and since when; the oldest comes first."""
+        """Connections that nobody uses, and since when; the oldest comes first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -273,7 +273,7 @@ class Connections:
         self._forget(connection)
 
     def _forget(self, connection: KeptConnection) -> None:
-        """It is closed."""
+        """Forget a connection that is closed."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         if self._shared.get(connection.way) is connection:

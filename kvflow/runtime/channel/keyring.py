@@ -88,7 +88,7 @@ class Keyring:
         try:
             self._allowlist = await asyncio.to_thread(_read_allowlist, self.folder)
         except ConfigError as error:
-            logger.error("the allowlist stays as it was: %s", error)
+            logger.error("curve_peers_dir %s cannot be read, the keys of before stay: %s", self.folder, error)
 
 
 def make_key_files(folder: Path, name: str) -> tuple[Path, Path]:

@@ -247,7 +247,7 @@ class ZmqListener:
                 case zmq.Event.DISCONNECTED:
                     self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
                 case zmq.Event.CLOSED:
-                    logger.warning("dropped all %s connections of the side channel", self._connections)
+                    logger.warning("side channel at %s: dropped all %s connections", self._endpoint, self._connections)
                     self._counts["recycled"] += 1
                     self._connections = 0
                     self._socket.bind(self._endpoint)
@@ -258,7 +258,7 @@ class ZmqListener:
 
 
 def _property(frame: zmq.Frame, name: str) -> str | None:
-    """What ZeroMQ knows of a frame's connection; None with peers that speak one of its first protocols."""
+    """Properties of a frame's connection in ZeroMQ; None with peers that speak one of its first protocols."""
     try:
         return str(frame.get(name))
     except zmq.ZMQError:

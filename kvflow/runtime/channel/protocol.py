@@ -33,7 +33,7 @@ AnswerStranger: TypeAlias = Callable[[bytes], "list[bytes] | None"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerStatistics:
-    """What a listener has seen, in messages; `rejected` counts connections instead."""
+    """Counts of a listener, in messages; `rejected` counts connections instead."""
 
     answered: int
     refused: int
@@ -47,7 +47,7 @@ class ListenerStatistics:
     connections: int = 0
     """Open now."""
     recycled: int = 0
-    """How often all connections were dropped because there were too many."""
+    """Times that all connections were dropped because there were too many."""
 
 
 class Listener(Protocol):
@@ -70,7 +70,7 @@ class Listener(Protocol):
 
 
 class SideChannel(Protocol):
-    """How the ranks of engines ask each other questions."""
+    """The channel on which ranks of engines ask each other questions."""
 
     async def listen(self, answer: Answer) -> Listener:
         """Bind this rank's address; ConfigError if that is not possible, or if its keys cannot be used."""

@@ -1,1 +1,1 @@
-"""How bytes get where they belong: routes, scratch memory, host buffers, copies."""
+"""The way of bytes to where they belong: routes, scratch memory, host buffers, copies."""

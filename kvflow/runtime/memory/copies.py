@@ -41,7 +41,7 @@ View: TypeAlias = Any
 Copy: TypeAlias = Callable[[View, View], None]
 """Copies from one view to another."""
 Way: TypeAlias = "Callable[[Ids, Ids], Copy]"
-"""What copies between places that two lists of ids say; made for these once, used for every region."""
+"""Copier between places that two lists of ids say; made for these once, used for every region."""
 
 
 # --- parts
@@ -94,7 +94,7 @@ def _alias(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tens
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes; the last axis, whose elements lie together, grows by the size of an element."""
+    """View memory as bytes; the last axis, whose elements lie together, grows by the size of an element."""
     size = tensor.element_size()
     *outer, last = tensor.shape
     return _alias(tensor, (*outer, last * size), (*(stride * size for stride in tensor.stride()[:-1]), 1))
@@ -165,7 +165,7 @@ def copy_blocks(
 
 
 def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
-    """How blocks go from memory of the CPU to other memory of the CPU.
+    """Copies of blocks from memory of the CPU to other memory of the CPU.
 
     In one call for all of a region where the blocks of one side follow each other, as host blocks mostly do: 5 to 25 %
     faster than one for each run, and the interpreter's lock, which others want meanwhile, is taken as rarely.
@@ -311,7 +311,7 @@ def scatter_tokens(
 
 
 def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
-    """How chunks are written to memory of the CPU."""
+    """Writes of chunks to memory of the CPU."""
 
     def copy(source: View, target: View) -> None:
         places, values = np.asarray(target), np.asarray(source)
@@ -323,7 +323,7 @@ def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
 
 
 def spread_on_device(device: CacheDevice) -> Way:
-    """How chunks are written to memory of a device."""
+    """Writes of chunks to memory of a device."""
 
     def way(block_ids: Ids, chunk_indices: Ids) -> Copy:
         blocks, chunks = device.upload(block_ids), device.upload(chunk_indices)

@@ -78,7 +78,7 @@ class TokenBlocks:
 
 
 class Digesting(NamedTuple):
-    """What to digest of one set of layers."""
+    """The blocks and tokens to digest of one set of layers."""
 
     layer_set: int
     layers: Sequence[int]
@@ -126,12 +126,12 @@ class DigestedCache:
 
 
 class DigestGear(NamedTuple):
-    """What digests of a rank are computed with."""
+    """The tools of a rank for digests."""
 
     own: DigestedCache
     """The engine's cache: what its loads have filled."""
     shown: DigestedCache
-    """What peers read: the same or, with host staging, the host buffers."""
+    """Memory that peers read: the cache or, with host staging, the host buffers."""
     run: Run
     helper: Helper
     """That of the thread that `run` is of: for who waits for nothing else."""
@@ -159,7 +159,7 @@ class _SetOfViews:
         self._views = [_on_host(view, self._heads_outside) for view in views] if self._on_host else views
 
     def jobs(self, layers: Sequence[int], heads: HeadSpan, blocks: TokenBlocks) -> Iterator[tuple[int, _Job]]:
-        """What to add to the digests of layers: each job with the first of its layers."""
+        """Jobs whose results add up to the digests of layers: each job with the first of its layers."""
         if not self._heads_apart:
             if (heads.start, heads.heads) != (0, self._block.heads):
                 raise Undigestible(f"heads {heads.start}+{heads.heads} of blocks that are moved whole")
@@ -199,7 +199,7 @@ class _SetOfViews:
 
 
 def _piece_shape(block: BlockShape, kv_format: str) -> BlockShape:
-    """What is a run of a block: one head of one token, or what of an opaque block is never taken apart."""
+    """The shape of a block in runs: one head of one token, or what of an opaque block is never taken apart."""
     if kv_format == PLAIN:
         return block
     if heads_are_apart(kv_format, block):
@@ -234,7 +234,7 @@ class _Storages:
 
 
 class _Weights(NamedTuple):
-    """Of the words of a run, of (block, token), of heads and of parts of a layer."""
+    """Weights of the words of a run, of (block, token), of heads and of parts of a layer."""
 
     words: digests.UInt64Array
     tokens: digests.UInt64Array
@@ -254,7 +254,7 @@ class _HostJob(NamedTuple):
     heads_outside: bool
 
     def compute(self) -> digests.UInt64Array:
-        """What to add to the digest of each layer."""
+        """The summand of each layer's digest."""
         weights, rows = self.weights, self.views[0]
         found = np.empty((len(self.views), len(self.ids), *rows.shape[1:3]), dtype=np.uint64)
         for view, hashes in zip(self.views, found, strict=True):
@@ -277,7 +277,7 @@ class _HostJob(NamedTuple):
 
 
 class _DeviceJob(NamedTuple):
-    """The same by torch: on the views' device, and on its current stream."""
+    """A job done by torch: on the views' device, and on its current stream."""
 
     views: Sequence[View]
     parts: int
@@ -345,7 +345,7 @@ def _taken(waiting: deque[tuple[int, _Job]]) -> tuple[int, _Job] | None:
 
 
 def _compute(waiting: deque[tuple[int, _Job]]) -> list[_Found]:
-    """What is left to do: whoever is through with a job takes the next. If one fails nobody begins with another."""
+    """The jobs that are left: whoever is through with a job takes the next. If one fails nobody begins with another."""
     found: list[_Found] = []
     try:
         while (taken := _taken(waiting)) is not None:
@@ -380,7 +380,7 @@ def _words(rows: npt.NDArray[Any]) -> digests.UInt64Array:
 
 
 def _lanes(rows: Tensor) -> Tensor:
-    """The same by torch, whose words have signs."""
+    """Runs of bytes as words of 8 in torch, whose words have signs."""
     import torch
 
     rest = -rows.shape[-1] % digests.WORD_BYTES

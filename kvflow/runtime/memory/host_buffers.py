@@ -47,7 +47,7 @@ class CopyDirection(enum.StrEnum):
 
 
 BlockCopier: TypeAlias = "Callable[[KVCaches, Sequence[tuple[int, int]], CopyDirection], None]"
-"""What an engine may supply: `copy(host_caches, pairs, direction)` copies whole blocks of all layers between its own
+"""A function of the engine's: `copy(host_caches, pairs, direction)` copies whole blocks of all layers between its own
 cache and `host_caches` (same layer names and shapes, fewer blocks). `pairs` are (device block, host block). It is
 called on kvflow's copy thread and returns when the bytes are there."""
 
@@ -116,6 +116,6 @@ def host_buffers(
 
 
 def _bytes_max(cache_bytes: int, ranks: int) -> int:
-    """What host blocks take where nobody has said: enough for long prompts, and never much of the host's memory."""
+    """Default size of all host blocks: enough for long prompts, and never much of the host's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(max(cache_bytes // 4, _BYTES_LEAST), memory // 8 // ranks)

@@ -114,7 +114,7 @@ class ScratchRead(NamedTuple):
 
 
 class Permutation:
-    """How one peer's blocks go through scratch memory into our cache. Made once per peer; grows with regions."""
+    """The way of one peer's blocks through scratch memory into our cache. Made once per peer; grows with regions."""
 
     def __init__(
         self,

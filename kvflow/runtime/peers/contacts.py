@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def patience_s(config: Config) -> float:
-    """How long a peer that has never answered may take while others wait for its turn."""
+    """Time for a peer that has never answered while others wait for its turn."""
     return config.handshake_timeout_s / 10
 
 

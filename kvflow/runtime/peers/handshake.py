@@ -46,7 +46,7 @@ class Handshakes:
         self._clock = context.clock
         self._local = local
         self.telling = telling
-        """How ranks are told of their leases."""
+        """The way in which ranks are told of their leases."""
         self.agents = Agents(context)
         self.leave, self.gone = self.agents.leave, self.agents.gone
 
@@ -258,7 +258,7 @@ def _different(name: str, ours: object, theirs: object) -> list[str]:
 
 
 def _opaque(regions: Regions, kv_format: str) -> str:
-    """What has to be equal of blocks that nobody can take apart, or no further than into heads."""
+    """Facts that have to be equal of blocks that nobody can take apart, or no further than into heads."""
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
     if heads_are_apart(kv_format, regions.block):
@@ -272,7 +272,7 @@ def _head_bytes(regions: Regions) -> int:
 
 
 def block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
-    """What we read from a rank, for each pair of sets that have layers in common."""
+    """The block maps of a rank, for each pair of sets that have layers in common."""
     for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
         source = topology.source_at(mine, theirs)
         if source is not None and source.heads:

@@ -39,7 +39,7 @@ _DIGESTS_AT_ONCE_MAX = 4  # half of what a producer takes from one reader by def
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
-    """What this rank tells peers and compares with theirs; complete once a cache is registered.
+    """The facts of this rank that it tells peers and compares with theirs; complete once a cache is registered.
 
     There is a cache share and a table of regions for each set of layers that look alike.
     """
@@ -82,11 +82,11 @@ class Connection:
         self.told_groups = told_groups(metadata.groups)
         of_group = {share.group: one.num_blocks for share, one in zip(metadata.cache_shares, regions, strict=True)}
         self.num_blocks = tuple(of_group[at] for at in range(len(self.groups)))
-        """Of each of its groups."""
+        """Blocks of each of its groups."""
         self.whole = tuple(group.whole for group in self.groups)
-        """Whether the blocks of each group hold a prompt from its first token on."""
+        """True for groups whose blocks hold a prompt from its first token on."""
         self.block_maps = block_maps
-        """What we read from it, for each pair of sets of layers; none if we only report to it."""
+        """Block maps of what we read from it, for each pair of sets of layers; none if we only report to it."""
         self.report_share = report_share
         self.staged = metadata.staged
         self.quick_read_max_s = quick_read_max_s(metadata.seals.hold_s)
@@ -106,7 +106,7 @@ class Connection:
         self.complete_with: Sequence[Connection] = ()
         """Itself and others that were found to have all layers of ours together."""
         self.straight: bool | None = None
-        """Whether what is read from it goes straight into the cache, whatever it is; None: not known yet."""
+        """True if what is read from it goes straight into the cache, whatever it is; None: not known yet."""
         self.alike: RegionMap | None = None
         """Set with `straight` where `match_few` may plan what is read from it."""
 
@@ -153,7 +153,7 @@ class Peer:
         self.label = f"{self.engine_id} ({self.rank}) at {self.address}"
         self.state = PeerState.UNKNOWN
         self.met = False
-        """Whether it was ever connected."""
+        """It was connected at some time."""
         self.current: Connection | None = None
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
@@ -164,7 +164,7 @@ class Peer:
         """and how long its reads take: the longest of the last ones. 0: none has ended well."""
         self.used_s = now_s
         self.leases_kept = 0
-        """How many of its leases we keep: until they are read or given back it is not idle."""
+        """Leases of it that we keep: until they are read or given back it is not idle."""
         self.clock: RemoteClock | None = None
         """The best reading of its clock, from the answers that show one."""
         self.clock_due_s = math.inf
@@ -175,14 +175,14 @@ class Peer:
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
         """Bounds what it is asked at once: sockets, should it be silent."""
         self.digest_questions = asyncio.Semaphore(_DIGESTS_AT_ONCE_MAX)
-        """The same for what takes it long to answer."""
+        """Bounds likewise the questions for digests, which take it long to answer."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
 
     @property
     def busy(self) -> bool:
-        """Whether a load uses it or waits for it, or its leases are kept."""
+        """True if a load uses it or waits for it, or its leases are kept."""
         used = self.current is not None and self.current.users > 0
         return used or self.handshake is not None or self.leases_kept > 0
 
@@ -221,7 +221,7 @@ class Source:
     tables: Sequence[BlockIds] = ()
     """The lease's blocks, by group, if some of them are read."""
     chunks: list[tuple[BlockMap, Chunks]] = field(default_factory=list)
-    """What is read, with that rank's block ids, group after group."""
+    """Chunks to read, with that rank's block ids, group after group."""
     word: int = -1
     """The word of ours that its seal is fetched to."""
 
@@ -260,10 +260,10 @@ class Reaching(Protocol):
 
 
 class Telling(Protocol):
-    """How a producer is told what becomes of its leases; the handshake with it says which. Never waits."""
+    """The way in which a producer is told what becomes of its leases; the handshake with it says which. Never waits."""
 
     heartbeat_s: float | None
-    """How often it wants to hear of a lease that is needed; None: by the lease's ttl."""
+    """Seconds in which it wants to hear of a lease that is needed; None: by the lease's ttl."""
 
     def needed(self, sources: Sequence[Source]) -> int:
         """Tell one rank that these leases of it are needed still; how many that are."""
@@ -273,12 +273,12 @@ class Telling(Protocol):
 
 
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:
-    """How many blocks of each group these are."""
+    """Count the blocks of each group."""
     return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
 
 
 def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
-    """What tickets say of an engine's groups: nothing where there is one, of full attention."""
+    """Groups of an engine as tickets name them: nothing where there is one, of full attention."""
     return () if len(groups) == 1 and groups[0].whole else groups
 
 

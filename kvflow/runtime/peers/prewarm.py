@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ _AT_ONCE_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prewarmed:
-    """What came of one engine: `ranks` are connected; all that loads from it need, unless there is an error."""
+    """The result for one engine: `ranks` are connected; all that loads from it need, unless there is an error."""
 
     engine_id: str
     ranks: tuple[Rank, ...]
@@ -88,8 +87,7 @@ async def ranks_at(reach: Reach, peers: Peers, engine: PeerAddress, *, every_ran
     what = f"engine {engine.engine_id!r} at {engine.address}"
     ranks = reach.ranks_of(parallelism, engine.dp_rank, what)
     if every_rank:
-        pairs = itertools.product(range(parallelism.pp_size), range(parallelism.tp_size))
-        ranks = [Rank(engine.dp_rank, *pair) for pair in pairs]
+        ranks = parallelism.ranks(engine.dp_rank)
     for rank in ranks:
         there = base + rank_offset(*rank, **sizes)
         if not 0 < there <= PORT_MAX:

@@ -41,7 +41,7 @@ from kvflow.runtime.peers.rendezvous import Rendezvous
 from kvflow.runtime.peers.table import Peers
 
 VISITS_AT_ONCE_MAX = 8
-"""How many ranks of one engine are connected, or told, at once, for one ticket."""
+"""Ranks of one engine that are connected, or told, at once, for one ticket."""
 
 _QUESTIONS_AT_ONCE_MAX = 16
 _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
@@ -54,7 +54,7 @@ Found = Callable[[Source], None]
 
 
 class _Plan(NamedTuple):
-    """What follows from the parallelism of the producer's engine, for one of its replicas."""
+    """The ranks to reach, by the parallelism of the producer's engine, for one of its replicas."""
 
     impossible: str
     """Why no engine that we could read from is cut like this; "" if one may be."""
@@ -107,7 +107,7 @@ class Reach:
         return [source for *_, source in reached if source is not None]
 
     def reach_at_once(self, ticket: Ticket, found: Found) -> list[Source] | None:
-        """The same where nothing has to be waited for: the ticket names the lease of every rank, and all are connected.
+        """Reach where nothing has to be waited for: the ticket names the lease of every rank, and all are connected.
 
         None, and `found` was not called, if it is not so, or if anything is wrong.
         """
@@ -231,7 +231,7 @@ class Reach:
     def told(
         self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
     ) -> Source:
-        """The same for a lease that the rank itself has told of, and its blocks, by group.
+        """The source of a lease that the rank itself has told of, and its blocks, by group.
 
         LeaseExpired if it is of another incarnation; ProtocolError if it cannot be right: that is no caller's fault.
         """

@@ -33,7 +33,7 @@ _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
 
 
 class Ways(Protocol):
-    """How ranks are found, connected and asked; see `reach.Reach` and `table.Peers`."""
+    """The ways to find, connect and ask ranks; see `reach.Reach` and `table.Peers`."""
 
     async def check(self, ticket: Ticket) -> None: ...
 
@@ -103,7 +103,7 @@ class Rendezvous:
         return agreed
 
     async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> messages.Offer:
-        """What one rank offers. A question that comes back without an answer is put again, after a pause if soon."""
+        """Ask for a rank's offer. A question that comes back without an answer is put again, after a pause if soon."""
         loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
         while True:
             begun_s = loop.time()

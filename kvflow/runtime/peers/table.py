@@ -52,15 +52,15 @@ class PeerStatistics:
     failures: int
     """Failures in a row."""
     retry_after_s: float
-    """How long loads from it fail at once; 0 if the next one may ask it."""
+    """Seconds for which loads from it fail at once; 0 if the next one may ask it."""
     last_error: str
-    """What failed last, since it was last connected; "" if nothing did."""
+    """The last failure, since it was last connected; "" if nothing did."""
     met: bool
-    """Whether it was ever connected. Where it was not nobody may live: any ticket can name an address."""
+    """It was connected at some time. Where it was not nobody may live: any ticket can name an address."""
 
 
 class Handshaking(Protocol):
-    """How peers are asked, and what a handshake with one gives; see `handshake.Handshakes`."""
+    """Questions to peers, and handshakes with them; see `handshake.Handshakes`."""
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
 

@@ -9,11 +9,12 @@ import asyncio
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvflow import checks
+from kvflow.config import split_address
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
@@ -31,6 +32,17 @@ from kvflow.runtime.prefix.requests import AskedPeer, GivenPeer, PrefixOffer, Pr
 logger = logger_of(__name__)
 
 _NAMES_MAX = 1 << 10
+
+
+class _Engine(NamedTuple):
+    """The ranks of an engine that may have a prefix."""
+
+    asked: list[Address]
+    others: tuple[RankLease, ...]
+    """Ranks that a load looks at, and that have nothing for us."""
+    connection: Connection
+    """To one of those that are asked."""
+    fixed_ports: bool
 
 
 class Seeker:
@@ -86,9 +98,10 @@ class Seeker:
         for one in asked:
             one.given_up = True
             if one.offer is not None:
-                self._release_later(one.offer.ticket)
+                self.release_later(one.offer.ticket)
 
-    def _release_later(self, ticket: Ticket) -> None:
+    def release_later(self, ticket: Ticket) -> None:
+        """Give an offer back, soon; whoever cannot be told lets it run out."""
         body = self._release(ticket)
         try:
             self._context.spawn(body, name=f"kvflow-give-back {ticket.request_id}")
@@ -117,7 +130,9 @@ class Seeker:
     async def _ask_engine(
         self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
     ) -> PrefixOffer | None:
-        ranks, connection, fixed = await self._found(asked, peer, request)
+        engine = await self._found(peer, request)
+        ranks = engine.asked
+        asked.peer = self._peers.get(ranks[0]).label
         begun_s = asyncio.get_running_loop().time()
         every = max(-(-len(request.keys) // messages.KEYS_MAX), 1)
         keys, key_tokens = b"".join(request.keys[every - 1 :: every]), request.key_tokens * every
@@ -129,6 +144,7 @@ class Seeker:
                 request_id=question_id,
                 keys=keys,
                 key_tokens=key_tokens,
+                alone=not request.every_rank,
             )
             reply = await self._peers.seek(self._peers.get(at), question)
             return reply if isinstance(reply, messages.Offer) else None
@@ -137,10 +153,11 @@ class Seeker:
         took_s = asyncio.get_running_loop().time() - begun_s
         offers = [(at, reply) for at, reply in zip(ranks, replies, strict=True) if isinstance(reply, messages.Offer)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
-        ticket = _ticket(connection, question_id, offers, fixed, self._context.config.limits.block_ids_max)
+        engine = await self._connected_again(engine, offers)
+        ticket = _ticket(engine, question_id, offers, self._context.config.limits.block_ids_max)
         if len(offers) < len(ranks) or ticket is None or ticket.num_tokens <= request.cached_tokens:
             if ticket is not None:
-                self._release_later(ticket)
+                self.release_later(ticket)
             if problem is not None:
                 raise problem
             asked.why = "it has nothing of it" if not offers else "it has no more than is cached here"
@@ -153,16 +170,23 @@ class Seeker:
             peer=asked.peer, ticket=ticket, num_tokens=ticket.num_tokens, queued_bytes=queued, round_trip_s=took_s
         )
 
+    async def _connected_again(self, engine: _Engine, offers: Sequence[tuple[Address, messages.Offer]]) -> _Engine:
+        """Connect to those that have restarted, or registered again, since we were connected."""
+        connection = engine.connection
+        for at, offer in offers:
+            peer = self._peers.get(at)
+            if peer.current is not None and offer.lease is not None:
+                connection = await self._peers.connect(peer, offer.lease.incarnation)
+        return engine._replace(connection=connection)
+
     def _check(self, ticket: Ticket, at: Address) -> None:
         """ProtocolError, of the holder, if what it offers cannot be right, where it is a rank that we read from."""
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.current is not None and lease is not None:
             self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
 
-    async def _found(
-        self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest
-    ) -> tuple[list[Address], Connection, bool]:
-        """The ranks of an engine that are to be asked, the connection to the first, and if their ports are fixed."""
+    async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
+        """The ranks of an engine that are to be asked. Raises a KVFlowError if that cannot be known."""
         if isinstance(peer, str):
             peer = self._names.get(peer) or await self._who(peer)
         fixed = isinstance(peer, PeerAddress)
@@ -172,14 +196,22 @@ class Seeker:
             ticket = self._reach.parse_ticket(peer)
             await self._reach.check(ticket)
             ranks, fixed = self._reach.whereabouts(ticket), ticket.fixed_ports
-        if not ranks:
+            if request.every_rank:
+                every = ticket.parallelism.ranks(ticket.dp_rank)
+                ranks = [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in every]
+        if request.every_rank:
+            return _Engine(ranks, (), await self._peers.connect(self._peers.get(ranks[0]), None), fixed)
+        wanted, others = list[Address](), list[RankLease]()
+        for at in ranks:
+            connection = await self._peers.connect(self._peers.get(at), None)
+            if connection.report_share.numerator > 0:
+                wanted.append(at)
+                first = connection
+            else:
+                others.append(_without_lease(at, connection))
+        if not wanted:
             raise RequestError("none of its ranks has anything for us")
-        first = self._peers.get(ranks[0])
-        asked.peer = first.label
-        connection = await self._peers.connect(first, None)
-        for at in () if request.every_rank else ranks[1:]:
-            await self._peers.connect(self._peers.get(at), None)
-        return ranks, connection, fixed
+        return _Engine(wanted, tuple(others), first, fixed)
 
     async def _who(self, given: str) -> PeerAddress:
         """Who listens at an address."""
@@ -200,6 +232,20 @@ class Seeker:
         return found
 
 
+def _without_lease(at: Address, connection: Connection) -> RankLease:
+    host, port = split_address(at.address, what="peer")
+    return RankLease(
+        pp_rank=at.rank.pp,
+        tp_rank=at.rank.tp,
+        lease_id="",
+        seal_index=0,
+        incarnation=connection.incarnation,
+        expires_s=0.0,
+        host=host,
+        port=port,
+    )
+
+
 def _named(peer: GivenPeer) -> str:
     if isinstance(peer, PeerAddress):
         return f"{peer.engine_id} at {peer.address}"
@@ -216,11 +262,7 @@ def _worth(asked: AskedPeer) -> tuple[float, ...]:
 
 
 def _ticket(
-    connection: Connection,
-    question_id: str,
-    offers: Sequence[tuple[Address, messages.Offer]],
-    fixed_ports: bool,
-    block_ids_max: int,
+    engine: _Engine, question_id: str, offers: Sequence[tuple[Address, messages.Offer]], block_ids_max: int
 ) -> Ticket | None:
     """The ticket of what all these ranks offer: as much as all have. None if there is nothing that they have in common.
 
@@ -230,6 +272,7 @@ def _ticket(
     if not leased:
         return None
     tokens = min(offer.num_tokens for _, offer, _ in leased)
+    connection = engine.connection
     groups, tables, ranks = connection.groups, [], list[RankLease]()
     for at, offer, found in leased:
         lease = lease_told(at, found)
@@ -260,8 +303,8 @@ def _ticket(
         model_kv_heads=cut.model_kv_heads,
         more_kinds=cut.more,
         groups=connection.told_groups,
-        fixed_ports=fixed_ports,
-        ranks=tuple(ranks),
+        fixed_ports=engine.fixed_ports,
+        ranks=(*ranks, *engine.others),
     )
     try:
         return read_ticket(ticket, block_ids_max)

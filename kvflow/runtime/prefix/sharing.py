@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -42,8 +42,8 @@ _MISS = messages.NoLease(ended=False)
 class Leasing(NamedTuple):
     """How runs are leased; see `serving.Serving`."""
 
-    serve: Callable[[ServeRequest], object]
-    """Opens a lease without a hold."""
+    serve: Callable[[ServeRequest, bool], object]
+    """Opens a lease without a hold, for one rank alone or for an engine."""
     find: Callable[[str], OpenLease | None]
     revoke: Callable[[LeaseEntry], None]
 
@@ -118,6 +118,17 @@ class SharedPrefixes:
             self._end(opened)
         return before - self._pinned
 
+    def end(self, run: Run) -> None:
+        """End one run at once, as by `reclaim`: its owner is about to use its blocks for something else.
+
+        Args:
+            run: the very object that `Shelf.match` has given. No effect if it has ended.
+        """
+        opened = next((opened for opened, given in self._runs.items() if given is run), None)
+        if opened is not None:
+            self._counts["reclaimed"] += 1
+            self._end(opened)
+
     def close(self) -> None:
         """Share no more: runs that are leased end, as by `reclaim`, and questions are answered with a miss.
 
@@ -152,17 +163,24 @@ class SharedPrefixes:
             logger.exception("a shelf has failed to unpin a run of %s tokens", run.num_tokens)
 
     def answer(self, question: messages.SeekRequest) -> Answered:
-        """Answer a reader in this turn of the loop, or when the shelf has."""
+        """Only for the runtime: answer a reader in this turn of the loop, or when the shelf has.
+
+        Args:
+            question: the keys of a prefix.
+
+        Returns:
+            A reply, or a future of one.
+        """
         size = KEY_BYTES
         keys = [question.keys[at : at + size] for at in range(0, len(question.keys), size)]
         if len(question.keys) % size:
             return refusal(f"keys of a prefix: {len(question.keys)} bytes, expected a multiple of {size}")
         if self._closed:
             return _MISS
-        room = self._tokens_in(self._pinned_max - self._pinned) // question.key_tokens
-        if room < 1 or len(self._runs) >= _RUNS_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
+        most = self._tokens_in(self._pinned_max) // question.key_tokens
+        if most < 1 or len(self._runs) >= _RUNS_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
             return self._counted("busy")
-        del keys[room:]
+        del keys[most:]
         try:
             found = self._shelf.match(keys, question.key_tokens)
         except Exception as error:  # noqa: BLE001 - an engine's own code: whatever it is, the reader gets a miss
@@ -171,9 +189,10 @@ class SharedPrefixes:
             reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
             self._asked.add(reply)
             reply.add_done_callback(self._asked.discard)
-            body = self._answer_later(question, keys, found, reply)
+            waiting: asyncio.Future[Run | None] = asyncio.ensure_future(found)
+            body = self._answer_later(question, keys, waiting, reply)
             task = self._spawn(body, name=f"kvflow-seek {question.request_id}")
-            task.add_done_callback(lambda _: None if reply.done() else reply.set_result(_MISS))
+            task.add_done_callback(partial(self._answered, waiting, reply))
             return reply
         return self._offered(question, keys, found)
 
@@ -181,11 +200,10 @@ class SharedPrefixes:
         self,
         question: messages.SeekRequest,
         keys: Sequence[bytes],
-        found: Awaitable[object],
+        waiting: asyncio.Future[Run | None],
         reply: asyncio.Future[messages.Reply],
     ) -> None:
         answer: messages.Reply = _MISS
-        waiting = asyncio.ensure_future(found)
         done, _ = await asyncio.wait([waiting], timeout=_SHELF_WITHIN_S)
         if not done:
             waiting.add_done_callback(self._too_late)
@@ -197,7 +215,16 @@ class SharedPrefixes:
         if not reply.done():
             reply.set_result(answer)
 
-    def _too_late(self, waiting: asyncio.Future[object]) -> None:
+    def _answered(
+        self, waiting: asyncio.Future[Run | None], reply: asyncio.Future[messages.Reply], task: asyncio.Task[None]
+    ) -> None:
+        """A question that had to wait is over: answered, or ended with the registration while the shelf looked."""
+        if not reply.done():
+            reply.set_result(_MISS)
+        if task.cancelled():
+            waiting.add_done_callback(self._too_late)
+
+    def _too_late(self, waiting: asyncio.Future[Run | None]) -> None:
         """A shelf has answered when nobody waited any more."""
         if not waiting.cancelled() and waiting.exception() is None and isinstance(run := waiting.result(), Run):
             self._unpin(run)
@@ -214,7 +241,7 @@ class SharedPrefixes:
                 raise RequestError("it is shared no more")
             self._check(run, len(keys), question.key_tokens)
             request = ServeRequest(request_id, run.block_ids, run.num_tokens, ttl_s=self._ttl_s)
-            self._leasing.serve(request)
+            self._leasing.serve(request, question.alone)
         except KVFlowError as error:
             self._unpin(run)
             return self._failed(question, error)
@@ -268,7 +295,8 @@ class SharedPrefixes:
 
     def _failed(self, question: messages.SeekRequest, error: BaseException | None) -> messages.Reply:
         """A miss, since the shelf has failed: its engine's own bug, or a block that is just being written."""
-        logger.error("a shelf has failed on question %s: %s", question.request_id, checks.said(error) if error else "")
+        why = "it was cancelled" if error is None else checks.said(error)
+        logger.error("question %s: what the shelf has could not be leased: %s", question.request_id, why)
         return self._counted("failed")
 
 

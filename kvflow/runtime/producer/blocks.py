@@ -47,7 +47,7 @@ class HeldBlocks:
     tables: tuple[BlockIds, ...]
     """Its blocks, by group."""
     entries: BlockIds
-    """The same, as the ledger counts them."""
+    """Its blocks as the ledger counts them."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
     """Host blocks that peers read, with host staging."""

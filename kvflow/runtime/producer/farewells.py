@@ -31,6 +31,7 @@ class Farewells:
         self._side_channel = context.side_channel
         self._incarnation = context.identity.incarnation
         self._local = local
+        self._who = f"engine {context.config.engine_id!r} ({context.identity.rank})"
         self._callers: OrderedDict[messages.Caller, None] = OrderedDict()
 
     @property
@@ -40,7 +41,7 @@ class Farewells:
     def remember(self, caller: messages.Caller) -> None:
         """Tell this reader when we go; the one that has not asked for longest makes room. Nonsense is dropped."""
         if not _could_be(caller):
-            logger.info("ignoring reader with unusable address %.100r", caller)
+            logger.info("ignoring a reader that cannot be told when this rank closes, by its address: %.100r", caller)
             return
         self._callers[caller] = None
         self._callers.move_to_end(caller)
@@ -55,7 +56,7 @@ class Farewells:
                 for caller in self._callers:
                     group.create_task(self._tell(caller, room), name=f"kvflow-goodbye {caller.address}")
         except TimeoutError:
-            logger.info("not all readers could be told within %s s that this rank closes", bound_s)
+            logger.info("%s: not all readers could be told within %s s that it closes", self._who, bound_s)
 
     async def _tell(self, caller: messages.Caller, room: asyncio.Semaphore) -> None:
         own, fingerprint = self._local.caller.target, self._local.compatibility.fingerprint()
@@ -64,7 +65,7 @@ class Farewells:
             try:
                 await self._side_channel.ask(caller.address, goodbye, fingerprint=fingerprint)
             except PeerError as error:
-                logger.info("a reader could not be told that this rank closes: %s", error)
+                logger.info("%s: a reader could not be told that it closes: %s", self._who, error)
                 self._callers.pop(caller, None)
 
 

@@ -92,9 +92,9 @@ class Serving:
         """The requests whose leases are open, or hold their blocks still."""
         return [entry.terms.request_id for entry in self._offers]
 
-    def serve(self, request: ServeRequest, *, holds: bool = True) -> Lease:
-        """Open a lease; with `holds` its blocks are held for a moment after its end. Raises RequestError or UsageError,
-        and changes nothing then.
+    def serve(self, request: ServeRequest, *, holds: bool = True, alone: bool = False) -> Lease:
+        """Open a lease; with `holds` its blocks are held for a moment after its end. With `alone` it is for one rank of
+        a reader, which is all that it is read by. Raises RequestError or UsageError, and changes nothing then.
         """
         request = checked_serve_request(request, self._config)
         if self._config.role == "consumer" and count_block_ids(request.block_ids, self._config.limits.block_ids_max):
@@ -114,7 +114,7 @@ class Serving:
                 lease_id=held.lease_id,
                 request_id=request.request_id,
                 ttl_s=ticket.ttl_s,
-                reader_count=request.reader_count,
+                reader_count=0 if alone else request.reader_count,
                 holds_blocks=holds and (len(held.entries) > 0 or held.extends),
             ),
             offered_s,
@@ -165,7 +165,7 @@ class Serving:
             message = messages.decode_notification(payload)
         except messages.WireError as error:
             self._notifications[Counted.MALFORMED] += 1
-            logger.info("dropped a notification: %s", error)
+            logger.info("dropped a reader's notification that is none: %s", error)
             return
         match message:
             case messages.ReadDone(lease_ids=lease_ids, reader=reader):

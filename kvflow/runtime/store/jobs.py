@@ -30,7 +30,7 @@ logger = logger_of(__name__)
 _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
-class Wanted(NamedTuple):
+class WantedEntry(NamedTuple):
     """A save or restore, checked as far as that needs no file."""
 
     request: SaveRequest
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
     tables: Sequence[BlockIds]
     """Its blocks, by group."""
     entries: BlockIds
-    """The same, as the ledger counts them."""
+    """Its blocks as the ledger counts them."""
 
 
 class Job:
@@ -50,7 +50,7 @@ class Job:
     """
 
     def __init__(
-        self, wanted: Wanted, timeout: asyncio.Timeout, gear: Gear, files: Files, on_safe: Callable[[Job], None]
+        self, wanted: WantedEntry, timeout: asyncio.Timeout, gear: Gear, files: Files, on_safe: Callable[[Job], None]
     ) -> None:
         """Raises BlocksBusy. `on_safe`: called when none of its moves is under way any more."""
         request, self.key, direction, self.tables, entries = wanted

@@ -40,7 +40,7 @@ from kvflow.runtime.load.flight import Gear
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.store.disk import EntryFile
-from kvflow.runtime.store.jobs import Job, Jobs, Wanted
+from kvflow.runtime.store.jobs import Job, Jobs, WantedEntry
 from kvflow.runtime.store.requests import (
     RestoreReport,
     RestoreRequest,
@@ -172,7 +172,7 @@ class BlockStore:
         loop = asyncio.get_running_loop()
         deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
         timeout = asyncio.timeout_at(loop.time() + deadline_s)
-        wanted = Wanted(given, key, direction, tables, entries)
+        wanted = WantedEntry(given, key, direction, tables, entries)
         job = Job(wanted, timeout, self._gear, self._files, self._jobs.put_away)
         self._jobs.add(job)
         return job

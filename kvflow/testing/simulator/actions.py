@@ -1,4 +1,4 @@
-"""What may happen in a simulation, as tables: to add something, write a function and give it a row and a weight."""
+"""Tables of what may happen in a simulation: to add something, write a function and give it a row and a weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ActionT = TypeVar("ActionT")
 
 
 def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
-    """One row's action, by weight."""
+    """Draw an action, by weight."""
     return rng.choices([action for _, action in table], [weight for weight, _ in table])[0]
 
 

@@ -28,21 +28,21 @@ LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
 
 @dataclass(slots=True, eq=False)
 class SimHost:
-    """Where an engine runs: its address, the process of now, and the agents of that process."""
+    """The host of an engine: its address, the process of now, and the agents of that process."""
 
     name: str
     address: str
-    """What its listeners' addresses begin with."""
+    """Beginning of its listeners' addresses."""
     life: Life
     agents: list[InprocTransport] = field(default_factory=list)
     poller_stalled_until_s: float = 0.0
     agent_lost: bool = False
-    """Whether an agent of the process of now was made to die."""
+    """An agent of the process of now was made to die."""
 
 
 @dataclass(slots=True, eq=False)
 class SimFlight:
-    """One read on its way. `portions` are copied one after the other."""
+    """A read on its way. `portions` are copied one after the other."""
 
     reader: InprocTransport
     target: InprocTransport
@@ -51,7 +51,7 @@ class SimFlight:
     load: object
     portions: deque[list[Row]]
     fails_after: int | None
-    """How many portions land before it fails."""
+    """Portions that land before it fails."""
     pause_s: float
     lives: tuple[Life, Life]
 
@@ -82,7 +82,7 @@ class Network:
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[SimFlight] = []
         self._ended: asyncio.Future[None] = loop.create_future()
-        """Of the next flight."""
+        """Done when the next flight ends."""
         self._context = copy_context()
 
     # --- hosts
@@ -108,7 +108,7 @@ class Network:
             del listeners[address]
 
     def host_at(self, address: str) -> SimHost | None:
-        """Whose address of the side channel this is."""
+        """The host of this address of the side channel."""
         return self._addresses.get(address.rpartition(":")[0])
 
     # --- links
@@ -133,7 +133,7 @@ class Network:
         self.loop.call_later(delay_s, callback, *args, context=self._context)
 
     def delay_s(self) -> float:
-        """How long something small takes from one host to another."""
+        """Seconds that something small takes from one host to another."""
         return self.weather.latency_s * (0.5 + self.rng.random())
 
     def chance(self, share: float) -> bool:

@@ -1,4 +1,4 @@
-"""What engines work on, as they keep it themselves: offers, loads, and the ranks of one life."""
+"""The engines' own books of their work: offers, loads, and the ranks of one life."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
-from kvflow.testing.simulator.cache import RankCache
+from kvflow.testing.simulator.cache import Content, RankCache
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
     from kvflow.testing.simulator.network import SimHost
+    from kvflow.testing.simulator.prefixes import SimPull
 
 
 class DeviceWork:
-    """What a device does some time after it was told to: an event that has happened then."""
+    """Work of a device, done some time after it was told to: an event that has happened then."""
 
     def __init__(self, delay_s: float, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -60,19 +61,20 @@ class SimOffer:
     tables: list[list[int]]
     """Block ids by group."""
     ttl_s: float
+    content: Content
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
     """When its engine got the blocks back, or died."""
     broken: bool = False
-    """Whether it will never be computed."""
+    """It will never be computed."""
     loaded: bool = False
-    """Whether all ranks of some engine have loaded it."""
+    """All ranks of some engine have loaded it."""
     device: list[DeviceWork | None] = field(default_factory=list)
-    """What computes it on each rank, unless it was computed at once."""
+    """Device work that computes it on each rank, unless it was computed at once."""
     payload: bytes = b""
-    """What comes with its end; then its blocks follow, too, while it is computed."""
+    """Payload that comes with its end; then its blocks follow, too, while it is computed."""
     early: bool = False
-    """Whether a consumer may have heard of it before it was served, and may give it up if it is late."""
+    """A consumer may have heard of it before it was served, and may give it up if it is late."""
     growing: list[asyncio.Task[None]] = field(default_factory=list)
     """Computes it on each rank, step by step, under leases that are open."""
 
@@ -88,7 +90,7 @@ class SimOffer:
         return f"request-{self.number}"
 
     def tables_upto(self, tokens: int) -> list[list[int]]:
-        """Those of its blocks, by group, that hold tokens before that one."""
+        """Blocks of it, by group, that hold tokens before that one."""
         found = []
         for facts, table in zip(self.engine.facts, self.tables, strict=True):
             first = -(-self.tokens // facts.block_size) - len(table)
@@ -101,7 +103,7 @@ class SimOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """How a consumer goes about a load: what it has cached, its patience, and for how long it uses the blocks."""
+    """The ways of a consumer with a load: what it has cached, its patience, and for how long it uses the blocks."""
 
     more: Sequence[SimOffer] = ()
     """Further offers of the same prompt: the first are named with it, the others brought when asked for."""
@@ -114,7 +116,7 @@ class LoadPlan:
 
 @dataclass(slots=True, eq=False)
 class SimLoad:
-    """One prompt on its way into an engine: on each of its ranks a load."""
+    """A prompt on its way into an engine: on each of its ranks a load."""
 
     offer: SimOffer
     engine: SimEngine
@@ -122,9 +124,9 @@ class SimLoad:
     """Block ids by group: the prompt's last blocks, where the first are cached."""
     cancelled: bool = False
     corrupt: bool = False
-    """Whether some rank was told that all is well with a flipped byte, which it had not asked to be looked for."""
+    """Some rank was told that all is well with a flipped byte, which it had not asked to be looked for."""
     device: list[DeviceWork | None] = field(default_factory=list)
-    """What still writes to the blocks for who had them before, on each rank."""
+    """Device work that still writes to the blocks for who had them before, on each rank."""
     others: Sequence[SimOffer] = ()
     """The same prompt, offered by other engines."""
 
@@ -143,19 +145,28 @@ class SimLoad:
 
 @dataclass(slots=True, eq=False)
 class RankLoad:
-    """What reads are posted for: one rank's part of a load."""
+    """One rank's part of a load, for which reads are posted."""
 
-    load: SimLoad
+    load: SimLoad | SimPull
+    side_by_side: bool = False
+    """Whether it reads from several engines at once, into different blocks."""
     last_landing_s: float = 0.0
     """When bytes came to its blocks last."""
     flipped: bool = False
-    """Whether one of them was another one than was sent."""
-    hosts: list[SimHost] = field(default_factory=list)
-    """Whose bytes have come, in the order of the first ones."""
+    """One of them was another one than was sent."""
+    hosts: dict[int, list[SimHost]] = field(default_factory=dict)
+    """Whose bytes have come, in the order of the first ones: of each block if it reads side by side, else of all."""
+
+    def came_late(self, host: SimHost, block: int) -> SimHost | None:
+        """Bytes of a host come for a block: who came after the same host had come before, if somebody has."""
+        seen = self.hosts.setdefault(block if self.side_by_side else 0, [])
+        if host not in seen:
+            seen.append(host)
+        return seen[-1] if host is not seen[-1] else None
 
 
 class SimRank:
-    """One rank in one life: its memory, its runtime, and what came of both."""
+    """A rank in one life: its memory, its runtime, and what came of both."""
 
     def __init__(self, index: int, cache: RankCache, runtime: Runtime, on_change: Callable[[SimRank], None]) -> None:
         self.index = index
@@ -164,6 +175,8 @@ class SimRank:
         self._on_change = on_change
         self.served = 0
         self.loaded = 0
+        self.unsure = 0
+        """Loads of pulls from two sources that may have succeeded, and are in no report, since the other has failed."""
         self.look_up()
 
     def look_up(self) -> None:
@@ -176,14 +189,14 @@ class SimRank:
         self._on_change(self)
 
     def _change(self, verb: Callable[[BlockIds], None], ids: BlockIds) -> None:
-        """What changes the ledger, seen."""
+        """Change the ledger, and tell who watches it."""
         self._on_change(self)
         verb(ids)
 
     def holds_lease(self, offer: SimOffer) -> bool:
-        """Whether an offer's lease on this rank is open."""
+        """True if an offer's lease on this rank is open."""
         return len(offer.leases) > self.index and not offer.leases[self.index].done
 
     def has_leased(self, offer: SimOffer, block: int) -> bool:
-        """Whether an offer's lease on this rank is open, and has been given the block."""
+        """True if an offer's lease on this rank is open, and has been given the block."""
         return self.holds_lease(offer) and any(block in ids for ids in offer.leases[self.index].block_tables)

@@ -15,10 +15,10 @@ from kvflow.testing.simulator.network import Network, SimHost
 
 
 def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyncio.Future[Frames]], None]:
-    """How one host's questions, and the answers to them, travel through the network."""
+    """The way of a host's questions, and of the answers to them, through the network."""
 
     def reaches(address: str) -> bool:
-        """Whether a message gets through between this host and who is at an address now."""
+        """True if a message gets through between this host and who is at an address now."""
         if network.chance(network.weather.unanswered_share):
             return False
         other = network.host_at(address)
@@ -66,7 +66,7 @@ def garbled(network: Network, frames: Frames) -> Frames:
 
 
 def make_world(network: Callable[[], Network], host: Callable[[Config], SimHost], clock: Callable[[], Clock]) -> World:
-    """What a runtime gets on the host of its engine."""
+    """The world of a runtime on the host of its engine."""
 
     return World(
         transport=lambda config, name: network().attach(host(config), name),

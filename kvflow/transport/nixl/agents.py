@@ -76,7 +76,7 @@ class _ToPost(NamedTuple):
     descriptors: Descriptors
 
     def goes_with(self, other: _ToPost) -> bool:
-        """Whether both may be one request of NIXL."""
+        """True if both may be one request of NIXL."""
         ours, theirs = self.descriptors, other.descriptors
         same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
         return self.peer == other.peer and same_devices
@@ -94,7 +94,7 @@ class _Request:
 
 
 class _Agent:
-    """One NIXL agent with one backend."""
+    """A NIXL agent with one backend."""
 
     def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
         config = bindings.nixlAgentConfig()
@@ -142,9 +142,9 @@ class NixlAgents:
         self._made: deque[_Request] = deque()
         """Requests that are to be posted next."""
         self._ended: list[_Request] = []
-        """Those of whose end the loop is to be told."""
+        """Reads of whose end the loop is to be told."""
         self.taken = 0
-        """What the reads cost that were taken on so far, as a size: theirs, and `POST_COST_BYTES` for each. Any thread
+        """Cost of the reads that were taken on so far, as a size: theirs, and `POST_COST_BYTES` for each. Any thread
         may read it.
         """
         self._to_post: ShortestFirst[_ToPost] = ShortestFirst(POST_COST_BYTES)
@@ -161,12 +161,12 @@ class NixlAgents:
 
     @property
     def busy(self) -> bool:
-        """Whether a read is under way, or the loop has not heard of its end, so that nothing may be torn down."""
+        """True if a read is under way, or the loop has not heard of its end, so that nothing may be torn down."""
         return bool(self._in_flight or self._ended) or self._more
 
     @property
     def _more(self) -> bool:
-        """Whether there is something to post."""
+        """True if there is something to post."""
         return bool(self._made or self._to_post)
 
     def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:

@@ -1,4 +1,4 @@
-"""What NIXL and its polling are told unless the user chose: by backend, and by the kind of memory that is read into."""
+"""Defaults of NIXL and its polling: by backend, and by the kind of memory that is read into."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BESIDE: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
 
 
 class Polling(NamedTuple):
-    """How long a read is polled for without a pause."""
+    """How a read's end is polled for without a pause: for `spin_s`, and longer for a large one."""
 
     spin_s: float
     bytes_per_s: float

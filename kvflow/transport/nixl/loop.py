@@ -43,7 +43,7 @@ class NixlTransport:
         self._peers: set[AgentName] = set()
         self._open_spans = 0
         self._given = 0
-        """What the reads cost that were given to the thread, as `NixlAgents.taken` counts those that it took on."""
+        """Cost of the reads that were given to the thread, as `NixlAgents.taken` counts those that it took on."""
         self._reads_total = 0
         self._reads_failed = 0
         self._bytes_read = 0

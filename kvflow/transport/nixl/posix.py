@@ -27,7 +27,7 @@ _AIO_NOTCANCELED = 1  # of <aio.h>
 
 
 class _FileAgent:
-    """One agent, and what it knows of memory and files."""
+    """A NIXL agent for files, and the memory and files that it knows."""
 
     def __init__(self, bindings: Any, name: str, params: Mapping[str, str]) -> None:
         """Raises what NIXL raises."""
@@ -53,7 +53,7 @@ class _FileAgent:
 
     @property
     def stoppable(self) -> bool:
-        """Whether its end finds nothing under way that it does not wait for: POSIX AIO has stopped."""
+        """True if its end finds nothing under way that it does not wait for: POSIX AIO has stopped."""
         return not any(map(_runs_posix_aio, self._files))
 
     def drop_file(self, fd: int) -> None:
@@ -86,7 +86,7 @@ class PosixMover:
         self._params = dict(params)
         self._spans: list[Sequence[Span]] = []
         self._sizes: dict[int, int] = {}
-        """Of the open files, by descriptor."""
+        """Sizes of the open files, by descriptor."""
         self._kept: list[object] = []
         self._lost: list[object] = []
         try:

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from kvflow.bench.loads import SettingsError, Transport
+from kvflow.bench.loads import Fabric, SettingsError
 
 CABLE = "cable"
 PRODUCER_HOST, READER_HOST = "10.231.8.1", "10.231.8.2"
@@ -36,8 +36,8 @@ class Link(enum.StrEnum):
     def environment(self) -> Mapping[str, str | None]:
         """What a child's environment has to say for its bytes to go this way, whatever the caller has set."""
         if self is Link.GBIT:
-            return {**Transport.TCP.environment, "UCX_NET_DEVICES": CABLE}
-        return Transport(self.value).environment
+            return {**Fabric.TCP.environment, "UCX_NET_DEVICES": CABLE}
+        return Fabric(self.value).environment
 
     def hosts(self) -> tuple[str, str]:
         """Where the producer listens, and where the reader does."""

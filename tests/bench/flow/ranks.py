@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import kvflow
-from kvflow.bench.cache import CacheShape, PatternCache, compared
+from kvflow.bench.cache import BenchCache, CacheShape, compared
 from kvflow.bench.clocks import loop_ticker, process_cpu_s
 from kvflow.bench.engine import config_of, open_runtime
 from kvflow.bench.loads import PlannedLoad, Ticket
@@ -124,7 +124,7 @@ async def open_reader(link: Link, shape: CacheShape) -> AsyncIterator[FlowReader
 
 
 async def _open(
-    engine_id: str, link: Link, host: str, cache: PatternCache, stack: contextlib.AsyncExitStack
+    engine_id: str, link: Link, host: str, cache: BenchCache, stack: contextlib.AsyncExitStack
 ) -> kvflow.Runtime:
     if link is Link.GBIT:
         plug_in(host)
@@ -137,7 +137,7 @@ class FlowProducer:
 
     def __init__(self, link: Link, shape: CacheShape, stack: contextlib.AsyncExitStack) -> None:
         self._link = link
-        self._cache = PatternCache(shape)
+        self._cache = BenchCache(shape)
         self._stack = stack
         self._runtime: kvflow.Runtime
         self._leases: list[kvflow.Lease] = []
@@ -217,7 +217,7 @@ class FlowReader:
 
     def __init__(self, link: Link, shape: CacheShape, stack: contextlib.AsyncExitStack) -> None:
         self._link = link
-        self._cache = PatternCache(shape)
+        self._cache = BenchCache(shape)
         self._stack = stack
         self._runtime: kvflow.Runtime
         self._loading: list[asyncio.Task[Loaded]] = []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import RankProcess
-from kvflow.bench.loads import Transport
+from kvflow.bench.loads import Fabric
 from kvflow.bench.transfer.ranks import Contender
 from kvflow.bench.transfer.scenario import ranks_of as ranks_of_transfer
 from tests.bench.peers import mooncake, nixl_connect
@@ -41,9 +41,9 @@ class Absent(NamedTuple):
     why: str
 
 
-def runs_over(peer: Peer, transport: Transport) -> bool:
+def runs_over(peer: Peer, transport: Fabric) -> bool:
     """Between processes of a machine without RDMA, Mooncake's engine has tcp only."""
-    return transport is Transport.TCP or peer not in MOONCAKE
+    return transport is Fabric.TCP or peer not in MOONCAKE
 
 
 def absent(peers: tuple[Peer, ...]) -> dict[Peer, Absent]:

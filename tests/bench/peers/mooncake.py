@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from kvflow.bench.cache import CacheShape, PatternCache
-from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
+from kvflow.bench.cache import BenchCache, CacheShape
+from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
 from kvflow.bench.transfer.ranks import Job, Reader
 from kvflow.bench.transfer.raw import block_rows
 
@@ -28,14 +28,14 @@ _NO_METADATA_SERVER = "P2PHANDSHAKE"
 
 @contextlib.asynccontextmanager
 async def open_producer(shape: CacheShape) -> AsyncIterator[MooncakeProducer]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     cache.fill()
     yield MooncakeProducer(MooncakeEngine(cache))
 
 
 @contextlib.asynccontextmanager
 async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[Reader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     engine = MooncakeEngine(cache)
     yield Reader(cache, MooncakeAsker(engine) if writes else MooncakeReader(engine), on_loop=False)
 
@@ -43,7 +43,7 @@ async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[Reade
 class MooncakeEngine:
     """One side: an engine with the cache registered."""
 
-    def __init__(self, cache: PatternCache) -> None:
+    def __init__(self, cache: BenchCache) -> None:
         from mooncake.engine import TransferEngine
 
         self._cache = cache
@@ -52,23 +52,23 @@ class MooncakeEngine:
         sizes = [cache.shape.layer_size_bytes] * len(cache.bases)
         _succeeded("register", self._engine.batch_register_memory(list(cache.bases), sizes))
 
-    def address(self) -> PeerAddress:
-        return PeerAddress(f"{_HOST}:{self._engine.get_rpc_port()}", bases=self._cache.bases)
+    def address(self) -> AgentAddress:
+        return AgentAddress(f"{_HOST}:{self._engine.get_rpc_port()}", bases=self._cache.bases)
 
-    def read(self, peer: PeerAddress, loads: Sequence[PlannedLoad]) -> None:
+    def read(self, peer: AgentAddress, loads: Sequence[PlannedLoad]) -> None:
         engine, lists = self._engine, [self._lists(peer, load.local_ids, load.remote_ids) for load in loads]
         self._move(engine.batch_transfer_sync_read, engine.batch_transfer_async_read, peer, lists)
 
-    def write(self, peer: PeerAddress, loads: Sequence[PlannedLoad]) -> None:
+    def write(self, peer: AgentAddress, loads: Sequence[PlannedLoad]) -> None:
         engine, lists = self._engine, [self._lists(peer, load.remote_ids, load.local_ids) for load in loads]
         self._move(engine.batch_transfer_sync_write, engine.batch_transfer_async_write, peer, lists)
 
-    def _lists(self, peer: PeerAddress, own_ids: Sequence[int], peer_ids: Sequence[int]) -> tuple[list[int], ...]:
+    def _lists(self, peer: AgentAddress, own_ids: Sequence[int], peer_ids: Sequence[int]) -> tuple[list[int], ...]:
         """Where the pieces are here, where they are there, and how long they are."""
         own, there = block_rows(self._cache, self._cache.bases, own_ids), block_rows(self._cache, peer.bases, peer_ids)
         return own[:, 0].tolist(), there[:, 0].tolist(), own[:, 1].tolist()
 
-    def _move(self, sync: Any, begin: Any, peer: PeerAddress, lists: Sequence[tuple[list[int], ...]]) -> None:
+    def _move(self, sync: Any, begin: Any, peer: AgentAddress, lists: Sequence[tuple[list[int], ...]]) -> None:
         if len(lists) == 1:
             _succeeded("transfer", sync(peer.agent, *lists[0]))
         else:
@@ -84,7 +84,7 @@ class MooncakeProducer:
         self._listener = Listener(family="AF_UNIX")
         threading.Thread(target=self._answer, name="bench-mooncake", daemon=True).start()
 
-    async def address(self) -> PeerAddress:
+    async def address(self) -> AgentAddress:
         return self._engine.address()._replace(metadata=str(self._listener.address).encode())
 
     async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]:
@@ -110,9 +110,9 @@ class MooncakeReader:
 
     def __init__(self, engine: MooncakeEngine) -> None:
         self._engine = engine
-        self._peer = PeerAddress()
+        self._peer = AgentAddress()
 
-    async def connect(self, address: PeerAddress) -> None:
+    async def connect(self, address: AgentAddress) -> None:
         self._peer = address
 
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
@@ -129,7 +129,7 @@ class MooncakeAsker:
         self._engine = engine
         self._producer: Connection
 
-    async def connect(self, address: PeerAddress) -> None:
+    async def connect(self, address: AgentAddress) -> None:
         self._producer = Client(address.metadata.decode(), family="AF_UNIX")
         self._producer.send(self._engine.address())
 

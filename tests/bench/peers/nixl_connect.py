@@ -13,37 +13,37 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvflow.bench.cache import CacheShape, PatternCache
-from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
+from kvflow.bench.cache import BenchCache, CacheShape
+from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
 from kvflow.bench.transfer.ranks import Job, Reader, together
 from kvflow.bench.transfer.raw import block_rows
 
 
 @contextlib.asynccontextmanager
 async def open_producer(shape: CacheShape) -> AsyncIterator[ConnectProducer]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     cache.fill()
     yield ConnectProducer(cache)
 
 
 @contextlib.asynccontextmanager
 async def open_reader(shape: CacheShape) -> AsyncIterator[Reader]:
-    cache = PatternCache(shape)
+    cache = BenchCache(shape)
     yield Reader(cache, ConnectWay(cache))
 
 
 class ConnectProducer:
     """Its tickets are the operations' own descriptions of themselves."""
 
-    def __init__(self, cache: PatternCache) -> None:
+    def __init__(self, cache: BenchCache) -> None:
         nixl_connect = _library()
         self._cache = cache
         self._descriptor = nixl_connect.Descriptor
         self._connector = nixl_connect.Connector()
         self._readable: list[Any] = []
 
-    async def address(self) -> PeerAddress:
-        return PeerAddress()
+    async def address(self) -> AgentAddress:
+        return AgentAddress()
 
     async def offer(self, loads: Sequence[PlannedLoad]) -> list[Ticket]:
         tickets: list[Ticket] = []
@@ -63,14 +63,14 @@ class ConnectProducer:
 
 
 class ConnectWay:
-    def __init__(self, cache: PatternCache) -> None:
+    def __init__(self, cache: BenchCache) -> None:
         nixl_connect = _library()
         self._cache = cache
         self._descriptor = nixl_connect.Descriptor
         self._connector = nixl_connect.Connector()
         self._read_ticket = nixl_connect.RdmaMetadata.model_validate
 
-    async def connect(self, address: PeerAddress) -> None:
+    async def connect(self, address: AgentAddress) -> None:
         """Tickets say where to go."""
 
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
@@ -91,6 +91,6 @@ def _library() -> Any:
     return nixl_connect
 
 
-def _descriptors(descriptor: Any, cache: PatternCache, block_ids: Sequence[int]) -> list[Any]:
+def _descriptors(descriptor: Any, cache: BenchCache, block_ids: Sequence[int]) -> list[Any]:
     rows = block_rows(cache, cache.bases, block_ids).tolist()
     return [descriptor((start, size, "cpu", None)) for start, size, _ in rows]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvflow.bench.loads import MIB, Transport
+from kvflow.bench.loads import MIB, Fabric
 from kvflow.bench.scenario import Outcome, Samples
 from kvflow.bench.targets import TargetRow, at_least, percentile
 from kvflow.bench.transfer.ranks import TurnResult
@@ -29,7 +29,7 @@ _LEGEND = (
 class PeerSpeed:
     """One contender at one size. Ratios are of speed: above 1 is faster than (b), or than kvflow."""
 
-    transport: Transport
+    transport: Fabric
     size: str
     size_bytes: int = field(repr=False)
     at_once: int = field(repr=False)
@@ -54,7 +54,7 @@ class LeftOut:
 
 def judge(samples: Samples, sizes: Mapping[LoadSize, int]) -> Outcome:
     """`sizes` says how many bytes are timed as one at each size."""
-    pairs: dict[tuple[Transport, LoadSize], dict[Peer, list[list[TurnResult]]]] = {}
+    pairs: dict[tuple[Fabric, LoadSize], dict[Peer, list[list[TurnResult]]]] = {}
     for key, turns in samples.of(TurnResult).items():
         if key != "check":
             transport, size, peer, _ = key
@@ -68,7 +68,7 @@ def judge(samples: Samples, sizes: Mapping[LoadSize, int]) -> Outcome:
 
 
 def compare(
-    transport: Transport, size: LoadSize, size_bytes: int, turns: Mapping[Peer, Sequence[Sequence[TurnResult]]]
+    transport: Fabric, size: LoadSize, size_bytes: int, turns: Mapping[Peer, Sequence[Sequence[TurnResult]]]
 ) -> Iterator[PeerSpeed]:
     """Put the turns of all pairs at one size together."""
     pair_medians_s = {

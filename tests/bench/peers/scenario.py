@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
-from kvflow.bench.loads import SettingsError, Transport
+from kvflow.bench.loads import Fabric, SettingsError
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.transfer.sizes import LoadSize, parse_sizes, shape_for
 from kvflow.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
@@ -29,7 +29,7 @@ class Peers:
     `python3 dev.py peers` runs this in an environment that has them.
     """
 
-    transport: Annotated[Transport | None, "Which way the bytes go: shm, tcp (UCX_TLS=tcp); both if left out."] = None
+    transport: Annotated[Fabric | None, "Which way the bytes go: shm, tcp (UCX_TLS=tcp); both if left out."] = None
     contenders: Annotated[str, "Who runs beside raw_tuned and kvflow, separated by commas; '' is nobody."] = ",".join(
         _CHOICE
     )
@@ -41,8 +41,8 @@ class Peers:
     layers: Annotated[int, "Layers of the imaginary model."] = 8
 
     @property
-    def transports(self) -> tuple[Transport, ...]:
-        return tuple(Transport) if self.transport is None else (self.transport,)
+    def transports(self) -> tuple[Fabric, ...]:
+        return tuple(Fabric) if self.transport is None else (self.transport,)
 
     @property
     def chosen(self) -> tuple[Peer, ...]:
@@ -85,7 +85,7 @@ class Peers:
         return results.judge(samples, sizes)
 
     def _turns(
-        self, here: Sequence[Peer], rounds: range, key: tuple[Transport, int], children: Children
+        self, here: Sequence[Peer], rounds: range, key: tuple[Fabric, int], children: Children
     ) -> Iterator[Turn]:
         every = {peer: pair_of(peer, children) for peer in here}
         return turns_of_pairs(every, self.load_sizes, self.shape.blocks, rounds, key)

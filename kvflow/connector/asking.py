@@ -1,0 +1,138 @@
+"""Which requests ask peers for a prefix, as a scheduler's half decides: one question a request, before it gets blocks.
+
+An engine's scheduler asks here how many tokens can come from remote. The first time, that makes a question, which
+leaves with the next step; until its answer is back with a step's results, the scheduler is told to ask again. What was
+found is then a ticket like any other.
+
+Of requests whose prompts begin alike one asks and loads at a time: the others wait for it, find in the engine's prefix
+cache what it has loaded, and ask for the rest if that is worth it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvflow import checks
+from kvflow.connector.step import Question
+from kvflow.errors import RequestError
+
+__all__ = ["Asking", "source_in"]
+
+_SOURCE = "remote_kv_source"
+
+
+def source_in(params: Mapping[str, Any] | None) -> str | None:
+    """The address of the peer that a router has named as holding a prompt's prefix; None if it has named none.
+
+    Routers of vLLM and llm-d write `{"remote_kv_source": {"kv_request_id", "remote_host", "remote_port"}}`.
+    RequestError if that cannot be an address.
+    """
+    given = None if params is None else params.get(_SOURCE)
+    if given is None:
+        return None
+    source = checks.mapping(given, _SOURCE)
+    host = checks.text(source.get("remote_host"), f"{_SOURCE}: remote_host", most=255)
+    port = checks.whole(source.get("remote_port"), f"{_SOURCE}: remote_port", least=1, most=65535)
+    if not host:
+        raise RequestError(f"{_SOURCE}: remote_host is empty")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class _State(enum.Enum):
+    NEW = enum.auto()
+    ASKED = enum.auto()
+    ANSWERED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Asker:
+    keys: Sequence[bytes]
+    peers: tuple[str, ...]
+    hinted: bool
+    state: _State = _State.NEW
+
+
+class Asking:
+    """Requests whose prompts may begin with what a peer has.
+
+    `peers` are asked where no router names one, and with `hinted` those that KV events name; fewer than `tokens_min`
+    tokens are not asked for.
+    """
+
+    def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, hinted: bool = False) -> None:
+        self._peers = tuple(peers)
+        self._hinted = hinted
+        self._block_tokens = block_tokens
+        self._tokens_min = tokens_min
+        self._requests: dict[str, _Asker] = {}
+        self._first: dict[bytes, str] = {}
+        """Of requests that begin alike the one that asks or loads, by the key of their first block."""
+        self._next: list[Question] = []
+
+    def __repr__(self) -> str:
+        return f"<Asking {len(self._requests)} requests>"
+
+    def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
+        """A request has come that gets nothing from a prefill engine. `keys` are those of its full blocks, the last of
+        its tokens left out, which is computed in any case; `source` is the peer that its router has named.
+        """
+        peers, hinted = (self._peers, self._hinted) if source is None else ((source,), False)
+        if (peers or hinted) and len(keys) * self._block_tokens >= self._tokens_min:
+            self._requests[request_id] = _Asker(keys, peers, hinted)
+
+    def waits(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Whether the request's question is under way, or leaves with the next step, or the load of one like it is."""
+        request = self._requests.get(request_id)
+        if request is None or request.state is not _State.NEW:
+            return request is not None and request.state is _State.ASKED
+        if not self._worth(request, num_computed_tokens):
+            return False
+        if self._first.setdefault(request.keys[0], request_id) == request_id:
+            request.state = _State.ASKED
+            self._next.append(self._question(request_id, request, num_computed_tokens))
+        return True
+
+    def _worth(self, request: _Asker, num_computed_tokens: int) -> bool:
+        return len(request.keys) * self._block_tokens - num_computed_tokens >= self._tokens_min
+
+    def _question(self, request_id: str, request: _Asker, num_computed_tokens: int) -> Question:
+        return Question(
+            request_id=request_id,
+            keys=tuple(request.keys),
+            key_tokens=self._block_tokens,
+            cached_tokens=num_computed_tokens,
+            peers=request.peers,
+            hinted=request.hinted,
+        )
+
+    def take(self) -> list[Question]:
+        """The questions that leave with this step."""
+        taken, self._next = [one for one in self._next if one.request_id in self._requests], []
+        return taken
+
+    def answered(self, request_id: str, *, found: bool) -> bool:
+        """A question's answer is there; whether the request still waits for it."""
+        request = self._requests.get(request_id)
+        if request is None or request.state is not _State.ASKED:
+            return False
+        request.state = _State.ANSWERED
+        if not found:
+            self.over(request_id)
+            for other in self._requests.values():  # nobody has even the first block of theirs
+                if other.keys[0] == request.keys[0] and other.peers == request.peers:
+                    other.state = _State.ANSWERED
+        return True
+
+    def over(self, request_id: str) -> None:
+        """The request's load has ended, or there will be none: it is the turn of another one like it."""
+        request = self._requests.get(request_id)
+        if request is not None and self._first.get(request.keys[0]) == request_id:
+            del self._first[request.keys[0]]
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended."""
+        self.over(request_id)
+        self._requests.pop(request_id, None)

@@ -1,0 +1,181 @@
+"""What one rank's blocks hold of prompts, by key: the shelf that a worker shares with its peers.
+
+The scheduler's half tells what is new and what is gone (`connector.shelving`), step by step; a step that is about to
+write into blocks takes them off the shelf first, and names the runs that peers read there. Blocks are those of the
+engine, of all its groups; runs count them as the rank has registered them.
+
+Steps come on the engine's thread, questions on the runtime's: neither waits for the other longer than a look takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvflow.connector.scheduler import PagedGroup
+from kvflow.connector.step import NO_BLOCK, BlockTables, Shelved
+from kvflow.core.plan.descriptors import given_block_ids
+from kvflow.core.policy.events import DeviceEvent, has_happened
+from kvflow.runtime.prefix.shelf import Run
+
+__all__ = ["PagedShelf"]
+
+
+class _Entry(NamedTuple):
+    """The block of a key."""
+
+    parent: bytes
+    blocks: tuple[list[int], ...]
+    """For each group, all blocks that hold it: an engine may compute the same twice."""
+
+
+@dataclass(slots=True)
+class _Coming:
+    """What will be there once a device has computed it."""
+
+    event: DeviceEvent | None
+    shelved: Sequence[Shelved]
+    gone: set[int] = field(default_factory=set)
+    """Blocks that have been given to something else since."""
+
+
+class PagedShelf:
+    """A `Shelf` of an engine's paged cache. Nothing is pinned: a run ends when its blocks are given to something else.
+
+    `block_tokens` is the engine's block size, the same in all groups.
+    """
+
+    def __init__(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
+        self._groups = tuple(groups)
+        self._block_tokens = block_tokens
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, _Entry] = {}
+        self._places: dict[int, tuple[bytes, int]] = {}
+        """The key and the group of each block."""
+        self._coming: deque[_Coming] = deque()
+        self._runs: dict[int, tuple[Run, frozenset[int]]] = {}
+        """Runs that peers may be reading, by their identity, and their blocks of the engine."""
+        self._left: dict[int, asyncio.Future[None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<PagedShelf {len(self._entries)} keys, {len(self._runs)} runs>"
+
+    @property
+    def open_runs(self) -> int:
+        """Runs that have been given and not ended."""
+        return len(self._runs)
+
+    # --- the engine's thread
+
+    def add(self, shelved: Sequence[Shelved], ready: DeviceEvent | None) -> None:
+        """A step was submitted that completes these blocks; they are there once `ready` has happened, or now."""
+        with self._lock:
+            self._coming.append(_Coming(ready, shelved))
+            self._settle()
+
+    def take(self, reused: Iterable[int]) -> list[Run]:
+        """These blocks will hold something else: the runs that peers may be reading there, which have to end first."""
+        gone = frozenset(reused)
+        with self._lock:
+            for block in gone:
+                self._drop(block)
+            for coming in self._coming:
+                coming.gone |= gone
+            return [run for run, blocks in self._runs.values() if not blocks.isdisjoint(gone)]
+
+    # --- the runtime's loop
+
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | None:
+        """The longest run that is there now, of whole blocks; see `Shelf`."""
+        with self._lock:
+            self._settle()
+            full = len(keys)
+            while full:
+                tokens, full = full * key_tokens, full - 1
+                if tokens % self._block_tokens or keys[full] not in self._entries:
+                    continue
+                found, broken = self._walk(keys[full], tokens)
+                if found is not None:
+                    return self._given(found, tokens)
+                full = min(full, broken // key_tokens)
+            return None
+
+    def unpin(self, run: Run) -> None:
+        """Nobody reads the run any more."""
+        with self._lock:
+            self._runs.pop(id(run), None)
+        waiting = self._left.pop(id(run), None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    async def left(self, run: Run) -> None:
+        """Wait until nobody reads a run that has been ended: at once, but where host buffers are being filled."""
+        if id(run) in self._runs:
+            await self._left.setdefault(id(run), asyncio.get_running_loop().create_future())
+
+    # --- with the lock
+
+    def _walk(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
+        """The engine's blocks of a prompt's first `tokens` tokens, by group, `NO_BLOCK` where a group needs none.
+
+        None if one is missing: no prompt of more tokens than the number beside it can be there then.
+        """
+        size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
+        firsts = [group.facts.first_needed(tokens) // size for group in self._groups]
+        tables = [[NO_BLOCK] * end for _ in firsts]
+        places = [*enumerate(zip(tables, firsts, strict=True))]
+        for at in range(end - 1, min(firsts) - 1, -1):
+            entry = entries.get(key)
+            if entry is None:
+                return None, at * size
+            key, blocks = entry
+            for nth, (table, first) in places:
+                if at >= first:
+                    if not blocks[nth]:
+                        return None, at * size
+                    table[at] = blocks[nth][0]
+        return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # keys in a wrong order
+
+    def _given(self, tables: BlockTables | list[list[int]], tokens: int) -> Run:
+        ids = tuple(group.blocks(table, 0, tokens) for group, table in zip(self._groups, tables, strict=True))
+        run = Run(block_ids=given_block_ids(ids), num_tokens=tokens)
+        self._runs[id(run)] = run, frozenset(block for table in tables for block in table) - {NO_BLOCK}
+        return run
+
+    def _settle(self) -> None:
+        """Put what has been computed on the shelf."""
+        while self._coming:
+            first = self._coming[0]
+            if first.event is not None and not has_happened(first.event, "shelf"):
+                return
+            self._coming.popleft()
+            for shelved in first.shelved:
+                self._put(shelved, first.gone)
+
+    def _put(self, shelved: Shelved, gone: set[int]) -> None:
+        parent, entries, places = shelved.parent, self._entries, self._places
+        for key, blocks in zip(shelved.keys, zip(*shelved.block_tables, strict=True), strict=True):
+            for nth, block in enumerate(blocks):
+                place = places.get(block)
+                if block == NO_BLOCK or block in gone or place == (key, nth):
+                    continue
+                if place is not None:
+                    self._drop(block)
+                entry = entries.get(key)
+                if entry is None:
+                    entry = entries[key] = _Entry(parent, tuple([] for _ in blocks))
+                entry.blocks[nth].append(block)
+                places[block] = key, nth
+            parent = key
+
+    def _drop(self, block: int) -> None:
+        key, nth = self._places.pop(block, (b"", 0))
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.blocks[nth].remove(block)
+            if not any(entry.blocks):
+                del self._entries[key]

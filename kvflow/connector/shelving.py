@@ -1,0 +1,123 @@
+"""What an engine's blocks hold of prompts, as its scheduler's half tells its workers step by step.
+
+A block holds a prompt's tokens from the step that has computed them until it is given to something else, however
+often the engine's prefix cache finds, frees and finds it in between. So a worker that is told both knows at any time
+what lies in its memory, and answers a peer's question by itself: no question reaches the scheduler, an engine that is
+idle answers as one that is busy does, and nothing is taken from the engine's pool for anybody.
+
+`watch` is what an engine's pool has to offer: it is told blocks that are in use now, and says once for each of them, by
+`reused`, that the pool gives it to something else, before the step that will write there leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvflow.connector.scheduler import Scheduled
+from kvflow.connector.step import NO_BLOCK, Shelved, Step
+
+__all__ = ["Shelving"]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    keys: Sequence[bytes]
+    """A key for each full block."""
+    told: int = 0
+    """Blocks that the workers know of."""
+
+
+class Shelving:
+    """The prompts of an engine's requests, and which of its blocks hold them.
+
+    `block_tokens` is the block size of all groups; `null_block` is what tables have where a group needs no block.
+    """
+
+    def __init__(
+        self, block_tokens: int, watch: Callable[[Sequence[int]], None], *, null_block: int = NO_BLOCK
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._watch = watch
+        self._null_block = null_block
+        self._prompts: dict[str, _Prompt] = {}
+        self._key_of: dict[int, bytes] = {}
+        """Of each block that the workers know of."""
+        self._reused: list[int] = []
+        self._shelved: list[Shelved] = []
+        """Of requests that have ended since the last step."""
+
+    def __repr__(self) -> str:
+        return f"<Shelving {len(self._key_of)} blocks of {len(self._prompts)} requests and former ones>"
+
+    @property
+    def must_tell(self) -> bool:
+        """Whether the workers have to be told of blocks that hold nothing of use any more, be there a step or not."""
+        return bool(self._reused)
+
+    def add(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """A request has come; `keys` are those of its prompt's full blocks."""
+        if keys:
+            self._prompts[request_id] = _Prompt(keys)
+
+    def reused(self, block_id: int) -> None:
+        """A block that was watched is given to something else."""
+        if self._key_of.pop(block_id, None) is not None:
+            self._reused.append(block_id)
+
+    def build_step(
+        self,
+        step: Step,
+        scheduled: Iterable[Scheduled],
+        *,
+        preempted: Iterable[str],
+        block_ids: Callable[[str], Sequence[Sequence[int]]],
+    ) -> None:
+        """Put into a step what its workers have to know; see `ConnectorScheduler.build_step`."""
+        for request_id in preempted:
+            if request_id in self._prompts:
+                self._prompts[request_id].told = 0
+        step.reused, self._reused = tuple(self._reused), []
+        step.shelved, self._shelved = self._shelved, []
+        for entry in scheduled:
+            prompt = self._prompts.get(entry.request_id)
+            if prompt is None:
+                continue
+            full = min(entry.num_computed_tokens // self._block_tokens, len(prompt.keys))
+            if full > prompt.told:
+                step.shelved += self._told(prompt.keys, range(prompt.told, full), block_ids(entry.request_id))
+                prompt.told = full
+
+    def finished(
+        self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """A request has ended with `computed` tokens computed, its answer's included, and still has its blocks.
+
+        `keys` makes those of all its full blocks: they are of use to who goes on with the conversation.
+        """
+        prompt = self._prompts.pop(request_id, None)
+        full = computed // self._block_tokens
+        if prompt is not None and full > prompt.told == len(prompt.keys):
+            self._shelved += self._told(keys()[:full], range(prompt.told, full), block_ids)
+
+    def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[Shelved]:
+        """What the workers have to know of these blocks; nothing of those in front that they know of."""
+        rows = [tuple(self._block(table, at) for table in tables) for at in span]
+        known = (
+            all(self._key_of.get(one) == keys[at] for one in row if one != NO_BLOCK)
+            for at, row in zip(span, rows, strict=True)
+        )
+        new = next((nth for nth, is_known in enumerate(known) if not is_known), len(rows))
+        start, rows = span.start + new, rows[new:]
+        if not rows:
+            return []
+        found = [(one, keys[start + nth]) for nth, row in enumerate(rows) for one in row if one != NO_BLOCK]
+        self._watch([one for one, key in found if self._key_of.get(one) != key])
+        self._key_of.update(found)
+        parent = keys[start - 1] if start else b""
+        return [
+            Shelved(parent=parent, keys=tuple(keys[start : span.stop]), block_tables=tuple(zip(*rows, strict=True)))
+        ]
+
+    def _block(self, table: Sequence[int], at: int) -> int:
+        return table[at] if at < len(table) and table[at] != self._null_block else NO_BLOCK

@@ -1,0 +1,171 @@
+"""KV events as vLLM and SGLang publish them: batches of what an engine's prefix cache has stored and removed.
+
+A batch is msgpack: an array of time, events, and the data parallel rank. An event is a map with its class's name under
+`type`, as vLLM writes since 0.26 and SGLang since 0.5.23, or an array that begins with that name, as before. What is
+absent has its default; keys and entries that are not known here are passed over, and so are events of a type or form
+that is not. What a batch may cost is bounded by its bytes and by the counts below, which are judged before their
+entries are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvflow.checks import instance, printable, said
+from kvflow.errors import ProtocolError, RequestError
+
+BATCH_BYTES_MAX = 4 << 20
+EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
+"""Events of a batch, and blocks of an event."""
+TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
+_SAID_CHARS = 200
+
+BlockHash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
+"""An engine's own name for a block: bytes, their low 64 bits (vLLM), or 64 bits with a sign (SGLang)."""
+_Hashes: TypeAlias = Annotated[list[BlockHash], Meta(max_length=BLOCKS_MAX)]
+_ExtraKeys: TypeAlias = Annotated[list[str | tuple[str, int]], Meta(max_length=1 << 10)]
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks that a prefix cache holds from now on: they follow each other, the first one follows the parent.
+
+    Args:
+        block_hashes: The engine's names for the blocks, as ints of 64 bits or bytes.
+        parent_block_hash: The name of the block before the first; None if that is a prompt's first.
+        token_ids: The blocks' tokens, `block_size` for each.
+        block_size: Tokens of a block.
+        lora_id: An adapter's number, if the blocks were computed with one.
+        medium: Where they are: "GPU" is the cache that the engine computes with, also on CPU.
+        lora_name: An adapter's name.
+        extra_keys: What else the blocks depend on, a list or None for each: a cache salt as text, a picture as
+            (identifier, offset from the block's beginning).
+        group_idx: The cache group, where a cache has several.
+        kv_cache_spec_kind: The group's kind, such as "full_attention" or "sliding_window".
+        cache_salt: SGLang's salt of the request.
+    """
+
+    block_hashes: _Hashes
+    parent_block_hash: BlockHash | None = None
+    token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
+    block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Annotated[list[_ExtraKeys | None], Meta(max_length=BLOCKS_MAX)] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    cache_salt: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks that a prefix cache does not hold any more, of one medium and one group."""
+
+    block_hashes: _Hashes
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing is left in the prefix cache."""
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+_ARRAY_FIELDS = 10  # in which the arrays of both engines agree
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: Annotated[list[msgspec.Raw], Meta(max_length=EVENTS_MAX)]
+    data_parallel_rank: int | None = None
+
+
+def _as_array(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The class of the same event whose fields are told by their places."""
+    fields = [
+        (field.name, field.type) if field.required else (field.name, field.type, field.default)
+        for field in msgspec.structs.fields(kind)[:_ARRAY_FIELDS]
+    ]
+    return msgspec.defstruct(kind.__name__, fields, array_like=True, kw_only=True, frozen=True, tag=kind.__name__)
+
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+_ARRAYS: dict[str, Any] = {name: _as_array(kind) for name, kind in _KINDS.items()}
+_batch = msgspec.msgpack.Decoder(_Batch)
+_map = msgspec.msgpack.Decoder(KVEvent)
+_array = msgspec.msgpack.Decoder(_ARRAYS["BlockStored"] | _ARRAYS["BlockRemoved"] | _ARRAYS["AllBlocksCleared"])
+_MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
+    """The events of a batch in their order, each read when it is asked for; those that are not known are left out.
+
+    Args:
+        payload: The last frame of a message.
+        peer: Who has sent it, for the error.
+
+    Returns:
+        An iterator, which raises nothing.
+
+    Raises:
+        ProtocolError: The bytes are no batch, or one that is too large.
+    """
+    if len(payload) > BATCH_BYTES_MAX:
+        raise ProtocolError(
+            f"KV events from {peer or 'a publisher'}: a batch of {len(payload)} bytes, at most {BATCH_BYTES_MAX}",
+            peer=peer,
+        )
+    try:
+        batch = _batch.decode(payload)
+    except _MALFORMED as error:
+        why = f"KV events from {peer or 'a publisher'}: no batch: {printable(str(error), _SAID_CHARS)}"
+        raise ProtocolError(why, peer=peer) from error
+    return (event for raw in batch.events if (event := _event_of(raw)) is not None)
+
+
+def _event_of(raw: msgspec.Raw) -> KVEvent | None:
+    kind = memoryview(raw)[0]
+    try:
+        if 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD):
+            found = _array.decode(raw)
+            known: dict[str, Any] = {name: getattr(found, name) for name in found.__struct_fields__}
+            event: KVEvent = _KINDS[type(found).__name__](**known)
+        else:
+            event = _map.decode(raw)
+    except _MALFORMED:
+        return None
+    return event
+
+
+def encode_batch(
+    events: Iterable[KVEvent], *, ts: float, data_parallel_rank: int | None = None, arrays: bool = False
+) -> bytes:
+    """A batch as engines publish it.
+
+    Args:
+        events: In their order.
+        ts: Seconds since the epoch.
+        data_parallel_rank: The engine's, where there are several.
+        arrays: As events were written before vLLM 0.26 and SGLang 0.5.23.
+
+    Returns:
+        The last frame of a message.
+
+    Raises:
+        RequestError: A value that is no event, or that no message can carry.
+    """
+    told = [instance(event, msgspec.Struct, "events") for event in events]
+    try:
+        found = [_in_places(event) for event in told] if arrays else told
+        return msgspec.msgpack.encode((ts, found, data_parallel_rank))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"events: a value that msgpack cannot carry: {said(error)}") from error
+
+
+def _in_places(event: msgspec.Struct) -> msgspec.Struct:
+    kind = _ARRAYS[type(event).__name__]
+    found: msgspec.Struct = kind(**{name: getattr(event, name) for name in kind.__struct_fields__})
+    return found

@@ -1,0 +1,261 @@
+"""Follows the KV events of engines into a `PrefixMap`, whatever gets lost on the way.
+
+One task for each engine owns its sockets and all that is known of it. Sequence numbers show what was missed: it is
+replayed, or all that the engine has told is forgotten, since what was missed may have taken it back. A connection that
+breaks, or numbers that begin again, mean another life of the publisher; that is forgotten too, and what the new one
+still has is replayed. Batches are worked off in pieces, between which the loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from kvflow.checks import count, instance, text
+from kvflow.core.prefix.events import BATCH_BYTES_MAX, decode_batch
+from kvflow.core.prefix.map import PrefixMap
+from kvflow.errors import ConfigError, ProtocolError, UsageError
+from kvflow.kv_events.sockets import END, prepare, read_message, sequence_bytes
+from kvflow.logs import logger_of
+
+logger = logger_of(__name__)
+
+WAITING_MAX = 256
+"""Batches that wait to be read; what comes beyond them is missed, and replayed."""
+REPLAYED_WAITING_MAX = 1000
+REPLAY_S = 5.0
+"""How long each answer of a replay may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventSource:
+    """One publisher of KV events: an engine, or one of its data parallel ranks, whose ports count up.
+
+    Args:
+        holder: What `PrefixMap.holders` is to call it, such as the address of its side channel.
+        endpoint: Where it publishes, `tcp://host:port`.
+        replay_endpoint: Where it replays. Without, what is missed is forgotten, and what an engine held before it was
+            followed stays unknown.
+        topic: That of its events; "" for any.
+    """
+
+    holder: str
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceStatistics:
+    """What became of one source so far: `sequence` is the last batch's number, -1 before the first.
+
+    `replays` were asked for, `forgotten` counts how often all that it had told was given up, `refused` are messages
+    that were no batch of events.
+    """
+
+    connected: bool = False
+    sequence: int = -1
+    batches: int = 0
+    replays: int = 0
+    forgotten: int = 0
+    refused: int = 0
+
+
+class _Follower:
+    """One source, and the sockets that hear it."""
+
+    def __init__(self, source: EventSource, known: PrefixMap) -> None:
+        self.source, self.statistics = source, SourceStatistics()
+        self._map, self._context = known, zmq.asyncio.Context.instance()
+        self._heard = -1  # the last number that came live
+        self._socket = self._context.socket(zmq.SUB)
+        self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        try:
+            self._open()
+        except (zmq.ZMQError, ValueError, TypeError) as error:
+            self.close()
+            raise ConfigError(f"KV events of {source.holder!r} at {source.endpoint!r}: {error}") from error
+
+    def _open(self) -> None:
+        prepare(self._socket, self.source.endpoint, messages_max=WAITING_MAX, bytes_max=BATCH_BYTES_MAX)
+        self._socket.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
+        self._socket.connect(self.source.endpoint)
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+    async def follow(self) -> None:
+        """Until it is cancelled."""
+        poller = zmq.asyncio.Poller()
+        for socket in (self._monitor, self._socket):
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            ready = dict(await poller.poll())
+            if self._monitor in ready:  # first: what comes over a new connection is of another life
+                await self._on_connection(parse_monitor_message(await self._monitor.recv_multipart())["event"])
+            else:
+                await self._on_message(await self._socket.recv_multipart())
+
+    async def _on_connection(self, event: int) -> None:
+        self.statistics.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
+        if self.statistics.connected:
+            await self._catch_up()
+        else:
+            await self._begin_anew("its connection broke")
+
+    async def _on_message(self, frames: Sequence[bytes]) -> None:
+        message = read_message(frames)
+        if message is None or message[0] == END:
+            self.statistics.refused += 1
+            await asyncio.sleep(0)
+            return
+        number, payload = message
+        if number <= self._heard:
+            await self._begin_anew(f"its events began again at {number}")
+        self._heard = number
+        if number > self._next:
+            await self._catch_up()
+        if number > self._next:
+            await self._forget(f"events {self._next} to {number - 1} are missing")
+        if number >= self._next:
+            await self._take(number, payload)
+
+    @property
+    def _next(self) -> int:
+        return self.statistics.sequence + 1
+
+    async def _take(self, number: int, payload: bytes) -> None:
+        try:
+            for event in decode_batch(payload, peer=self.source.endpoint):
+                for _ in self._map.steps(self.source.holder, event):
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        except ProtocolError as error:
+            self.statistics.refused += 1
+            await self._forget(str(error))
+        self.statistics.batches += 1
+        self.statistics.sequence = number
+        await asyncio.sleep(0)
+
+    async def _begin_anew(self, why: str) -> None:
+        await self._forget(why)
+        self.statistics.sequence = self._heard = -1
+
+    async def _forget(self, why: str) -> None:
+        if self.statistics.sequence >= 0:
+            logger.info("KV events of %s: %s; what it has told is forgotten", self.source.holder, why)
+            self.statistics.forgotten += 1
+            for _ in self._map.forgetting(self.source.holder):
+                await asyncio.sleep(0)
+
+    async def _catch_up(self) -> None:
+        """Replay what was missed, as far as the publisher still has it, asking again for what gets lost underway."""
+        before = -2
+        while self.source.replay_endpoint is not None and before < self.statistics.sequence:
+            before = self.statistics.sequence
+            self.statistics.replays += 1
+            try:
+                if await self._replay(self.source.replay_endpoint):
+                    return
+            except (TimeoutError, zmq.ZMQError) as error:
+                logger.info("KV events of %s: no replay: %r", self.source.holder, error)
+
+    async def _replay(self, endpoint: str) -> bool:
+        """Whether all came that there was."""
+        with self._context.socket(zmq.DEALER) as socket:
+            prepare(socket, endpoint, messages_max=REPLAYED_WAITING_MAX, bytes_max=BATCH_BYTES_MAX)
+            socket.connect(endpoint)
+            await socket.send_multipart([b"", sequence_bytes(self._next)])
+            first = True
+            while True:
+                async with asyncio.timeout(REPLAY_S):
+                    message = read_message(await socket.recv_multipart())
+                if message is None:
+                    self.statistics.refused += 1
+                    return False
+                number, payload = message
+                if number == END:
+                    return True
+                if number > self._next:
+                    if not first:
+                        return False
+                    await self._forget(f"events {self._next} to {number - 1} are not kept any more")
+                if number >= self._next:
+                    await self._take(number, payload)
+                first = False
+
+
+class Subscriber:
+    """Follows the KV events of engines into a map, from `async with Subscriber(...)` on until its end.
+
+    The map is used by one event loop only; between two awaits it is whole. Cancelling the block ends all tasks.
+
+    Args:
+        prefix_map: Fed with all events.
+        sources: Whom to follow.
+
+    Raises:
+        ConfigError: A source that cannot be, such as an endpoint that is no address.
+        UsageError: It was entered twice.
+    """
+
+    def __init__(self, prefix_map: PrefixMap, sources: Sequence[EventSource]) -> None:
+        self._map = instance(prefix_map, PrefixMap, "prefix_map", error=ConfigError)
+        count(sources, "sources", error=ConfigError)
+        self._sources = [instance(source, EventSource, "sources", error=ConfigError) for source in sources]
+        if len({source.holder for source in self._sources}) < len(self._sources):
+            raise ConfigError("sources: two of one holder; each rank of an engine has a cache, and a name, of its own")
+        for source in self._sources:
+            for name in ("holder", "endpoint", "topic"):
+                text(getattr(source, name), name, error=ConfigError)
+        self._followers: list[_Follower] = []
+        self._group = asyncio.TaskGroup()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        if self._tasks or self._followers:
+            raise UsageError("a Subscriber is entered once")
+        try:
+            self._followers.extend(_Follower(source, self._map) for source in self._sources)
+        except ConfigError:
+            self._close()
+            raise
+        await self._group.__aenter__()
+        for follower in self._followers:
+            name = f"kvflow-kv-events {follower.source.holder}"
+            self._tasks.append(self._group.create_task(follower.follow(), name=name))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        cancelled = kind is not None and issubclass(
+            kind, asyncio.CancelledError
+        )  # by a task that failed, or from outside
+        try:
+            await self._group.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for follower in self._followers:
+            follower.close()
+
+    def statistics(self) -> dict[str, SourceStatistics]:
+        """What became of each source so far.
+
+        Returns:
+            One entry for each holder's name.
+        """
+        return {follower.source.holder: replace(follower.statistics) for follower in self._followers}

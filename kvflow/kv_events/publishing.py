@@ -1,0 +1,154 @@
+"""Publishes KV events of an engine of one's own, as vLLM does, so that whoever follows vLLM follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+
+from kvflow.checks import text, whole
+from kvflow.core.prefix.events import BATCH_BYTES_MAX, KVEvent, encode_batch
+from kvflow.errors import ConfigError, RequestError, UsageError
+from kvflow.kv_events.sockets import END, SEQUENCE_BYTES, prepare, sequence_bytes
+
+BATCHES_MAX = 10_000
+_QUESTION_BYTES_MAX = 256
+_AT_ONCE = 16
+
+
+class Publisher:
+    """Publishes events from `async with Publisher(...)` on until its end; it has one task, which answers replays.
+
+    Args:
+        endpoint: Where to publish, such as `tcp://*:5557`; of port 0 the system chooses one.
+        replay_endpoint: Where to answer those who have missed batches; None for nowhere.
+        topic: That of the messages.
+        batches_max: Batches that are kept for replays.
+        bytes_max: Bytes of them that are kept.
+        data_parallel_rank: Told in each batch.
+
+    Raises:
+        ConfigError: A value that cannot be, or an endpoint that cannot be bound.
+        UsageError: It was entered twice.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        batches_max: int = BATCHES_MAX,
+        bytes_max: int = 256 << 20,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        self._endpoint = text(endpoint, "endpoint", error=ConfigError)
+        self._replay_endpoint = None if replay_endpoint is None else text(replay_endpoint, "replay", error=ConfigError)
+        self._topic = text(topic, "topic", error=ConfigError).encode()
+        self._batches_max = whole(batches_max, "batches_max", least=0, most=1 << 20, error=ConfigError)
+        self._bytes_max = whole(bytes_max, "bytes_max", least=0, error=ConfigError)
+        rank = data_parallel_rank
+        self._rank = None if rank is None else whole(rank, "data_parallel_rank", least=0, error=ConfigError)
+        self._next, self._bytes = 0, 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._replays: zmq.asyncio.Socket | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._over = False
+
+    @property
+    def endpoint(self) -> str:
+        """Where it publishes, with the port that it has."""
+        return self._endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where it answers replays, with the port that it has."""
+        return self._replay_endpoint
+
+    async def __aenter__(self) -> Self:
+        if self._socket is not None or self._over:
+            raise UsageError("a Publisher is entered once")
+        try:
+            self._socket = zmq.Context.instance().socket(zmq.PUB)
+            self._endpoint = self._bind(self._socket, self._endpoint)
+            if self._replay_endpoint is not None:
+                self._replays = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+                self._replay_endpoint = self._bind(self._replays, self._replay_endpoint)
+                self._task = asyncio.create_task(self._answer(self._replays), name="kvflow-kv-events-replays")
+        except zmq.ZMQError as error:
+            self._close()
+            raise ConfigError(f"KV events: {self._endpoint!r}, {self._replay_endpoint!r}: {error}") from error
+        return self
+
+    def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
+        # A replay that finds no room is lost silently, so there is room for one as a whole.
+        prepare(socket, endpoint, messages_max=self._batches_max + 1000, bytes_max=_QUESTION_BYTES_MAX)
+        socket.bind(endpoint)
+        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.wait([self._task])
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._over = True
+        for socket in (self._socket, self._replays):
+            if socket is not None:
+                socket.close(0)
+        self._socket = self._replays = None
+
+    def publish(self, events: Iterable[KVEvent]) -> int:
+        """Publish a batch; it waits for nobody.
+
+        Args:
+            events: In the order in which they happened.
+
+        Returns:
+            The batch's sequence number.
+
+        Raises:
+            UsageError: The publisher is not open.
+            RequestError: A value that is no event, or a batch larger than subscribers take; nothing was published.
+        """
+        if self._socket is None:
+            raise UsageError("the Publisher is not open")
+        payload = encode_batch(events, ts=time.time(), data_parallel_rank=self._rank)
+        if len(payload) > BATCH_BYTES_MAX:
+            raise RequestError(f"events: a batch of {len(payload)} bytes, expected at most {BATCH_BYTES_MAX}")
+        number = self._next
+        self._next += 1
+        self._socket.send_multipart([self._topic, sequence_bytes(number), payload], zmq.NOBLOCK)
+        self._kept.append((number, payload))
+        self._bytes += len(payload)
+        while len(self._kept) > self._batches_max or self._bytes > self._bytes_max:
+            self._bytes -= len(self._kept.popleft()[1])
+        return number
+
+    async def _answer(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            match await socket.recv_multipart():
+                case [client, b"", start] if len(start) == SEQUENCE_BYTES:
+                    await self._replay(socket, client, int.from_bytes(start, "big"))
+                case _:
+                    await asyncio.sleep(0)
+
+    async def _replay(self, socket: zmq.asyncio.Socket, client: bytes, start: int) -> None:
+        for at, (number, payload) in enumerate([batch for batch in self._kept if batch[0] >= start]):
+            await socket.send_multipart([client, b"", self._topic, sequence_bytes(number), payload])
+            if at % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
+        await socket.send_multipart([client, b"", b"", sequence_bytes(END), b""])
+        await asyncio.sleep(0)

@@ -1,0 +1,36 @@
+"""Frames and sockets of KV events: topic, sequence number of 8 bytes (big endian), batch.
+
+A replay is asked for with a first sequence number and answered with batches in the same frames, behind an empty one;
+older SGLang leaves the topic out. It ends with sequence -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+SEQUENCE_BYTES = 8
+END = -1
+
+
+def read_message(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
+    """Sequence number and batch of a message, or of a replay's answer; None if it is neither."""
+    if not 2 <= len(frames) <= 4 or len(frames[-2]) != SEQUENCE_BYTES:
+        return None
+    sequence = int.from_bytes(frames[-2], "big", signed=True)
+    return None if sequence < END else (sequence, frames[-1])
+
+
+def sequence_bytes(sequence: int) -> bytes:
+    return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
+
+
+def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int) -> None:
+    """Nothing lingers, and nobody sends it more than that."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, messages_max)
+    socket.setsockopt(zmq.SNDHWM, messages_max)
+    socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))

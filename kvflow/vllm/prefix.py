@@ -1,0 +1,181 @@
+"""Prefixes, on vLLM's scheduler's side: keys of its requests, its block pool, and what it asks of its peers.
+
+vLLM's pool tells of each block that was unpinned under a watch when it hands it out for something else, or forgets all
+it has cached (`BlockPool.unpin_blocks`). So blocks that requests have are watched, and what is told of them leaves with
+the very step that may write there. The pool's own bookkeeping is as it would be without: nothing is pinned for peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvflow.connector.asking import Asking, source_in
+from kvflow.connector.prefix_peers import PrefixPeers
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
+from kvflow.connector.shelving import Shelving
+from kvflow.connector.step import Found, Step
+from kvflow.core.cache.groups import GroupKind
+from kvflow.core.prefix.keys import prefix_keys
+from kvflow.errors import ConfigError, RequestError
+from kvflow.logs import logger_of
+from kvflow.vllm.asked import Asked
+from kvflow.vllm.layout import Group
+from kvflow.vllm.settings import Extra
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logger_of("vllm.kvflow")
+
+
+def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
+    """Why prefixes of this cache can be neither shared nor pulled; empty if they can."""
+    sizes = {group.facts.block_size for group in groups}
+    if any(group.facts.kind is GroupKind.STATE for group in groups):
+        return "the model has state per request, which blocks do not hold"
+    if len(sizes) > 1:
+        return f"its groups of layers have blocks of {sorted(sizes)} tokens"
+    if kv_cache_config.needs_kv_cache_zeroing:
+        return "vLLM zeroes this model's blocks before their step is told to anybody"
+    return ""
+
+
+def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
+    """How a worker asks its peers."""
+    parallel = vllm_config.parallel_config
+    return PrefixPeers(
+        wait_s=extra.prefix_wait_s,
+        events=extra.prefix_events,
+        known=(*(extra.prefix_peers or ()), *(source.holder for source in extra.prefix_events)),
+        recompute_s_per_token=extra.recompute_s_per_token,
+        every_rank=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
+    )
+
+
+class RequestPrefixes:
+    """What the scheduler's half of a connector does for prefixes, request by request."""
+
+    def __init__(
+        self,
+        extra: Extra,
+        scheduler: ConnectorScheduler,
+        groups: Sequence[Group],
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        """ConfigError if prefixes are to be pulled, and that cannot be done without harm."""
+        transfer = vllm_config.kv_transfer_config
+        if extra.pulls_prefixes and not transfer.is_kv_consumer:
+            raise ConfigError(f"prefix_peers: kv_role is {transfer.kv_role!r}, which loads nothing: kv_both does")
+        if extra.pulls_prefixes and transfer.kv_load_failure_policy != "recompute":
+            given = f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}"
+            raise ConfigError(f"prefix_peers: {given}: requests would fail whose pull does; set it to 'recompute'")
+        why = why_not(groups, kv_cache_config)
+        if why:
+            logger.warning("prefixes are neither shared nor pulled: %s", why)
+        self._scheduler = scheduler
+        self._block_tokens = groups[0].facts.block_size
+        self._shares = extra.share_prefixes and not why
+        self._shelving: Shelving | None = None
+        self._asking: Asking | None = None
+        if extra.pulls_prefixes and not why:
+            self._asking = Asking(
+                extra.prefix_peers or (),
+                block_tokens=self._block_tokens,
+                tokens_min=extra.prefix_tokens_min,
+                hinted=bool(extra.prefix_events),
+            )
+
+    def bind(self, pool: BlockPool) -> None:
+        """The pool is there."""
+        if not self._shares:
+            return
+        if not hasattr(pool, "unpin_blocks"):
+            logger.warning("prefixes are not shared: this vLLM's block pool does not tell when blocks are reused")
+            return
+
+        def on_reuse(block: KVCacheBlock) -> None:
+            shelving.reused(block.block_id)
+
+        def watch(block_ids: Sequence[int]) -> None:
+            blocks = [pool.blocks[block_id] for block_id in block_ids]
+            pool.touch(blocks)
+            pool.unpin_blocks(blocks, on_reuse)
+
+        null_block = pool.null_block.block_id
+        shelving = self._shelving = Shelving(self._block_tokens, watch, null_block=null_block)
+
+    @property
+    def must_tell(self) -> bool:
+        """Whether the workers have to be told something, be there a request or not."""
+        return self._shelving is not None and self._shelving.must_tell
+
+    def add(self, asked: Asked) -> None:
+        """A request has come. Peers are asked unless it has a ticket of a prefill engine."""
+        params = asked.kv_transfer_params
+        asks = self._asking is not None and not self._scheduler.takes(params or {})
+        if self._shelving is None and not asks:
+            return
+        keys = self._keys(asked, asked.num_prompt_tokens)
+        if self._shelving is not None:
+            self._shelving.add(asked.request_id, keys)
+        if self._asking is not None and asks and not asked.request.skip_reading_prefix_cache:
+            try:
+                source = source_in(params)
+            except RequestError as error:
+                logger.warning("request %s: its prefix is not asked for: %s", asked.request_id, error)
+                return
+            most = (asked.num_prompt_tokens - 1) // self._block_tokens
+            self._asking.add(asked.request_id, keys[:most], source)
+
+    def _keys(self, asked: Asked, num_tokens: int) -> list[bytes]:
+        tokens = asked.tokens(num_tokens)
+        return [] if tokens is None else prefix_keys(tokens, self._block_tokens)
+
+    def waits(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Whether the request's question to its peers is under way, or leaves with the next step."""
+        return self._asking is not None and self._asking.waits(request_id, num_computed_tokens)
+
+    def build_step(
+        self,
+        step: Step,
+        scheduled: Iterable[Scheduled],
+        *,
+        preempted: Iterable[str],
+        block_ids: Callable[[str], Sequence[Sequence[int]]],
+    ) -> None:
+        """Put into a step what its workers have to know, and to ask."""
+        if self._shelving is not None:
+            self._shelving.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
+        if self._asking is not None:
+            step.questions = self._asking.take()
+
+    def answered(self, found: Iterable[Found]) -> None:
+        """What peers have answered."""
+        for one in found:
+            waits = self._asking is not None and self._asking.answered(one.request_id, found=one.ticket is not None)
+            if one.ticket is not None and waits:
+                self._scheduler.adopt(one.request_id, one.ticket)
+            elif one.ticket is not None:
+                self._scheduler.give_back(one.request_id, one.ticket)
+
+    def over(self, request_ids: Iterable[str]) -> None:
+        """Loads of requests have ended, or will not be made."""
+        if self._asking is not None:
+            for request_id in request_ids:
+                self._asking.over(request_id)
+
+    def finished(self, asked: Asked, block_ids: Sequence[Sequence[int]]) -> None:
+        """A request has ended, and still has its blocks."""
+        if self._asking is not None:
+            self._asking.finished(asked.request_id)
+        if self._shelving is not None:
+            request = asked.request
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._shelving.finished(
+                asked.request_id, keys=lambda: self._keys(asked, computed), computed=computed, block_ids=block_ids
+            )

@@ -1,0 +1,260 @@
+"""What a rank's blocks hold of prompts: what is found there, and what is taken off before it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvflow.connector.scheduler import PagedGroup, Scheduled, registered
+from kvflow.connector.shelf import PagedShelf
+from kvflow.connector.shelving import Shelving
+from kvflow.connector.step import NO_BLOCK, Shelved, Step
+from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.prefix.keys import prefix_keys
+from kvflow.runtime.prefix.shelf import Run
+from tests.support.tests_support import each
+
+SIZE = 4
+FULL = GroupFacts(name="full", block_size=SIZE)
+WINDOW = GroupFacts(name="window", block_size=SIZE, kind=GroupKind.SLIDING, window=5)
+PROMPT = list(range(100, 140))
+
+
+def shelf_of(*groups: GroupFacts) -> PagedShelf:
+    return PagedShelf([PagedGroup(group) for group in groups or (FULL,)], SIZE)
+
+
+def shelved(tokens: Sequence[int], *tables: Sequence[int], first: int = 0) -> Shelved:
+    """These blocks hold the tokens from block `first` on."""
+    keys = prefix_keys(tokens, SIZE)[first:]
+    parent = prefix_keys(tokens, SIZE)[first - 1] if first else b""
+    return Shelved(parent=parent, keys=tuple(keys), block_tables=tuple(map(tuple, tables)))
+
+
+def match(shelf: PagedShelf, tokens: Sequence[int], key_tokens: int = SIZE) -> Run | None:
+    return shelf.match(prefix_keys(tokens, key_tokens), key_tokens)
+
+
+def found(shelf: PagedShelf, tokens: Sequence[int], key_tokens: int = SIZE) -> object:
+    run = match(shelf, tokens, key_tokens)
+    return None if run is None else (run.num_tokens, run.block_ids)
+
+
+class Event:
+    happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        raise AssertionError("a shelf waits for nothing")
+
+
+def test_the_longest_run_that_is_there() -> None:
+    shelf = shelf_of()
+    shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
+    assert found(shelf, PROMPT) == (16, (7, 5, 9, 3))
+    assert found(shelf, PROMPT[:11]) == (8, (7, 5))
+    assert found(shelf, [*PROMPT[:9], 1, 2, 3, 4]) == (8, (7, 5))
+    assert found(shelf, PROMPT[1:]) is None
+    assert found(shelf, PROMPT[:3]) is None
+
+
+@each(("key_tokens", "expected"), [(2, 16), (4, 16), (8, 16), (12, 12), (16, 16), (32, None)])
+def test_a_reader_s_keys_need_not_be_of_our_block_size(key_tokens: int, expected: int | None) -> None:
+    shelf = shelf_of()
+    shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
+    run = match(shelf, PROMPT, key_tokens)
+    assert (run.num_tokens if run else None) == expected
+    assert run is None or run.block_ids == (7, 5, 9, 3)[: run.num_tokens // SIZE]
+
+
+def test_blocks_that_are_reused_are_off_the_shelf_and_their_runs_are_named() -> None:
+    shelf = shelf_of()
+    shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
+    short, long = match(shelf, PROMPT[:4]), match(shelf, PROMPT)
+    assert short is not None
+    assert long is not None
+    assert shelf.take([9]) == [long]
+    assert found(shelf, PROMPT) == (8, (7, 5))
+    shelf.unpin(long)
+    assert shelf.take([9, 8]) == []
+    shelf.add([shelved([1, 2, 3, 4], [9])], None)
+    assert found(shelf, PROMPT) == (8, (7, 5))
+    assert found(shelf, [1, 2, 3, 4]) == (4, (9,))
+    assert found(shelf, PROMPT[:4]) == (4, (7,))
+    assert short in shelf.take([7])
+
+
+def test_a_prefix_that_is_there_twice_is_there_until_both_are_gone() -> None:
+    shelf = shelf_of()
+    shelf.add([shelved(PROMPT[:8], [1, 2])], None)
+    shelf.add([shelved(PROMPT[:8], [3, 4])], None)
+    shelf.take([1])
+    assert found(shelf, PROMPT) == (8, (3, 2))
+    shelf.take([3])
+    assert found(shelf, PROMPT) is None
+    shelf.take([2, 4])
+    assert repr(shelf) == "<PagedShelf 0 keys, 1 runs>"
+
+
+def test_a_block_that_comes_to_hold_something_else_without_being_reused_is_that() -> None:
+    """As when a request's tokens are changed under it."""
+    shelf = shelf_of()
+    shelf.add([shelved(PROMPT[:8], [1, 2])], None)
+    shelf.add([shelved([*PROMPT[:4], 1, 1, 1, 1], [2], first=1)], None)
+    assert found(shelf, PROMPT) == (4, (1,))
+    assert found(shelf, [*PROMPT[:4], 1, 1, 1, 1]) == (8, (1, 2))
+
+
+def test_what_a_device_still_computes_is_not_there_yet() -> None:
+    shelf, first, second = shelf_of(), Event(), Event()
+    shelf.add([shelved(PROMPT[:8], [1, 2])], first)
+    shelf.add([shelved(PROMPT[:12], [3], first=2)], second)
+    second.happened = True
+    assert found(shelf, PROMPT) is None, "in order"
+    shelf.take([2])
+    first.happened = True
+    assert found(shelf, PROMPT) == (4, (1,))
+    shelf.add([shelved(PROMPT[:8], [2], first=1)], None)
+    assert found(shelf, PROMPT) == (12, (1, 2, 3))
+
+
+def test_windows_need_their_last_blocks_only() -> None:
+    shelf = shelf_of(FULL, WINDOW)
+    shelf.add([shelved(PROMPT[:20], [1, 2, 3, 4, 5], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
+    assert found(shelf, PROMPT) == (20, ((1, 2, 3, 4, 5), (14, 15)))
+    assert found(shelf, PROMPT[:16]) == (16, ((1, 2, 3, 4), (13, 14)))
+    assert found(shelf, PROMPT[:12]) is None, "the window of 12 tokens is not there"
+    shelf.take([15])
+    assert found(shelf, PROMPT) == (16, ((1, 2, 3, 4), (13, 14)))
+    shelf.take([1])
+    assert found(shelf, PROMPT) is None
+
+
+def test_a_cache_of_windows_needs_nothing_of_the_beginning() -> None:
+    shelf = shelf_of(WINDOW)
+    shelf.add([shelved(PROMPT[:20], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
+    assert found(shelf, PROMPT) == (20, (14, 15))
+
+
+def test_blocks_of_kernels_that_are_smaller_than_the_engine_s() -> None:
+    shelf = PagedShelf([registered(FULL, 2)], SIZE)
+    shelf.add([shelved(PROMPT[:8], [7, 5])], None)
+    assert found(shelf, PROMPT) == (8, (14, 15, 10, 11))
+    assert len(shelf.take([5])) == 1, "blocks are named as the engine names them"
+
+
+def test_keys_in_a_wrong_order_and_forged_ones_find_nothing() -> None:
+    shelf = shelf_of()
+    shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
+    keys = prefix_keys(PROMPT[:16], SIZE)
+    assert shelf.match([keys[3], keys[0]], SIZE) is None
+    assert shelf.match(keys[1:], SIZE) is None
+    rng = random.Random(1)
+    assert shelf.match([rng.randbytes(32) for _ in range(1000)], SIZE) is None
+    assert shelf.open_runs == 0
+
+
+async def test_who_ends_a_run_may_wait_until_it_is_left() -> None:
+    shelf = shelf_of()
+    shelf.add([shelved(PROMPT[:4], [7])], None)
+    run = match(shelf, PROMPT)
+    assert run is not None
+    waiting = asyncio.ensure_future(shelf.left(run))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    shelf.unpin(run)
+    await waiting
+    await shelf.left(run)
+
+
+# --- what the scheduler's half tells
+
+
+class Told:
+    """A `Shelving`, its shelf, and what it watches."""
+
+    def __init__(self, groups: int = 1) -> None:
+        self.watched: list[int] = []
+        self.shelving = Shelving(SIZE, self.watched.extend)
+        self.shelf = shelf_of(*(FULL,) * groups)
+
+    def step(self, *scheduled: tuple[str, int], blocks: Sequence[Sequence[int]] = ((),), **more: Sequence[str]) -> Step:
+        step = Step()
+        entries = [Scheduled(*entry) for entry in scheduled]
+        preempted = more.get("preempted", ())
+        self.shelving.build_step(step, entries, preempted=preempted, block_ids=lambda _: blocks)
+        self.shelf.take(step.reused)
+        self.shelf.add(step.shelved, None)
+        return step
+
+
+def test_each_block_is_told_once_and_watched() -> None:
+    told = Told()
+    told.shelving.add("r", prefix_keys(PROMPT[:14], SIZE))
+    told.step(("r", 6), blocks=[[5, 6]])
+    assert found(told.shelf, PROMPT) == (4, (5,))
+    assert told.watched == [5]
+    told.step(("r", 14), blocks=[[5, 6, 7, 8]])
+    assert found(told.shelf, PROMPT) == (12, (5, 6, 7))
+    assert told.watched == [5, 6, 7]
+    assert told.step(("r", 15), blocks=[[5, 6, 7, 8]]).shelved == []
+    told.shelving.add("same", prefix_keys(PROMPT[:16], SIZE))
+    step = told.step(("same", 16), blocks=[[5, 6, 7, 9]])
+    assert [one.block_tables for one in step.shelved] == [((9,),)], "what is known of its prefix is not told again"
+    assert found(told.shelf, PROMPT) == (16, (5, 6, 7, 9))
+
+
+def test_tables_have_null_blocks_in_front_of_a_window() -> None:
+    """Block 0 is one of all unless it is said to be that."""
+    told, watched = Told(groups=2), list[int]()
+    told.shelving = Shelving(SIZE, watched.extend, null_block=0)
+    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
+    (first,) = told.step(("r", 8), blocks=[[1, 2], [0, 3]]).shelved
+    assert first.block_tables == ((1, 2), (NO_BLOCK, 3))
+    assert watched == [1, 2, 3]
+    told = Told()
+    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
+    told.step(("r", 8), blocks=[[1, 0]])
+    assert found(told.shelf, PROMPT) == (8, (1, 0))
+
+
+def test_what_is_reused_leaves_with_the_next_step() -> None:
+    told = Told()
+    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
+    told.step(("r", 8), blocks=[[5, 6]])
+    told.shelving.reused(6)
+    told.shelving.reused(99)
+    assert told.shelving.must_tell
+    assert told.step().reused == (6,)
+    assert not told.shelving.must_tell
+    assert found(told.shelf, PROMPT) == (4, (5,))
+
+
+def test_a_preempted_prompt_is_told_anew() -> None:
+    told = Told()
+    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
+    told.step(("r", 8), blocks=[[5, 6]])
+    for block in (5, 6):
+        told.shelving.reused(block)
+    told.step(preempted=["r"])
+    assert found(told.shelf, PROMPT) is None
+    told.step(("r", 8), blocks=[[6, 5]])
+    assert found(told.shelf, PROMPT) == (8, (6, 5))
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
+    """Unless the prompt itself was never computed."""
+    told, tokens = Told(), PROMPT[:18]
+    told.shelving.add("r", prefix_keys(PROMPT[:9], SIZE))
+    told.step(("r", 9 if complete else 4), blocks=[[1, 2, 3]])
+    told.shelving.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    told.step()
+    assert found(told.shelf, PROMPT) == ((16, (1, 2, 3, 4)) if complete else (4, (1,)))
+    told.shelving.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    assert told.step().shelved == []

@@ -1,0 +1,210 @@
+"""KV events in both dialects: what engines have encoded is read, and no bytes do more than be refused."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded_events import SGLANG, VLLM
+
+from kvflow.core.prefix.events import (
+    BATCH_BYTES_MAX,
+    BLOCKS_MAX,
+    EVENTS_MAX,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    decode_batch,
+    encode_batch,
+)
+from kvflow.core.prefix.map import PrefixMap
+from kvflow.errors import ProtocolError
+
+pack = msgspec.msgpack.encode
+HASHES = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.binary(max_size=64))
+NAMES = st.none() | st.text(max_size=5)
+STORED = st.builds(
+    BlockStored,
+    block_hashes=st.lists(HASHES, max_size=4),
+    parent_block_hash=st.none() | HASHES,
+    token_ids=st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=9),
+    block_size=st.integers(1, 4),
+    lora_id=st.none() | st.integers(0, 9),
+    medium=NAMES,
+    lora_name=NAMES,
+    group_idx=st.none() | st.integers(0, 3),
+    kv_cache_spec_kind=NAMES,
+)
+REMOVED = st.builds(
+    BlockRemoved, block_hashes=st.lists(HASHES, max_size=4), medium=NAMES, group_idx=st.none() | st.integers(0, 3)
+)
+EVENTS = st.lists(st.one_of(STORED, REMOVED, st.just(AllBlocksCleared())), max_size=4)
+
+
+def test_what_vllm_has_encoded_is_read() -> None:
+    first, second, third = (bytes([number]) * 32 for number in range(3))
+    assert list(decode_batch(VLLM)) == [
+        BlockStored(
+            block_hashes=[first, second],
+            token_ids=list(range(100, 108)),
+            block_size=4,
+            medium="GPU",
+            extra_keys=[["salt"], None],
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
+        ),
+        BlockStored(
+            block_hashes=[third],
+            parent_block_hash=second,
+            token_ids=[108, 109, 110, 111],
+            block_size=4,
+            medium="GPU",
+            extra_keys=[[("picture", 1)]],
+            group_idx=0,
+        ),
+        BlockStored(
+            block_hashes=[(1 << 64) - 1],
+            token_ids=[1, 2, 3, 4],
+            block_size=4,
+            lora_id=1,
+            medium="CPU",
+            lora_name="adapter",
+        ),
+        BlockRemoved(block_hashes=[first], medium="GPU", group_idx=0),
+        AllBlocksCleared(),
+    ]
+
+
+def test_what_sglang_has_encoded_is_read_but_for_pages_of_pairs() -> None:
+    assert list(decode_batch(SGLANG)) == [
+        BlockStored(block_hashes=[-5, 7], token_ids=list(range(100, 108)), block_size=4, medium="GPU"),
+        BlockStored(
+            block_hashes=[9],
+            parent_block_hash=7,
+            token_ids=[108, 109, 110, 111],
+            block_size=4,
+            medium="GPU",
+            cache_salt="salt",
+        ),
+        BlockRemoved(block_hashes=[-5], medium="GPU"),
+        AllBlocksCleared(),
+    ]
+
+
+def test_arrays_of_older_engines_are_read_by_their_places() -> None:
+    stored: list[Any] = ["BlockStored", [1, b"two"], None, [5, 6], 1]
+    batch = [1.5, [stored, [*stored, None, "GPU"], ["BlockRemoved", [-1]], ["BlockRemoved", [-1], "GPU", 2, "new"]], 3]
+    told = BlockStored(block_hashes=[1, b"two"], token_ids=[5, 6], block_size=1)
+    assert list(decode_batch(pack(batch))) == [
+        told,
+        msgspec.structs.replace(told, medium="GPU"),
+        BlockRemoved(block_hashes=[-1]),
+        BlockRemoved(block_hashes=[-1], medium="GPU", group_idx=2),
+    ]
+    assert list(decode_batch(pack([1, [["AllBlocksCleared"]]]))) == [AllBlocksCleared()]
+
+
+@given(EVENTS, st.booleans())
+def test_what_is_encoded_is_read_again(events: list[Any], arrays: bool) -> None:
+    assert list(decode_batch(encode_batch(events, ts=1.5, data_parallel_rank=2, arrays=arrays))) == events
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"type": "BlockMoved", "block_hashes": []},
+        ["BlockMoved", []],
+        {"type": 7},
+        {},
+        [],
+        None,
+        "BlockStored",
+        {"type": "BlockRemoved"},
+        ["BlockStored", [1]],
+        {"type": "BlockRemoved", "block_hashes": [bytes(65)]},
+        {"type": "BlockRemoved", "block_hashes": [1.0]},
+        {"type": "BlockRemoved", "block_hashes": [0] * (BLOCKS_MAX + 1)},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 0},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": (1 << 64) - 1},
+        {
+            "type": "BlockStored",
+            "block_hashes": [1],
+            "token_ids": [1],
+            "block_size": 1,
+            "extra_keys": [[b"embeddings"]],
+        },
+    ],
+)
+def test_events_of_other_forms_are_passed_over(unknown: object) -> None:
+    cleared = {"type": "AllBlocksCleared", "new": {"deep": [1]}}
+    assert list(decode_batch(pack([1, [unknown, cleared]]))) == [AllBlocksCleared()]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\xc0",
+        b"\x93\x01",
+        pack([]),
+        pack(["now", []]),
+        pack([1, {}]),
+        pack({"ts": 1}),
+        pack([1, [], "rank"]),
+        b"\x92\x01\xdd\xff\xff\xff\xff",
+        pack([1, [None] * (EVENTS_MAX + 1)]),
+        b"\x92\x01\x91" + b"\x91" * 100_000 + b"\xc0",
+        b"\x91" * 100_000,
+        bytes(BATCH_BYTES_MAX + 1),
+    ],
+)
+def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+    with pytest.raises(ProtocolError, match=r"^KV events from tcp://peer:1: "):
+        decode_batch(payload, peer="tcp://peer:1")
+
+
+@pytest.mark.parametrize("name", ["block_hashes", "token_ids", "extra_keys", "unknown"])
+@pytest.mark.parametrize("entry", [b"\x90", b"\x80", b"\x01", b"\xc0"])
+def test_a_batch_of_the_largest_size_takes_memory_in_proportion(name: str, entry: bytes) -> None:
+    """Of 4 MiB, whatever they are: an empty list of one byte would be an object of 64."""
+    known = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1}
+    head = b"\x92\x01\x91\x85" + b"".join(pack(one) for item in known.items() if item[0] != name for one in item)
+    head = head.replace(b"\x85", b"\x84", 1) if name in known else head
+    entries = BATCH_BYTES_MAX - len(head) - len(pack(name)) - 5
+    payload = head + pack(name) + b"\xdd" + entries.to_bytes(4, "big") + entry * entries
+    tracemalloc.start()
+    try:
+        list(decode_batch(payload))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 4 * BATCH_BYTES_MAX
+
+
+@given(st.sampled_from([VLLM, SGLANG]), st.data())
+def test_no_forged_bytes_do_more_than_be_refused(recorded: bytes, data: st.DataObject) -> None:
+    forged, known = bytearray(recorded), PrefixMap(blocks_max=4)
+    for _ in range(data.draw(st.integers(1, 6))):
+        forged[data.draw(st.integers(0, len(forged) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(forged)))
+    for payload in (bytes(forged), bytes(forged[:cut])):
+        try:
+            for event in decode_batch(payload):
+                known.apply("holder", event)
+        except ProtocolError:
+            pass
+    assert known.blocks <= 4
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_at_all_do_more_than_be_refused(payload: bytes) -> None:
+    try:
+        list(decode_batch(payload))
+        list(decode_batch(b"\x92\x01\x91" + payload))
+    except ProtocolError:
+        pass

@@ -1,0 +1,278 @@
+"""`Subscriber` against a publisher that is played by hand: what is missed, replayed, forged, and who begins anew."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from event_publishers import WAIT_S, KnownMap, ScriptedPublisher, stored, until
+
+from kvflow.core.prefix.events import AllBlocksCleared, BlockStored
+from kvflow.errors import ConfigError, UsageError
+from kvflow.kv_events import EventSource, PrefixMap, SourceStatistics, Subscriber
+
+
+def of(subscriber: Subscriber) -> SourceStatistics:
+    return subscriber.statistics()["engine"]
+
+
+async def test_what_was_published_before_is_replayed_and_what_comes_then_is_heard() -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        assert await publisher.replayed((0, stored(1)), (1, stored(2, 1))) == 0
+        await until(lambda: known.has(1, 2))
+        await publisher.send(2, stored(3, 2))
+        await until(lambda: known.has(1, 2, 3) and of(subscriber).sequence == 2)
+        found = of(subscriber)
+    assert found == SourceStatistics(connected=True, sequence=2, batches=3, replays=1)
+
+
+@pytest.mark.parametrize("topics", [True, False])
+async def test_a_gap_is_replayed_with_a_topic_frame_and_without(topics: bool) -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        await publisher.replayed(topics=topics)
+        await publisher.send(0, stored(1))
+        await until(lambda: known.has(1))
+        await publisher.send(3, stored(4, 3))
+        assert await publisher.replayed((1, stored(2, 1)), (2, stored(3, 2)), topics=topics) == 1
+        await until(lambda: known.has(1, 2, 3, 4))
+        assert of(subscriber).forgotten == 0
+
+
+async def test_what_comes_live_and_by_a_replay_is_taken_once() -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        client, _ = await publisher.asked()
+        for number in range(2):
+            await publisher.send(number, stored(number))
+        await publisher.answer(client, [(0, stored(0)), (1, stored(1)), (2, AllBlocksCleared())])
+        await publisher.send(2, AllBlocksCleared())
+        await publisher.send(3, stored(3))
+        await until(lambda: of(subscriber).sequence == 3)
+        assert (known.has(3), known.blocks, of(subscriber).batches, of(subscriber).forgotten) == (True, 1, 4, 0)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_gap_that_no_replay_closes_forgets_what_was_told(kept: bool) -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        await publisher.replayed()
+        await publisher.send(0, stored(1))
+        await until(lambda: known.has(1))
+        await publisher.send(5, stored(6))
+        assert await publisher.replayed(*([(4, stored(5))] if kept else [])) == 1
+        await until(lambda: known.has(6))
+        assert [known.has(1), known.has(5)] == [False, kept]
+        assert of(subscriber).forgotten == 1
+
+
+async def test_without_replays_a_gap_forgets() -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source(replays=False)]) as subscriber:
+        await publisher.subscribed()
+        await publisher.send(7, stored(1))
+        await until(lambda: known.has(1))
+        assert of(subscriber).forgotten == 0, "nothing had been told before"
+        await publisher.send(9, stored(2))
+        await until(lambda: known.has(2))
+        assert (known.has(1), of(subscriber).forgotten, of(subscriber).replays) == (False, 1, 0)
+
+
+async def test_what_a_replay_loses_is_asked_for_again() -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        await publisher.replayed((0, stored(1)), (2, stored(3, 2)))
+        assert await publisher.replayed((1, stored(2, 1)), (2, stored(3, 2))) == 1
+        await until(lambda: known.has(1, 2, 3))
+        assert (of(subscriber).forgotten, of(subscriber).replays) == (0, 2)
+
+
+async def test_a_replay_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvflow.kv_events.following.REPLAY_S", 0.0)
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        await publisher.send(0, stored(1))
+        await until(lambda: known.has(1))
+        await publisher.send(2, stored(3))
+        await until(lambda: known.has(3))
+        assert (known.has(1), of(subscriber).forgotten) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    "answer", [[b"", b"1", b"2"], [b""], [b"", b"", b"", b"", b"", b""], [b"", b"\x80" + bytes(7), b""]]
+)
+async def test_an_answer_that_is_none_ends_a_replay(answer: list[bytes]) -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        client, _ = await publisher.asked()
+        await publisher.replays.send_multipart([client, *answer])
+        await publisher.send(0, stored(1))
+        await until(lambda: known.has(1))
+        assert of(subscriber).refused == 1
+
+
+async def test_a_publisher_that_was_restarted_under_its_address_begins_anew() -> None:
+    """Its next number is the one that would have come from the one before."""
+    known = KnownMap()
+    async with ScriptedPublisher() as first, Subscriber(known, [first.source()]) as subscriber:
+        await first.subscribed()
+        await first.replayed((0, stored(1)))
+        await until(lambda: known.has(1))
+        await first.__aexit__(None, None, None)
+        await until(lambda: not known.blocks)
+        assert not of(subscriber).connected
+        async with ScriptedPublisher(first.endpoint, first.replay_endpoint) as second:
+            await second.subscribed()
+            assert await second.replayed((0, stored(7))) == 0
+            await second.send(1, stored(8, 7))
+            await until(lambda: known.has(7, 8))
+            assert (known.blocks, of(subscriber).connected, of(subscriber).forgotten) == (2, True, 1)
+
+
+async def test_numbers_that_begin_again_over_one_connection_begin_anew() -> None:
+    """As through a proxy, which a publisher's restart does not disconnect."""
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source(replays=False)]) as subscriber:
+        await publisher.subscribed()
+        for number in range(3):
+            await publisher.send(number, stored(number))
+        await until(lambda: known.has(2))
+        await publisher.send(0, stored(7))
+        await until(lambda: known.has(7) and of(subscriber).batches == 4)
+        assert (known.blocks, of(subscriber).sequence, of(subscriber).forgotten) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b""], [b"", b"7", b""], [b"", bytes(8), b"", b"", b""], [b"", b"\xff" * 8, b""], [b"", b"\x80" + bytes(7), b""]],
+)
+async def test_messages_of_other_forms_are_counted_and_nothing_else(frames: list[bytes]) -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        await publisher.replayed((0, stored(1)))
+        await publisher.events.send_multipart(frames)
+        await publisher.send(1, stored(2, 1))
+        await until(lambda: known.has(1, 2))
+        assert (of(subscriber).refused, of(subscriber).forgotten) == (1, 0)
+
+
+async def test_a_batch_that_is_none_may_have_told_anything_so_all_is_forgotten() -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
+        await publisher.subscribed()
+        await publisher.replayed((0, stored(1)))
+        await publisher.events.send_multipart([b"", (1).to_bytes(8, "big"), b"\xc1"])
+        await publisher.send(2, stored(3))
+        await until(lambda: known.has(3))
+        assert (known.has(1), of(subscriber).refused, of(subscriber).forgotten) == (False, 1, 1)
+
+
+async def test_other_topics_are_not_heard() -> None:
+    known = KnownMap()
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source(replays=False, topic="kv")]):
+        await publisher.subscribed()
+        await publisher.send(0, stored(1), topic=b"load")
+        await publisher.send(0, stored(2), topic=b"kv")
+        await until(lambda: known.has(2))
+        assert known.blocks == 1
+
+
+async def test_a_huge_batch_lets_the_loop_go_on() -> None:
+    """Of 100 events, and of 8,000 blocks in one: between two turns few are taken in."""
+    known, most = KnownMap(), 0
+    many = BlockStored(block_hashes=list(range(8000)), token_ids=[7] * 128_000, block_size=16)
+
+    async def watch() -> None:
+        nonlocal most
+        before = 0
+        while True:
+            before, most = known.blocks, max(most, known.blocks - before)
+            await asyncio.sleep(0)
+
+    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source(replays=False)]):
+        await publisher.subscribed()
+        await publisher.send(0)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch())
+            await publisher.send(1, *[stored(number) for number in range(100)], many)
+            await until(lambda: known.blocks == 8100)
+            watching.cancel()
+    assert 0 < most <= 64
+
+
+async def test_several_engines_are_told_apart_and_leave_no_task_behind() -> None:
+    known, before = KnownMap(), asyncio.all_tasks()
+    async with ScriptedPublisher() as one, ScriptedPublisher() as other:
+        sources = [one.source(), EventSource(holder="other", endpoint=other.endpoint)]
+        async with Subscriber(known, sources) as subscriber:
+            await other.subscribed()
+            await other.send(0, stored(1))
+            await until(lambda: known.blocks)
+            assert not known.has(1)
+            assert set(subscriber.statistics()) == {"engine", "other"}
+            assert len(asyncio.all_tasks()) == len(before) + 2
+        assert asyncio.all_tasks() == before
+
+
+async def test_cancelling_the_block_ends_its_tasks_wherever_they_are() -> None:
+    before = asyncio.all_tasks()
+    async with ScriptedPublisher() as publisher:
+        inside = asyncio.Event()
+
+        async def follow() -> None:
+            async with Subscriber(PrefixMap(), [publisher.source()]):
+                inside.set()
+                await asyncio.get_running_loop().create_future()
+
+        task = asyncio.create_task(follow())
+        await inside.wait()
+        await publisher.subscribed()
+        await publisher.asked()  # it waits for a replay
+        task.cancel()
+        await asyncio.wait([task], timeout=WAIT_S)
+        assert task.cancelled()
+        assert asyncio.all_tasks() == before
+
+
+async def test_an_error_in_the_block_is_raised_as_it_is() -> None:
+    with pytest.raises(KeyError):
+        async with ScriptedPublisher() as publisher, Subscriber(PrefixMap(), [publisher.source()]):
+            raise KeyError
+
+
+async def test_a_map_that_fails_ends_the_block_and_says_why() -> None:
+    class Failing(PrefixMap):
+        def steps(self, holder: str, event: object) -> None:  # type: ignore[override]
+            raise RuntimeError("of the map")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        async with ScriptedPublisher() as publisher, Subscriber(Failing(), [publisher.source()]):
+            await publisher.subscribed()
+            await publisher.replayed((0, stored(1)))
+            await asyncio.get_running_loop().create_future()
+    assert raised.group_contains(RuntimeError, match="of the map")
+
+
+async def test_nonsense_is_refused_by_name_and_a_subscriber_is_entered_once() -> None:
+    source = EventSource(holder="engine", endpoint="tcp://127.0.0.1:1")
+    for wrong in (None, [None], [source, source], [EventSource(holder=7, endpoint="")]):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            Subscriber(PrefixMap(), wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="prefix_map"):
+        Subscriber(None, [source])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nowhere"):
+        async with Subscriber(PrefixMap(), [source, EventSource(holder="b", endpoint="nowhere")]):
+            pass
+    subscriber = Subscriber(PrefixMap(), [source])
+    async with subscriber:
+        with pytest.raises(UsageError):
+            await subscriber.__aenter__()

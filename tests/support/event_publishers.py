@@ -1,0 +1,107 @@
+"""A publisher of KV events that a test plays frame by frame, and a map that is asked by tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+
+from kvflow import prefix_keys
+from kvflow.core.prefix.events import BlockStored, KVEvent, encode_batch
+from kvflow.kv_events import EventSource, PrefixMap
+
+WAIT_S = 60
+END = b"\xff" * 8
+
+
+def stored(number: int, parent: int | None = None) -> BlockStored:
+    """One block, whose name and token are that number."""
+    return BlockStored(block_hashes=[number], parent_block_hash=parent, token_ids=[number], block_size=1, medium="GPU")
+
+
+class KnownMap(PrefixMap):
+    """Asked by the tokens of prompts of `stored` blocks."""
+
+    def has(self, *numbers: int) -> bool:
+        """Whether the prompt of these tokens is known as a whole."""
+        found = dict(self.holders(prefix_keys(numbers, 1), 1))
+        return found.get("engine") == len(numbers)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Step the loop until it holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+class ScriptedPublisher:
+    """Both of a publisher's sockets; that of the events says when somebody has subscribed."""
+
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", replay_endpoint: str = "tcp://127.0.0.1:0") -> None:
+        context = zmq.asyncio.Context.instance()
+        self.events, self.replays = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
+
+    async def __aenter__(self) -> Self:
+        self.endpoint = await self._bind(self.events, self.endpoint)
+        self.replay_endpoint = await self._bind(self.replays, self.replay_endpoint)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.events.close(0)
+        self.replays.close(0)
+
+    @staticmethod
+    async def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
+        """A port that was just given up may take a moment to be free."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    socket.bind(endpoint)
+                    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EADDRINUSE:
+                        raise
+                    await asyncio.sleep(0)
+
+    def source(self, *, replays: bool = True, topic: str = "") -> EventSource:
+        replay_endpoint = self.replay_endpoint if replays else None
+        return EventSource(holder="engine", endpoint=self.endpoint, replay_endpoint=replay_endpoint, topic=topic)
+
+    async def subscribed(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            assert (await self.events.recv()).startswith(b"\x01")
+
+    async def send(self, number: int, *events: KVEvent, topic: bytes = b"") -> None:
+        await self.events.send_multipart([topic, number.to_bytes(8, "big"), encode_batch(events, ts=1.5)])
+
+    async def asked(self) -> tuple[bytes, int]:
+        """The client of a replay, and from where on."""
+        async with asyncio.timeout(WAIT_S):
+            client, empty, start = await self.replays.recv_multipart()
+        assert empty == b""
+        return client, int.from_bytes(start, "big")
+
+    async def answer(
+        self, client: bytes, batches: Iterable[tuple[int, KVEvent]] = (), *, topics: bool = True, end: bool = True
+    ) -> None:
+        """With a frame for the topic, or without, as older SGLang answers."""
+        topic = [b""] if topics else []
+        for number, event in batches:
+            payload = encode_batch([event], ts=1.5)
+            await self.replays.send_multipart([client, b"", *topic, number.to_bytes(8, "big"), payload])
+        if end:
+            await self.replays.send_multipart([client, b"", *topic, END, b""])
+
+    async def replayed(self, *batches: tuple[int, KVEvent], topics: bool = True) -> int:
+        """Answer the next question; where it began."""
+        client, start = await self.asked()
+        await self.answer(client, batches, topics=topics)
+        return start

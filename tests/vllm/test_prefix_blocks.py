@@ -1,0 +1,287 @@
+"""vLLM's own scheduler and block pool, without a server: a shelf never names a block that holds something else.
+
+What lies in each block is played: a step writes the tokens that it computes, each with all tokens before it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvflow.connector.scheduler import PagedGroup
+from kvflow.connector.shelf import PagedShelf
+from kvflow.core.prefix.keys import prefix_keys
+from kvflow.runtime.prefix.shelf import Run
+from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata
+from tests.vllm.servers import KVFLOW, MODELS, NAME
+
+BLOCK_SIZE, CHUNK, WINDOW = 16, 48, 40
+Content = tuple[int, ...]
+"""What a slot of a token holds: all tokens up to it."""
+
+
+def config_of(*, share: bool = True, **changes: Any) -> VllmConfig:
+    transfer = {**KVFLOW, "kv_role": "kv_both", "kv_connector_extra_config": {"model": NAME, "share_prefixes": share}}
+    return EngineArgs(
+        model=str(MODELS / "full"),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=True,
+        kv_transfer_config=KVTransferConfig(**transfer),
+        **{"async_scheduling": False, **changes},
+    ).create_engine_config()
+
+
+class Engine:
+    """A scheduler, and a worker that has its steps in turn; `behind` are computed late, as with async scheduling."""
+
+    def __init__(self, config: VllmConfig, blocks: int, *, windows: bool, behind: int) -> None:
+        config.cache_config.num_gpu_blocks = blocks
+        shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["layers.0"], FullAttentionSpec(**shape))]
+        if windows:
+            groups.append(KVCacheGroupSpec(["layers.1"], SlidingWindowSpec(**shape, sliding_window=WINDOW)))
+        cache = KVCacheConfig(blocks, [], groups)
+        hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
+        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK_SIZE)
+        assert isinstance(self.scheduler.connector, KVFlowConnector)
+        self.connector = self.scheduler.connector
+        self.shelf = PagedShelf([PagedGroup(group.facts) for group in self.connector._groups], BLOCK_SIZE)
+        self.content: dict[int, list[Content | None]] = {}
+        """Of each block, what its slots hold."""
+        self.behind = behind
+        self.flying: list[tuple[SchedulerOutput, list[Any]]] = []
+        self.reading: list[tuple[Run, list[int]]] = []
+        """Runs that peers read, and their prompts."""
+        self.revoked = 0
+        self.prompts: list[list[int]] = []
+        self.steps = 0
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def add(self, name: str, prompt: list[int], answer: int) -> None:
+        sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
+        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self.hasher))
+        self.prompts.append(prompt)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests() or bool(self.flying)
+
+    def step(self) -> None:
+        """Schedule a step, and compute the oldest of those that are not, once more than `behind` are not."""
+        self.steps += 1
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.flying.append((output, self._writes(output)))
+        if self.flying and (len(self.flying) > self.behind or not self.scheduler.has_requests()):
+            self._compute(*self.flying.pop(0))
+
+    def _writes(self, output: SchedulerOutput) -> list[Any]:
+        """What a step will write, by block and slot."""
+        found = []
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, count in output.num_scheduled_tokens.items():
+            request, tables = self.scheduler.requests[name], self.scheduler.kv_cache_manager.get_block_ids(name)
+            for at in range(starts[name], starts[name] + count):
+                for table in tables:
+                    block = table[at // BLOCK_SIZE]
+                    if block != 0:
+                        found.append((block, at % BLOCK_SIZE, name, at, request))
+        return found
+
+    def _compute(self, output: SchedulerOutput, writes: list[Any]) -> None:
+        assert isinstance(output.kv_connector_metadata, KVFlowMetadata)
+        step = output.kv_connector_metadata.step
+        for run in self.shelf.take(step.reused):
+            self.revoked += 1
+            self.reading = [entry for entry in self.reading if entry[0] is not run]
+            self.shelf.unpin(run)
+        for block, slot, _, at, request in writes:
+            tokens = tuple(request.all_token_ids[: at + 1])
+            if len(tokens) <= at:  # a token that is sampled by a step that has not come back
+                tokens = (*tokens, *([-1] * (at + 1 - len(tokens))))
+            self.content.setdefault(block, [None] * BLOCK_SIZE)[slot] = tokens
+        self.shelf.add(step.shelved, None)
+        self.look()
+        names = list(output.num_scheduled_tokens)
+        sampled = [[7] if self._complete(name) else [] for name in names]
+        index = {name: at for at, name in enumerate(names)}
+        ran = ModelRunnerOutput(names, index, sampled, kv_connector_output=KVConnectorOutput())
+        self.scheduler.update_from_output(output, ran)
+
+    def _complete(self, name: str) -> bool:
+        request = self.scheduler.requests.get(name)
+        return request is not None and request.num_computed_tokens >= request.num_tokens
+
+    def look(self) -> None:
+        """What the shelf has of each prompt is what lies there, also of what peers are still reading."""
+        for run, prompt in self.reading:
+            self.check(run, prompt)
+
+    def ask(self, prompt: list[int], key_tokens: int = BLOCK_SIZE) -> Run | None:
+        run = self.shelf.match(prefix_keys(prompt, key_tokens), key_tokens)
+        if run is not None:
+            self.check(run, prompt)
+            self.reading.append((run, prompt))
+        return run
+
+    def check(self, run: Run, prompt: list[int]) -> None:
+        ids: Any = run.block_ids
+        tables = [ids] if isinstance(ids[0], int) else ids
+        for group, table in zip(self.connector._groups, tables, strict=True):
+            first = group.facts.first_needed(run.num_tokens) // BLOCK_SIZE
+            assert len(table) == run.num_tokens // BLOCK_SIZE - first
+            for nth, block in enumerate(table, first):
+                for slot in range(BLOCK_SIZE):
+                    at = nth * BLOCK_SIZE + slot
+                    assert self.content[block][slot] == tuple(prompt[: at + 1]), f"block {block} of token {at}"
+
+
+@contextmanager
+def engine_of(config: VllmConfig, blocks: int, *, windows: bool = False, behind: int = 0) -> Iterator[Engine]:
+    with set_current_vllm_config(config):
+        made = Engine(config, blocks, windows=windows, behind=behind)
+        yield made
+        made.scheduler.shutdown()
+
+
+def tokens_of(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(8, 2000) for _ in range(count)]
+
+
+def run_all(engine: Engine) -> None:
+    while engine.has_work():
+        engine.step()
+        assert engine.steps < 20_000
+
+
+@pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
+@pytest.mark.parametrize("behind", [0, 1], ids=["in turn", "behind"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_run_is_of_blocks_that_hold_something_else(seed: int, behind: int, windows: bool) -> None:
+    """Prompts with common beginnings, in a cache too small for them: evicted, preempted, aborted, reset."""
+    rng = random.Random(seed)
+    stems = [tokens_of(rng, rng.randrange(60, 200)) for _ in range(3)]
+    with engine_of(config_of(), 40, windows=windows, behind=behind) as engine:
+        free = engine.pool.get_num_free_blocks()
+        found, longest = 0, 0
+        for nth in range(60):
+            stem = rng.choice(stems)
+            prompt = stem[: rng.randrange(20, len(stem))] + tokens_of(rng, rng.randrange(1, 60))
+            engine.add(f"r{nth}", prompt, rng.choice((1, 5, 40)))
+            for _ in range(rng.randrange(0, 12)):
+                engine.step()
+                run = engine.ask(rng.choice(engine.prompts), rng.choice((BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE // 2)))
+                found += run is not None
+                longest = max(longest, 0 if run is None else run.num_tokens)
+                while len(engine.reading) > 3:
+                    engine.shelf.unpin(engine.reading.pop(0)[0])
+            if rng.random() < 0.15:
+                engine.abort(f"r{nth}")
+            if rng.random() < 0.05:
+                engine.scheduler.reset_prefix_cache(reset_running_requests=False)
+        run_all(engine)
+        assert found > 50
+        assert longest >= 4 * BLOCK_SIZE
+        assert engine.revoked > 0, "no block was reused that a peer read: this test has shown nothing"
+        assert engine.pool.get_num_free_blocks() == free, "a block is kept for a peer"
+
+
+def test_everything_that_the_pool_has_is_on_the_shelf_too() -> None:
+    """Also of an answer, for who goes on with the conversation; and an idle engine says so as a busy one does."""
+    rng = random.Random(1)
+    with engine_of(config_of(), 64) as engine:
+        prompt = tokens_of(rng, 100)
+        engine.add("a", prompt, 40)
+        engine.step()
+        assert engine.ask(prompt) is not None, "a chunk of it"
+        run_all(engine)
+        run = engine.ask([*prompt, *[7] * 40])
+        assert run is not None
+        assert run.num_tokens == 128  # of 139 tokens that were computed
+        assert engine.ask(tokens_of(rng, 100)) is None
+
+
+def test_a_reset_leaves_nothing_on_the_shelf_and_takes_one_step_of_an_idle_engine() -> None:
+    rng = random.Random(2)
+    with engine_of(config_of(), 64) as engine:
+        prompt = tokens_of(rng, 100)
+        engine.add("a", prompt, 1)
+        run_all(engine)
+        run = engine.ask(prompt)
+        assert run is not None
+        assert not engine.has_work()
+        assert engine.scheduler.reset_prefix_cache()
+        assert engine.has_work(), "its workers have to be told"
+        steps = engine.steps
+        run_all(engine)
+        assert engine.steps == steps + 1
+        assert engine.revoked == 1
+        assert engine.ask(prompt) is None
+
+
+def test_readers_change_nothing_for_the_engine_s_own_requests() -> None:
+    """The same requests through a small cache, with a reader of everything and without: the same steps."""
+
+    def played(*, read: bool) -> tuple[list[dict[str, int]], int]:
+        rng, steps = random.Random(3), []
+        with engine_of(config_of(share=read), 30) as engine:
+            for nth in range(25):
+                engine.add(f"r{nth}", tokens_of(rng, 150), 20)
+                while engine.scheduler.has_requests() and (nth == 24 or len(engine.scheduler.requests) > 2):
+                    output = engine.scheduler.schedule()
+                    steps.append(dict(output.num_scheduled_tokens))
+                    engine._compute(output, engine._writes(output))
+                    if read:
+                        for prompt in engine.prompts[-3:]:
+                            engine.ask(prompt)
+            assert engine.revoked > 20 or not read, "nothing was taken from a reader: this test has shown nothing"
+            return steps, engine.pool.get_num_free_blocks()
+
+    assert played(read=True) == played(read=False)
+
+
+def test_nothing_is_told_where_nothing_is_shared() -> None:
+    with engine_of(config_of(share=False), 64) as engine:
+        engine.add("a", tokens_of(random.Random(4), 100), 4)
+        while engine.scheduler.has_requests():
+            output = engine.scheduler.schedule()
+            assert isinstance(output.kv_connector_metadata, KVFlowMetadata)
+            step = output.kv_connector_metadata.step
+            assert (step.reused, step.shelved, step.questions) == ((), [], [])
+            engine._compute(output, [])
+        assert not engine.pool._reuse_watchers
