@@ -1,8 +1,8 @@
 """What routers and workers say to each other: in the demo over a socket, in the server over HTTP, in Ray by handles.
 
     PrefillRequest -> PrefillReply once the prompt is computed, or a Failure
-    DecodeRequest  -> once the blocks are loaded each Step, or a Failure; before that an Again for each prefill worker that
-                      did not give its blocks
+    DecodeRequest  -> once the blocks are loaded each Step, or a Failure; before that an Again for each prefill
+                      worker that did not give its blocks
 
 Both may be asked at once, and meet by the request id, which nobody else knows: so the server does it. The demo asks one
 after the other, and hears more of both:
