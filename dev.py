@@ -129,18 +129,16 @@ def gpu(options: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wheels", default=os.environ.get("KVFLOW_GPU_WHEELS"), type=Path)
     given, options = parser.parse_known_args(options)
-    if not (
-        {"cpu", "--device=cpu"} & set(options) or shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))
-    ):
+    has_device = shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))
+    if not has_device and not {"cpu", "--device=cpu"} & set(options):
         print("gpu: nothing was run: this machine shows no NVIDIA device (--device cpu tries the experiments' code)")
         return 0
     return run_tests(with_wheels(given.wheels) if given.wheels else ensure(MAIN, DEV), "tests/gpu", options)
 
 
 def lint(options: list[str]) -> int:
-    python = ensure(MAIN, DEV)
     checks = ("ruff", "check", ".", *options), ("ruff", "format", "--check", "."), ("codespell_lib",)
-    return next((code for words in checks if (code := run(python, "-m", *words))), 0)
+    return next((code for words in checks if (code := run(ensure(MAIN, DEV), "-m", *words))), 0)
 
 
 def docs(options: list[str]) -> int:

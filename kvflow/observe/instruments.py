@@ -43,6 +43,16 @@ def _stored(now: RuntimeStatistics) -> Mapping[str, float]:
     return {} if now.store is None else {outcome: getattr(now.store, outcome) for outcome in _STORE_OUTCOMES}
 
 
+def _prefix_questions(now: RuntimeStatistics) -> Mapping[str, float]:
+    outcomes = () if now.sharing is None else ("found", "missed", "busy", "failed", "reclaimed")
+    return {outcome: getattr(now.sharing, outcome) for outcome in outcomes}
+
+
+def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
+    pulls = now.prefixes
+    return {} if pulls is None else {"hit": pulls.hits, "miss": pulls.pulls - pulls.hits}
+
+
 # What is shown of `Runtime.statistics()`: name, help, label beside `LABELS`, and the values by that label.
 _BLOCK_USES = ("free", "leased", "in_flight", "quarantined")
 _STORE_OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
@@ -60,6 +70,12 @@ GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
     ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _store_bytes),
+    (
+        "kvflow_prefix_pinned_blocks",
+        "Blocks pinned for readers of prefixes.",
+        "",
+        lambda now: {"": now.sharing.pinned_blocks} if now.sharing else {},
+    ),
     ("kvflow_store_entries", "Entries stored.", "", lambda now: {"": now.store.entries} if now.store else {}),
 )
 COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
@@ -80,6 +96,14 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
         lambda now: {"": now.loading.sources_left if now.loading else 0},
     ),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _messages),
+    ("kvflow_prefix_questions", "Questions of peers for prefixes, and runs taken back.", "outcome", _prefix_questions),
+    ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
+    (
+        "kvflow_prefix_tokens",
+        "Tokens that were pulled instead of computed.",
+        "",
+        lambda now: {"": now.prefixes.tokens} if now.prefixes else {},
+    ),
     ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _stored),
     (
         "kvflow_store_evictions",

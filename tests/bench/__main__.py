@@ -13,6 +13,7 @@ from tests.bench.flow.scenario import Flow
 from tests.bench.never_idle import NeverIdle
 from tests.bench.peers.scenario import Peers
 from tests.bench.planning import Planning
+from tests.bench.prefixes import Prefixes
 from tests.bench.profiling import Profile
 from tests.bench.surviving import Surviving
 from tests.bench.verifying import Verifying
@@ -20,6 +21,7 @@ from tests.bench.verifying import Verifying
 SCENARIOS: dict[str, type[Scenario]] = {
     "peers": Peers,
     "planning": Planning,
+    "prefixes": Prefixes,
     "profile": Profile,
     "surviving": Surviving,
     "verifying": Verifying,

@@ -28,6 +28,7 @@ SMALLEST = {
     "topology": "--size 1 --rounds 2 --layers 2",
     "fairness": "--size 256 --rounds 1",
     "planning": "--repeats 3",
+    "prefixes": "--rounds 2 --questions 2 --pulls 4 --prefix-blocks 2 --unknown-keys 2000",
     "profile": "--alone 20 --burst 40 --rounds 1 --functions 5 --busy-cores 1",
     "verifying": "--sizes 1,16 --rounds 2 --layers 2",
     "surviving": "--size-mb 8 --moments 2 --rounds 2",

@@ -217,15 +217,19 @@ async def test_the_rest_comes_from_the_next_source() -> None:
 async def test_what_is_pinned_is_bounded_and_each_block_counts_once() -> None:
     async with fleet(pinned_blocks_max=4) as them:
         (holder,) = them.holders
+        other = [7] * 8 * TOKENS
         holder.shelf.put(PROMPT, list(range(8)))
-        offers = [await them.reader.runtime.seek_prefix(them.request()) for _ in range(3)]
-        assert [one.num_tokens for (one,) in offers[:1]] == [4 * TOKENS]
-        assert offers[1:] == [(), ()]
-        assert holder.sharing.statistics.busy == 2
-        assert await them.reader.runtime.release_blocks(offers[0][0].ticket)
+        holder.shelf.put(other, list(range(8, 16)))
+        (first,), (second,) = [await them.reader.runtime.seek_prefix(them.request()) for _ in range(2)]
+        assert first.num_tokens == second.num_tokens == 4 * TOKENS
+        assert holder.sharing.pinned_blocks == 4
+        asked = them.request(keys=prefix_keys(other, TOKENS))
+        assert await them.reader.runtime.seek_prefix(asked) == ()
+        assert holder.sharing.statistics.busy == 1
+        for offer in (first, second):
+            assert await them.reader.runtime.release_blocks(offer.ticket)
         await them.assert_nothing_pinned()
-        report = await them.pull()
-        assert report.num_tokens == 4 * TOKENS
+        assert (await them.pull(keys=prefix_keys(other, TOKENS))).num_tokens == 4 * TOKENS
 
 
 async def test_many_pull_one_prefix_at_once() -> None:

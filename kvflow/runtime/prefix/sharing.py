@@ -166,10 +166,10 @@ class SharedPrefixes:
             return refusal(f"keys of a prefix: {len(question.keys)} bytes, expected a multiple of {size}")
         if self._closed:
             return _MISS
-        room = self._tokens_in(self._pinned_max - self._pinned) // question.key_tokens
-        if room < 1 or len(self._runs) >= _RUNS_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
+        most = self._tokens_in(self._pinned_max) // question.key_tokens
+        if most < 1 or len(self._runs) >= _RUNS_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
             return self._counted("busy")
-        del keys[room:]
+        del keys[most:]
         try:
             found = self._shelf.match(keys, question.key_tokens)
         except Exception as error:  # noqa: BLE001 - an engine's own code: whatever it is, the reader gets a miss

@@ -1,0 +1,77 @@
+"""Prefixes over real NIXL: pulled from a live cache, and what a reader sees whose source goes away meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvflow import PrefixRequest, Run, prefix_keys
+from kvflow.testing import BlockShelf, CacheSize, NixlPair, assert_loaded, nixl_pair
+
+WAIT_S = 60.0
+TOKENS = 16
+SIZE = CacheSize(layers=4, num_blocks=512, block_size=TOKENS, kv_heads=4, head_size=64)
+PROMPT = list(range(400 * TOKENS))
+THEIRS = list(range(500, 100, -1))
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[NixlPair]:
+    async with nixl_pair(size=SIZE) as pair:
+        yield pair
+
+
+def request(pair: NixlPair, blocks: int = 400) -> PrefixRequest:
+    return PrefixRequest(
+        "req",
+        prefix_keys(PROMPT[: blocks * TOKENS], TOKENS),
+        TOKENS,
+        block_ids=list(range(blocks)),
+        peers=[pair.producer.runtime.address],
+        answer_within_s=WAIT_S,
+    )
+
+
+async def test_a_prefix_is_pulled_from_a_live_cache(pair: NixlPair) -> None:
+    shelf = BlockShelf(TOKENS)
+    shelf.put(PROMPT, THEIRS)
+    pair.producer.runtime.share(shelf, pinned_blocks_max=400)
+    report = await pair.consumer.runtime.pull_prefix(request(pair))
+    assert_loaded(pair.consumer.cache, range(400), pair.producer.cache, THEIRS)
+    assert (report.num_tokens, report.bytes) == (400 * TOKENS, 400 * pair.producer.layout.block_size_bytes)
+    async with asyncio.timeout(WAIT_S):
+        while +shelf.pins:
+            await pair.producer.runtime.drain(WAIT_S)
+
+
+async def test_blocks_that_their_owner_takes_back_while_they_are_read_are_a_miss(pair: NixlPair) -> None:
+    """It writes to them at once: what was read of that is never reported."""
+
+    class Reclaiming(BlockShelf):
+        """Its owner takes everything back as soon as it was offered, and uses the blocks for something else."""
+
+        def match(self, keys: object, key_tokens: int) -> Run | None:
+            asyncio.get_running_loop().call_soon(take_back)
+            return super().match(keys, key_tokens)  # type: ignore[arg-type]
+
+    def take_back() -> None:
+        assert sharing.reclaim(400) == 400
+        for layer in pair.producer.kv_caches.values():
+            layer.fill_(7.0)
+
+    shelf = Reclaiming(TOKENS)
+    shelf.put(PROMPT, THEIRS)
+    sharing = pair.producer.runtime.share(shelf, pinned_blocks_max=400)
+    report = await pair.consumer.runtime.pull_prefix(request(pair))
+    assert (report.num_tokens, sharing.statistics.reclaimed) == (0, 1)
+    assert not +shelf.pins
+
+
+async def test_a_holder_that_is_gone_is_a_miss(pair: NixlPair) -> None:
+    asked = request(pair, 4)
+    await pair.producer.runtime.aclose()
+    report = await pair.consumer.runtime.pull_prefix(asked)
+    assert report.num_tokens == 0
+    assert pair.producer.runtime.config.listen_host in report.answers[0].why
