@@ -130,17 +130,17 @@ def end_a_prefix_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PREFIX_MUTATIONS = {
     # As in `test_mutations.MUTATIONS`.
-    "believe_a_seal_seen_meanwhile": (believe_a_seal_seen_meanwhile, "I9", 1),
+    "believe_a_seal_seen_meanwhile": (believe_a_seal_seen_meanwhile, "I9", 87),
     "unpin_as_soon_as_it_is_leased": (unpin_as_soon_as_it_is_leased, "I9", 1),
     "reclaim_without_revoking": (reclaim_without_revoking, "I9", 1),
     "revoke_without_unpinning": (revoke_without_unpinning, "I9", 1),
-    "read_from_the_next_too_early": (read_from_the_next_too_early, "I1 I5", 1),
-    "leave_the_salt_out": (leave_the_salt_out, "I9", 1),
+    "read_from_the_next_too_early": (read_from_the_next_too_early, "I1 I5", 385),
+    "leave_the_salt_out": (leave_the_salt_out, "I9", 5),
     "count_a_block_too_many": (count_a_block_too_many, "I9", 1),
-    "count_what_loads_count": (count_what_loads_count, "I9", 1),
-    "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", 1),
-    "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", 1),
-    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 1),
-    "say_that_blocks_are_safe": (say_that_blocks_are_safe, "I1", 1),
-    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I9", 1),
+    "count_what_loads_count": (count_what_loads_count, "I9", 19),
+    "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", 19),
+    "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", 246),
+    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 22),
+    "say_that_blocks_are_safe": (say_that_blocks_are_safe, "I1", 151),
+    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I9", 147),
 }

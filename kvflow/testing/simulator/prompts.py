@@ -1,6 +1,6 @@
-"""Prompts that have beginnings in common, and what each of their tokens looks like in a cache.
+"""Prompts that have beginnings in common, and what their tokens look like in a cache.
 
-It follows from the salt and all tokens up to it, as the values of a real cache do.
+That follows from the salt and all tokens up to each, as the values of a real cache do.
 """
 
 from __future__ import annotations
