@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from typing import Any
 
 import msgspec
 from paged_engine import BlockId, Engine
@@ -17,9 +18,11 @@ import kvflow
 from disaggregated.failures import NoFirstTokenError, require_length
 from disaggregated.groups import LayerGroups
 from disaggregated.keeper import BlockKeeper, StartTask
-from disaggregated.messages import DecodeRequest, Failure, FirstToken, Step
+from disaggregated.messages import Again, DecodeRequest, Failure, FirstToken, Step
 from disaggregated.told import Told, reported
 from kvflow.errors import KVFlowError
+
+Line = Step | Again | Failure
 
 
 class DecodeWorker:
@@ -38,7 +41,7 @@ class DecodeWorker:
         async with AsyncExitStack() as blocks:
             room = self._engine.reserve(request.prompt_count + request.max_tokens)
             block_ids = await blocks.enter_async_context(room)
-            lines: asyncio.Queue[Step | Failure] = asyncio.Queue()
+            lines: asyncio.Queue[Line] = asyncio.Queue()
             body = self._answer(request, block_ids, blocks.pop_all(), lines)
             return Generation(lines, self._start_task(body, f"answer {request.request_id}"))
 
@@ -47,12 +50,12 @@ class DecodeWorker:
         request: DecodeRequest,
         block_ids: Sequence[BlockId],
         blocks: AsyncExitStack,
-        lines: asyncio.Queue[Step | Failure],
+        lines: asyncio.Queue[Line],
     ) -> None:
         """A background task: bytes that may land, and a step that runs, are waited for before blocks are given back."""
         async with blocks:
             try:
-                report = await self._load(request, block_ids, blocks)
+                report = await self._load(request, block_ids, blocks, lines)
                 # While the first step is computed, which need not wait for it.
                 asyncio.get_running_loop().call_soon(self._told.loaded, report)
                 first = self._first_token(request, report.payload)
@@ -63,11 +66,28 @@ class DecodeWorker:
             await self._generate(request, first.token, block_ids, lines)
 
     async def _load(
-        self, request: DecodeRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack
+        self,
+        request: DecodeRequest,
+        block_ids: Sequence[BlockId],
+        blocks: AsyncExitStack,
+        lines: asyncio.Queue[Line],
     ) -> kvflow.LoadReport:
-        tables = self._groups.tables(block_ids, request.prompt_count)
+        """Load the prompt. If a prefill worker fails it the router is told, and has the next one compute it."""
+        more = iter(request.more)
+
+        async def again(attempts: Sequence[kvflow.Attempt]) -> dict[str, Any] | None:
+            ticket = next(more, None)
+            if ticket is not None:
+                lines.put_nowait(Again(again=attempts[-1].error))
+            return ticket
+
         load = kvflow.LoadRequest(
-            request.request_id, ticket=request.ticket, block_ids=tables, deadline_s=request.deadline_s
+            request.request_id,
+            ticket=request.ticket,
+            block_ids=self._groups.tables(block_ids, request.prompt_count),
+            deadline_s=request.deadline_s,
+            again=again if request.more else None,
+            again_max=len(request.more),
         )
         return await self._keeper.load(load, blocks)
 
@@ -88,7 +108,7 @@ class DecodeWorker:
         request: DecodeRequest,
         first: int,
         block_ids: Sequence[BlockId],
-        lines: asyncio.Queue[Step | Failure],
+        lines: asyncio.Queue[Line],
     ) -> None:
         eos = self._engine.eos_token_id
         lines.put_nowait(Step.of(first, eos_token_id=eos, last=request.max_tokens == 1))
@@ -116,16 +136,16 @@ class DecodeWorker:
 class Generation:
     """The steps of one answer as they come, once, or why it ends without; closing it early ends the answer."""
 
-    def __init__(self, lines: asyncio.Queue[Step | Failure], task: asyncio.Task[None]) -> None:
+    def __init__(self, lines: asyncio.Queue[Line], task: asyncio.Task[None]) -> None:
         self._lines = lines
         self._task = task
 
-    async def steps(self) -> AsyncIterator[Step | Failure]:
+    async def steps(self) -> AsyncIterator[Line]:
         """Each step; a failure is the last one."""
         while True:
             step = await self._lines.get()
             yield step
-            if isinstance(step, Failure) or step.finish_reason is not None:
+            if isinstance(step, Failure) or (isinstance(step, Step) and step.finish_reason is not None):
                 return
 
     async def lines(self) -> AsyncIterator[bytes]:

@@ -1,7 +1,8 @@
 """What routers and workers say to each other: in the demo over a socket, in the server over HTTP, in Ray by handles.
 
     PrefillRequest -> PrefillReply once the prompt is computed, or a Failure
-    DecodeRequest  -> once the blocks are loaded each Step, or a Failure
+    DecodeRequest  -> once the blocks are loaded each Step, or a Failure; before that an Again for each prefill
+                      worker that did not give its blocks
 
 Both may be asked at once, and meet by the request id, which nobody else knows: so the server does it. The demo asks one
 after the other, and hears more of both:
@@ -106,12 +107,21 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
 
     request_id: str
     ticket: dict[str, Any]
+    more: list[dict[str, Any]] = []
+    """Tickets of the same prompt at other prefill workers, which have it computed when they are asked for (`Again`)."""
     prompt_count: Count
     max_tokens: Count
     """The first one included."""
     deadline_s: Seconds
     sampling: Sampling = GREEDY
     """The same as the first token is chosen with."""
+
+
+class Again(Message, frozen=True, kw_only=True):
+    """Among the steps of an answer, before the first: the blocks did not come, those of the next ticket are awaited."""
+
+    again: str
+    """Why they did not come."""
 
 
 class FailureKind(StrEnum):

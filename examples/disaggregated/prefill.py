@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from paged_engine import BlockId, Engine
@@ -20,6 +20,7 @@ from disaggregated.keeper import BlockKeeper, StartTask
 from disaggregated.messages import FirstToken, Instant, PrefillReply, PrefillRequest, Step
 from disaggregated.neighbours import Neighbours
 from disaggregated.told import Told
+from kvflow.errors import KVFlowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,14 @@ class PrefillWorker:
 
         Cancelling it withdraws the offer and gives the blocks back, once the running step has ended.
         """
+        try:
+            return await self._prefilled(request)
+        except BaseException as error:
+            with suppress(KVFlowError):  # who waits for an offer need not; of one that was made its lease has said so
+                self._runtime.decline(request.request_id, f"{type(error).__name__}: {error}")
+            raise
+
+    async def _prefilled(self, request: PrefillRequest) -> PrefillReply:
         require_length(self._engine, len(request.prompt), request.max_tokens)
         async with AsyncExitStack() as blocks:
             block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from disaggregated.keeper import StartTask
-from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from paged_engine import GREEDY, Sampling
 
 from kvflow import Ticket
@@ -62,11 +62,13 @@ class Prompt:
             sampling=self.sampling,
         )
 
-    def to_answer(self, request_id: str, ticket: Ticket) -> DecodeRequest:
+    def to_answer(self, request_id: str, tickets: Sequence[Ticket]) -> DecodeRequest:
         """What a decode worker is asked, for one attempt."""
+        first, *more = (ticket.to_params() for ticket in tickets)
         return DecodeRequest(
             request_id=request_id,
-            ticket=ticket.to_params(),
+            ticket=first,
+            more=more,
             prompt_count=len(self.token_ids),
             max_tokens=self.max_tokens,
             deadline_s=self.remaining_s,
@@ -169,42 +171,56 @@ class PrefillWorker(Protocol):
         """Nobody is going to load it."""
 
 
-Decoding = Callable[[DecodeRequest], AbstractAsyncContextManager[AsyncGenerator[Step, None]]]
+Decoding = Callable[[DecodeRequest], AbstractAsyncContextManager[AsyncGenerator[Step | Again, None]]]
 """The steps of an answer; entering it waits until there is room for them. Both raise AttemptError."""
 
 
 async def hand_over(
-    request_id: str, prompt: Prompt, prefill: PrefillWorker, decoding: Decoding, start_task: StartTask
+    request_id: str, prompt: Prompt, prefills: Sequence[PrefillWorker], decoding: Decoding, start_task: StartTask
 ) -> AsyncGenerator[Step, None]:
     """One attempt: the prompt is computed by the one worker, while the other one loads it and goes on from there.
+
+    If the blocks do not come the decode worker says so, keeps its own, and the next prefill worker is asked.
 
     The decode worker is asked first, and the prefill worker once that has room for the answer: so whoever holds blocks
     of a prefill worker never waits for room anywhere, and requests cannot wait for each other in a circle.
     """
     if prompt.max_tokens == 1:
-        yield (await prefill.ask(prompt.to_compute(request_id))).step
+        yield (await prefills[0].ask(prompt.to_compute(request_id))).step
         return
-    ticket = Ticket.rendezvous(prefill.introduction, request_id, ttl_s=prompt.remaining_s)
-    async with decoding(prompt.to_answer(request_id, ticket)) as steps, aclosing(steps):
-        asked = asyncio.create_task(prefill.ask(prompt.to_compute(request_id)), name=f"prefill {request_id}")
-        try:
-            first = await _first_step(asked, steps)
-        except BaseException:
+    tickets = [Ticket.rendezvous(one.introduction, request_id, ttl_s=prompt.remaining_s) for one in prefills]
+    async with decoding(prompt.to_answer(request_id, tickets)) as steps, aclosing(steps):
+        for number, prefill in enumerate(prefills, 1):
+            asked = asyncio.create_task(prefill.ask(prompt.to_compute(request_id)), name=f"prefill {request_id}")
+            try:
+                first = await _first_step(asked, steps, last=number == len(prefills))
+            except BaseException:
+                prefill.give_up(request_id)
+                raise
+            # The prefill worker's own answer comes when it likes, and says no more.
+            start_task(_over(asked, prompt), f"prefill {request_id}")
+            if isinstance(first, Step):
+                break
+            logger.info("request %s: its blocks did not come: %s", request_id, first.again)
             prefill.give_up(request_id)
-            raise
-        # The prefill worker's own answer comes when it likes, and says no more.
-        start_task(_over(asked, prompt), f"prefill {request_id}")
+        assert isinstance(first, Step), "no Again follows the last ticket"
         yield first
         async for step in steps:
+            assert isinstance(step, Step), "the blocks are there"
             yield step
 
 
-async def _first_step(asked: asyncio.Task[PrefillReply], steps: AsyncGenerator[Step, None]) -> Step:
-    """The first step, or the first failure of either worker, which ends both."""
+async def _first_step(
+    asked: asyncio.Task[PrefillReply], steps: AsyncGenerator[Step | Again, None], *, last: bool
+) -> Step | Again:
+    """The first step, or the first failure of either worker, which ends both.
+
+    Unless this prefill worker is the last one, its failure is the decode worker's to find: it asks for the next one.
+    """
     first = asyncio.create_task(_next(steps), name="first step")
     try:
         await asyncio.wait((asked, first), return_when=asyncio.FIRST_COMPLETED)
-        if not first.done():
+        if not first.done() and (last or not _leads_on(asked)):
             asked.result()
         return await first
     except BaseException:
@@ -214,7 +230,13 @@ async def _first_step(asked: asyncio.Task[PrefillReply], steps: AsyncGenerator[S
         raise
 
 
-async def _next(steps: AsyncGenerator[Step, None]) -> Step:
+def _leads_on(asked: asyncio.Task[PrefillReply]) -> bool:
+    """Whether a prefill worker has failed in a way in which another one need not."""
+    error = asked.exception()
+    return isinstance(error, AttemptError) and not error.final and STATUS[error.failure.kind].retry
+
+
+async def _next(steps: AsyncGenerator[Step | Again, None]) -> Step | Again:
     return await anext(steps)
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 
 import kvflow
 from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, hand_over
@@ -75,11 +75,17 @@ class Router:
         return Attempts(attempt=self._attempt, retried=self.metrics.retried, attempts_max=self.attempts_max)
 
     async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        prefill = _Prefill(self, self._pick(self.prefill, avoid))
-        decoding = partial(self._decoding, prefill.worker, avoid)
-        async with aclosing(hand_over(request_id, prompt, prefill, decoding, self._start_task)) as steps:
+        prefills = self._prefills(avoid)
+        decoding = partial(self._decoding, prefills[0].worker, avoid)
+        async with aclosing(hand_over(request_id, prompt, prefills, decoding, self._start_task)) as steps:
             async for step in steps:
                 yield step
+
+    def _prefills(self, avoid: set[Hashable]) -> list[_Prefill]:
+        """The worker whose turn it is, and those that are to compute the prompt should it fail."""
+        first = self._pick(self.prefill, avoid)
+        others = [one for one in self.prefill.up if one is not first and one not in avoid]
+        return [_Prefill(self, one) for one in (first, *others[: self.attempts_max - 1])]
 
     def _start_task(self, body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self.tasks.create_task(body, name=name)
@@ -106,13 +112,13 @@ class Router:
     @asynccontextmanager
     async def _decoding(
         self, prefill: Worker, avoid: set[Hashable], request: DecodeRequest
-    ) -> AsyncIterator[AsyncGenerator[Step, None]]:
+    ) -> AsyncIterator[AsyncGenerator[Step | Again, None]]:
         decode = self._pick(self.decode, avoid)
         with self._losses(self.decode, decode):
             async with self.client.post(f"{decode.url}/decode", data=request.written()) as response:
                 if response.status != HTTPStatus.OK:
                     raise _failed(_failure_in(response, await response.read(), decode), prefill, decode)
-                yield _steps_in(response, prefill, decode)
+                yield _steps_in(response, prefill, decode, self.metrics.retried)
 
     @contextmanager
     def _losses(self, rotation: Rotation, worker: Worker) -> Iterator[None]:
@@ -184,18 +190,29 @@ class _Prefill:
         self.router.release(self.worker, request_id)
 
 
-async def _steps_in(response: aiohttp.ClientResponse, prefill: Worker, decode: Worker) -> AsyncGenerator[Step, None]:
+async def _steps_in(
+    response: aiohttp.ClientResponse, prefill: Worker, decode: Worker, retried: Callable[[str], None]
+) -> AsyncGenerator[Step | Again, None]:
     """The steps of a decode worker's answer, up to the last one."""
     async for line in response.content:
         try:
-            step = Step.read(line)
+            step = _line_in(line)
         except msgspec.DecodeError:
             raise _failed(_failure_in(response, line, decode), prefill, decode) from None
+        if isinstance(step, Again):
+            retried(FailureKind.PREFILL_AGAIN)
         yield step
-        if step.finish_reason is not None:
+        if isinstance(step, Step) and step.finish_reason is not None:
             return
     message = f"{decode.name} ended its answer early"
     raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), decode)
+
+
+def _line_in(line: bytes) -> Step | Again:
+    try:
+        return Step.read(line)
+    except msgspec.DecodeError:
+        return Again.read(line)
 
 
 def _failed(failure: Failure, prefill: Worker, decode: Worker) -> AttemptError:

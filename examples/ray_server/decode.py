@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from disaggregated.decode import DecodeWorker
+from disaggregated.decode import DecodeWorker, Line
 from disaggregated.failures import EXPECTED_ERRORS
-from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from disaggregated.told import reported
 from openai_server.attempts import AttemptError, Attempts, Prompt, hand_over
 from openai_server.metrics import DecodeMetrics
@@ -62,7 +62,7 @@ class Decode:
             async with asking.choose_replica(needs_tokens=len(prompt.token_ids), prefix=prefix, avoid=avoid) as chosen:
                 prefill = _Prefill(self._prefill, chosen)
                 steps = hand_over(
-                    request_id, prompt, prefill, partial(self._decoding, prefill), self._opened.start_task
+                    request_id, prompt, [prefill], partial(self._decoding, prefill), self._opened.start_task
                 )
                 first = await anext(steps)
         async with aclosing(steps):
@@ -71,7 +71,9 @@ class Decode:
                 yield step
 
     @asynccontextmanager
-    async def _decoding(self, prefill: _Prefill, request: DecodeRequest) -> AsyncIterator[AsyncGenerator[Step, None]]:
+    async def _decoding(
+        self, prefill: _Prefill, request: DecodeRequest
+    ) -> AsyncIterator[AsyncGenerator[Step | Again, None]]:
         """Blocks of this replica, and the load into them. What fails there is no prefill replica's fault."""
         try:
             generation = await self._worker.decode(request)
@@ -80,7 +82,7 @@ class Decode:
         async with aclosing(generation):
             yield self._steps(generation.steps(), prefill.name)
 
-    async def _steps(self, steps: AsyncIterator[Step | Failure], prefill: str) -> AsyncGenerator[Step, None]:
+    async def _steps(self, steps: AsyncIterator[Line], prefill: str) -> AsyncGenerator[Step | Again, None]:
         async for step in steps:
             if isinstance(step, Failure):
                 if step.kind is FailureKind.PREFILL_AGAIN:

@@ -60,7 +60,13 @@ class Services:
         if self._stop.is_set() or self.cause is not None:
             body.close()
             raise RuntimeClosed(f"the runtime {self._owner} is closing")
-        task = self._group.create_task(self._watched(body), name=name)
+        watched = self._watched(body)
+        try:
+            task = self._group.create_task(watched, name=name)
+        except RuntimeError as error:  # the host has cancelled all tasks, the supervisor's among them
+            watched.close()
+            body.close()
+            raise RuntimeClosed(f"the runtime {self._owner} is closing") from error
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it has never begun

@@ -18,8 +18,8 @@ class BlockShelf:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._blocks: dict[bytes, int] = {}
-        """The block that ends a prefix, by the key of that."""
+        self._runs: dict[bytes, tuple[int, ...]] = {}
+        """The blocks of a prefix, by the key of its end."""
         self.pins: Counter[int] = Counter()
         """How often each block is pinned for readers."""
         self.asked = 0
@@ -34,7 +34,8 @@ class BlockShelf:
             salt: As for `kvflow.prefix_keys`.
         """
         keys = prefix_keys(tokens, self._block_tokens, salt=salt)
-        self._blocks.update(zip(keys, block_ids, strict=True))
+        for at, (key, _) in enumerate(zip(keys, block_ids, strict=True)):
+            self._runs[key] = tuple(block_ids[: at + 1])
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Forget what blocks hold, as before they are used for other tokens.
@@ -48,7 +49,7 @@ class BlockShelf:
         gone = set(block_ids)
         pinned = sorted(block_id for block_id in gone if self.pins[block_id])
         assert not pinned, f"blocks {pinned} are pinned for readers"
-        self._blocks = {key: block_id for key, block_id in self._blocks.items() if block_id not in gone}
+        self._runs = {key: run for key, run in self._runs.items() if not gone & set(run)}
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | None:
         """Find the longest run of a prefix: see `kvflow.Shelf.match`.
@@ -61,16 +62,13 @@ class BlockShelf:
             The run, pinned; None if its first block is not there.
         """
         self.asked += 1
-        if key_tokens != self._block_tokens:
-            return None
-        found: list[int] = []
-        for key in keys:
-            block_id = self._blocks.get(key)
-            if block_id is None:
+        found: tuple[int, ...] = ()
+        for key in keys if key_tokens % self._block_tokens == 0 else ():
+            if key not in self._runs:
                 break
-            found.append(block_id)
+            found = self._runs[key]
         self.pins.update(found)
-        return Run(tuple(found), len(found) * key_tokens) if found else None
+        return Run(found, len(found) * self._block_tokens) if found else None
 
     def unpin(self, run: Run) -> None:
         """Take a pin off.

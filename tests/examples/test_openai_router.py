@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from itertools import cycle, islice
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from disaggregated.failures import RequestTooLongError, failure_of
-from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from hypothesis import given
 from hypothesis import strategies as st
 from openai_server.failures import STATUS
@@ -124,10 +125,13 @@ class Scripted:
     name: str
     computed: set[str]
     """The attempts whose prompts a prefill worker has computed: before that a decode worker has no step to give."""
+    gone: Callable[[str], bool] = lambda engine_id: False
+    """Whether a prefill worker has failed, as a load from it would find out."""
     script: list[Script] = field(default_factory=list)
     prefilled: list[str] = field(default_factory=list)
     decoded: list[DecodeRequest] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    broken: bool = False
 
     @property
     def attempts(self) -> list[str]:
@@ -146,17 +150,24 @@ class Scripted:
         body = PrefillRequest.read(await request.read())
         self.prefilled.append(body.request_id)
         if self.script:
-            return await self.script.pop(0)(request)
+            response = await self.script.pop(0)(request)
+            self.broken = self.broken or response.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            return response
         self.computed.add(body.request_id)
         reply = PrefillReply(step=Step.of(ANSWER[0], eos_token_id=2, last=body.max_tokens == 1))
         return web.Response(body=reply.written(), content_type="application/json")
 
     async def _decode(self, request: web.Request) -> web.StreamResponse:
-        self.decoded.append(DecodeRequest.read(await request.read()))
+        body = DecodeRequest.read(await request.read())
+        self.decoded.append(body)
         if self.script:
             return await self.script.pop(0)(request)
         response = await room(request)
-        await until(lambda: self.decoded[-1].request_id in self.computed)
+        for ticket in (body.ticket, *body.more[:-1]) if body.more else ():
+            await until(lambda: body.request_id in self.computed or self.gone(ticket["remote_engine_id"]))  # noqa: B023
+            if body.request_id not in self.computed:
+                await write(response, Again(again="scripted"))
+        await until(lambda: body.request_id in self.computed)
         for step in [*map(step_of, ANSWER[:-1]), Step(token=ANSWER[-1], finish_reason="length")]:
             await write(response, step)
         return response
@@ -184,7 +195,7 @@ async def room(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def write(response: web.StreamResponse, line: Step | Failure) -> None:
+async def write(response: web.StreamResponse, line: Step | Again | Failure) -> None:
     await response.write(line.written() + b"\n")
 
 
@@ -255,6 +266,10 @@ async def scene() -> AsyncIterator[Scene]:
         of_decode = Rotation("decode", [await up(worker) for worker in decode])
         async with open_client() as client, asyncio.TaskGroup() as tasks:
             router = Router(prefill=of_prefill, decode=of_decode, client=client, tasks=tasks, metrics=RouterMetrics())
+            workers = {worker.name: worker for worker in of_prefill.workers}
+            broken = {worker.name: worker for worker in prefill}
+            for worker in decode:
+                worker.gone = lambda engine_id: broken[engine_id].broken or not workers[engine_id].up
             yield Scene(router, prefill, decode)
 
 
@@ -334,7 +349,7 @@ class TestRouter:
             ("decode", failing(FailureKind.BUSY), ["prefill-0", "prefill-1"], [], []),
             ("decode", failing_later(FailureKind.PREFILL_AGAIN), ["prefill-0", "prefill-1"], ["r-1"], []),
             ("decode", dies_after_one_step, ["prefill-0", "prefill-1"], [], ["decode-0"]),
-            ("prefill", crashes, ["prefill-0", "prefill-1"], ["r-1"], []),
+            ("prefill", crashes, ["prefill-0"], ["r-1"], []),
         ],
         ids=["has no room", "cannot be loaded", "dies in the middle", "says nothing"],
     )
@@ -349,6 +364,20 @@ class TestRouter:
             workers = [*s.router.prefill.workers, *s.router.decode.workers]
             assert [worker.name for worker in workers if not worker.up] == down
         assert (s.prefill[0].attempts, s.prefill[1].released) == (released, [])
+
+    async def test_a_decode_worker_keeps_its_blocks_while_the_next_prefill_worker_is_asked(self) -> None:
+        """One attempt: the load goes on with the next ticket, which the decode worker had from the beginning."""
+        async with scene() as s:
+            s.prefill[0].script = [failing(FailureKind.BUSY)]
+            assert await tokens_of(s) == ANSWER
+            (request,) = s.decoded
+            assert [one["remote_engine_id"] for one in (request.ticket, *request.more)] == ["prefill-0", "prefill-1"]
+            assert s.prefill[0].prefilled == s.prefill[1].prefilled == [request.request_id]
+            retries = s.router.metrics.registry.get_sample_value(
+                "openai_server_retries_total", {"kind": FailureKind.PREFILL_AGAIN}
+            )
+            assert retries == 1
+        assert s.prefill[0].attempts == ["r-1"]
 
     async def test_a_decode_worker_that_is_busy_is_avoided_even_if_it_is_its_turn_again(self) -> None:
         async with scene() as s:

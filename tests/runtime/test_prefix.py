@@ -24,7 +24,17 @@ from kvflow import (
     prefix_keys,
 )
 from kvflow.core.protocol import messages
-from kvflow.errors import BlocksBusy, LeaseExpired, PeerNotReady, RequestError, UsageError
+from kvflow.errors import (
+    BlocksBusy,
+    DeadlineExceeded,
+    LeaseExpired,
+    PeerNotReady,
+    PeerUnreachable,
+    RequestError,
+    UsageError,
+)
+from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.producer.farewells import Farewells
 from kvflow.testing import BlockShelf, CacheSize, TestEngine, assert_blocks_equal
 from kvflow.testing.pair import open_engine
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -103,14 +113,16 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def fleet(holders: int = 1, *, base: Config = BASE, pinned_blocks_max: int | None = None) -> AsyncIterator[Fleet]:
+async def fleet(
+    holders: int = 1, *, base: Config = BASE, pinned_blocks_max: int | None = None, reader_size: CacheSize = SIZE
+) -> AsyncIterator[Fleet]:
     network = InprocNetwork()
 
     def make(_: Config, name: str) -> InprocTransport:
         return InprocTransport(name, network)
 
     async with contextlib.AsyncExitStack() as stack:
-        reader = await stack.enter_async_context(open_engine("reader", base, make, size=SIZE))
+        reader = await stack.enter_async_context(open_engine("reader", base, make, size=reader_size))
         found = []
         for number in range(holders):
             engine = await stack.enter_async_context(open_engine(f"holder-{number}", base, make, size=SIZE))
@@ -327,6 +339,54 @@ async def test_a_rest_that_fails_fails_the_pull_once_no_byte_can_land() -> None:
         assert them.reader.runtime.statistics().blocks.in_flight == 0  # type: ignore[union-attr]
 
 
+async def test_a_prefix_ends_where_a_local_block_does_if_the_rest_comes_from_elsewhere() -> None:
+    """Whatever the keys are for: what a prefix has of a block more would have to share that with the rest."""
+    async with fleet(2, pinned_blocks_max=8, reader_size=CacheSize(num_blocks=16, block_size=2 * TOKENS)) as them:
+        near, prefill = them.holders
+        near.shelf.put(PROMPT[: 3 * TOKENS], [9, 8, 7])
+        lease = prefill.runtime.serve_blocks(ServeRequest("req", block_ids=list(range(8)), num_tokens=len(PROMPT)))
+        report = await them.pull(peers=[near.address], rest=lease.ticket.to_params(), block_ids=list(range(4)))
+        them.assert_read(near, [0], [9, 8])
+        them.assert_read(prefill, [1, 2, 3], [2, 3, 4, 5, 6, 7])
+        assert (report.num_tokens, report.pulled_tokens) == (len(PROMPT), 2 * TOKENS)
+        assert await lease is LeaseOutcome.READ
+
+
+async def test_an_engine_of_the_rest_that_cannot_be_told_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes are there by then; its lease runs out."""
+
+    async def release(*_: object) -> bool:
+        raise PeerUnreachable("it is gone", peer="tcp://127.0.0.1:1")
+
+    async with fleet(2, pinned_blocks_max=8) as them:
+        near, prefill = them.holders
+        near.shelf.put(PROMPT[: 3 * TOKENS], [9, 8, 7])
+        lease = prefill.runtime.serve_blocks(ServeRequest("req", block_ids=list(range(8)), num_tokens=len(PROMPT)))
+        with monkeypatch.context() as patched:
+            patched.setattr(RemoteLeases, "release", release)
+            report = await them.pull(peers=[near.address], rest=lease.ticket.to_params())
+        assert (report.num_tokens, report.pulled_tokens) == (len(PROMPT), 3 * TOKENS)
+        await lease.revoke()
+
+
+async def test_a_pull_that_is_late_names_all_blocks_that_bytes_may_land_in() -> None:
+    """Of both loads, and it waits for neither beyond its deadline."""
+    async with fleet(2, base=replace(BASE, cancel_grace_s=0.01), pinned_blocks_max=8) as them:
+        near, prefill = them.holders
+        near.shelf.put(PROMPT[: 3 * TOKENS], [9, 8, 7])
+        lease = prefill.runtime.serve_blocks(ServeRequest("req", block_ids=list(range(8)), num_tokens=len(PROMPT)))
+        pull = await them.hold(them.pull(peers=[near.address], rest=lease.ticket.to_params(), deadline_s=0.5))
+        with pytest.raises(DeadlineExceeded) as caught:
+            await pull
+        held = caught.value.quarantine
+        assert held is not None
+        assert (held.request_id, sorted(held.block_ids), held.safe) == ("req", list(range(8)), False)
+        them.release_reads()
+        await held.settled()
+        assert held.safe
+        await lease.revoke()
+
+
 async def test_what_takes_longer_than_computing_is_not_pulled() -> None:
     async with fleet(pinned_blocks_max=8) as them:
         them.holders[0].shelf.put(PROMPT, list(range(8)))
@@ -364,6 +424,39 @@ async def test_a_holder_that_unregisters_ends_what_it_shares() -> None:
         assert (await them.pull()).num_tokens == 0
         holder.runtime.share(holder.shelf)
         assert (await them.pull()).num_tokens == 4 * TOKENS  # a quarter of its blocks
+
+
+async def test_a_holder_that_has_restarted_is_pulled_from_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under its address, and without a goodbye: its reader finds out by the answer."""
+    monkeypatch.setattr(Farewells, "remember", lambda *_: None)
+    async with fleet(pinned_blocks_max=8) as them:
+        (holder,) = them.holders
+        holder.shelf.put(PROMPT, list(range(8)))
+        assert (await them.pull()).num_tokens == len(PROMPT)
+        await holder.runtime.unregister()
+        await holder.runtime.register_kv_caches(holder.engine.kv_caches, holder.engine.layout)
+        sharing = holder.runtime.share(holder.shelf, pinned_blocks_max=8)
+        assert (await them.pull()).num_tokens == len(PROMPT)
+        assert sharing.statistics.found == 1
+
+
+async def test_a_shelf_that_answers_when_its_cache_is_gone_is_unpinned() -> None:
+    async with fleet(pinned_blocks_max=8) as them:
+        (holder,) = them.holders
+        holder.sharing.close()
+        holder.shelf.put(PROMPT, list(range(8)))
+        slow = SlowShelf(holder.shelf)
+        holder.runtime.share(slow, pinned_blocks_max=8)
+        pull = asyncio.ensure_future(them.pull(answer_within_s=0.5))
+        async with asyncio.timeout(WAIT_S):
+            while not slow.asked:
+                await asyncio.sleep(0)
+            await holder.runtime.unregister()
+            slow.open.set()
+            while not holder.shelf.asked:
+                await asyncio.sleep(0)
+        assert (await pull).num_tokens == 0
+        await holder.runtime.register_kv_caches(holder.engine.kv_caches, holder.engine.layout)
 
 
 async def test_what_a_reader_writes_cannot_be_shared() -> None:
@@ -463,8 +556,11 @@ class SlowShelf:
     def __init__(self, inside: BlockShelf) -> None:
         self.inside = inside
         self.open = asyncio.Event()
+        self.asked = 0
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> Awaitable[Run | None]:
+        self.asked += 1
+
         async def answer() -> Run | None:
             await self.open.wait()
             return self.inside.match(keys, key_tokens)

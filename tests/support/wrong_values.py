@@ -164,6 +164,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
         *(None, *_odd(), 0, 1.5, True, "", "ticket", b"{}", [], [1], {}, {1: 2}, {"\ud800": 1}, _generator()),
         {"kvflow": Hostile()},
         {"kvflow": HostileDict()},
+        *([None], [{}], [Hostile()], [{"kvflow": HostileDict()}], HostileList(), [[]]),
     ],
     "Ticket | Mapping[str, Any]": lambda: [None, *_odd(), 0, "ticket", [], [1], {}, {1: 2}],
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planted_prefixes import PREFIX_MUTATIONS
 
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import Chunks, match_chunks
@@ -378,8 +379,8 @@ def mutate_matches(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Chunks, bo
 MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     # What is broken, the invariants that say so, and a seed that finds it.
     "give_back_without_hold": (give_back_without_hold, "I2 I3", 0),
-    "leave_seals": (leave_seals, "I2 I3", 5),
-    "believe_every_seal": (believe_every_seal, "I2 I3", 5),
+    "leave_seals": (leave_seals, "I2 I3", 1),
+    "believe_every_seal": (believe_every_seal, "I2 I3", 0),
     "trust_for_too_long": (trust_for_too_long, "I2 I3", 3),
     "forget_notifications": (forget_notifications, "I4", 0),
     "release_on_cancel": (release_on_cancel, "I1 I5", 0),
@@ -388,8 +389,8 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "forget_quarantines": (forget_quarantines, "I5 I7", 2),
     "lose_ends_of_reads": (lose_ends_of_reads, "I4 I7", 0),
     "never_expire": (never_expire, "I7", 1),
-    "keep_broken_connections": (keep_broken_connections, "I7", 18),
-    "tear_down_under_reads": (tear_down_under_reads, "I7", 1),
+    "keep_broken_connections": (keep_broken_connections, "I7", 9),
+    "tear_down_under_reads": (tear_down_under_reads, "I7", 3),
     "serve_before_computed": (serve_before_computed, "I2", 9),
     "read_past_the_watermark": (read_past_the_watermark, "I2", 9),
     "tell_of_more_than_has_landed": (tell_of_more_than_has_landed, "I2", 0),
@@ -411,6 +412,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "read_the_next_under_the_last": (read_the_next_under_the_last, "I1 I5", 112),
     "take_bytes_for_good_that_nobody_vouches_for": (take_bytes_for_good_that_nobody_vouches_for, "I2 I3", 21),
     "give_each_source_a_deadline": (give_each_source_a_deadline, "I7", 20),
+    **PREFIX_MUTATIONS,
 }
 
 
@@ -429,7 +431,7 @@ def test_a_broken_promise_is_found_by_another_seed(name: str, monkeypatch: pytes
     find(name, (seed for seed in range(SEEDS_MAX) if seed != known), monkeypatch)
 
 
-# Some can only be found where engines sleep, or loads are verified, or prompts flow: a model's attribute.
+# Some can only be found where engines sleep, verify, share prefixes, or let prompts flow: a model's attribute.
 ONLY_WHERE = {
     "keep_the_incarnation": "sleeps",
     "leave_seals_of_before": "sleeps",
@@ -440,6 +442,7 @@ ONLY_WHERE = {
     "read_the_next_under_the_last": "survives",
     "take_bytes_for_good_that_nobody_vouches_for": "survives",
     "give_each_source_a_deadline": "survives",
+    **dict.fromkeys(PREFIX_MUTATIONS, "shares"),
 }
 
 

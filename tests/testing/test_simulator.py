@@ -13,6 +13,7 @@ from budgets import budget
 
 from kvflow.testing.simulator import describe, simulate
 from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE
+from kvflow.testing.simulator.sharing import STRIKES
 
 ROOT = Path(__file__).parents[2]
 SEEDS = budget(96, 192)
@@ -46,6 +47,9 @@ def every_kind() -> set[str]:
     wanted |= {f"lease: {outcome}" for outcome in ("read", "expired", "revoked")}
     wanted |= {f"load: {kind}" for kind in ("verified", "repaired", "unverified", "flipped, and nobody looked")}
     wanted |= {"offer: forgotten", "offer: told of tokens without blocks", "offer: rendezvous"}
+    wanted |= {f"{what}: found" for what in ("pull", "pull with rest", "seek")} | {"pull: nothing", "seek: nothing"}
+    wanted |= {"pull: a source failed", "pull: several holders", "pull: quarantined", "prefix: reclaimed"}
+    wanted |= {f"strike: {action.__name__.replace('_', ' ')}" for _, action in STRIKES}
     return wanted | {f"trouble: {action.__name__.replace('_', ' ')}" for _, action in TROUBLE}
 
 
@@ -63,7 +67,7 @@ def test_what_engines_did_wrong_once(seed: int) -> None:
 
 
 def test_every_action_says_what_it_stands_for() -> None:
-    for _, action in (*TROUBLE, *DELIVERIES):
+    for _, action in (*TROUBLE, *DELIVERIES, *STRIKES):
         assert action.__doc__
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvflow.checks import said
+from kvflow.checks import answer, said, shown
 from kvflow.core.protocol.prompts import check_alike
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
@@ -82,7 +82,11 @@ class Surviving:
     def accept(self, request: LoadRequest, block_ids_max: int) -> tuple[tuple[Ticket, ...], Carry]:
         """The tickets of a request, checked, and who carries it out. RequestError; PromptMismatch if they differ."""
         what, given = f"request {request.request_id!r}", request.ticket
-        several: Sequence[Any] = given if isinstance(given, list | tuple) else (given,)
+        several: Sequence[Any] | None = (given,)
+        if isinstance(given, list | tuple):
+            several = answer(lambda: tuple(given))
+        if several is None:
+            raise RequestError(f"{what}: ticket: expected a ticket or a list of them, got {shown(given)}")
         if not 0 < len(several) <= SOURCES_MAX:
             raise RequestError(f"{what}: {len(several)} tickets, expected 1 to {SOURCES_MAX}")
         tickets = tuple(self.reach.read_ticket(one, block_ids_max) for one in several)

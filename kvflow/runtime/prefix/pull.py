@@ -7,6 +7,7 @@ a key is the holder's word, as with any offer.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -17,7 +18,7 @@ from kvflow.config import Config
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, LoadError, PeerError, RequestError
+from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import LocalRank, token_bytes
 from kvflow.runtime.prefix.requests import (
@@ -43,6 +44,8 @@ class _Pull:
     ends_s: float
     asked: list[AskedPeer] = field(default_factory=list)
     taken: AskedPeer | None = None
+    there: int = 0
+    """Tokens of the prompt that were found, and are in the local blocks."""
     pull_s: float | None = None
     compute_s: float | None = None
 
@@ -60,7 +63,7 @@ class Means(NamedTuple):
     parse_ticket: Callable[[Ticket | Mapping[str, Any]], Ticket]
     start: Callable[[LoadRequest], Load]
     keep_while: Callable[[Ticket], AbstractContextManager[None]]
-    release: Callable[[Ticket | Mapping[str, Any]], Awaitable[bool]]
+    release_later: Callable[[Ticket], None]
 
 
 class Prefixes:
@@ -100,6 +103,7 @@ class Prefixes:
                 request = replace(request, rest=self._means.parse_ticket(request.rest))
             except RequestError as error:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
+            request = _in_whole_blocks(request, self._groups, tables)
         pull = _Pull(request, tables, asyncio.get_running_loop().time() + deadline_s)
         self._counts["pulls"] += 1
         pull.asked = await self._means.seek(request, min(request.answer_within_s, deadline_s))
@@ -119,39 +123,53 @@ class Prefixes:
             for one in offers:
                 assert one.offer is not None, "it was chosen"
                 if self._pays(pull, one, one.offer):
-                    report = await self._taken(pull, one, self._start(pull, one.offer))
+                    tokens = one.offer.num_tokens
+                    tables = _filled(self._groups, pull.tables, pull.request.cached_tokens, tokens)
+                    load = self._means.start(self._head(pull, one.offer, tables))
+                    report = await self._taken(pull, one, load)
                     if report is not None:
+                        pull.there = tokens
                         return [report]
         return []
 
     async def _pull_both(self, pull: _Pull) -> list[LoadReport]:
         """The prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
-        request, best = pull.request, next((one for one in pull.asked if one.offer is not None), None)
-        unit = max(group.block_size for group in self._groups)
-        tokens = 0 if best is None or best.offer is None else best.offer.num_tokens // unit * unit
-        if best is None or best.offer is None or not self._pays(pull, best, best.offer):
-            return [await self._rest(pull, pull.tables)]
-        heads, tails = _divided(self._groups, pull.tables, request.cached_tokens, tokens)
-        if not any(map(len, heads)) or not any(map(len, tails)):
-            return [await self._rest(pull, pull.tables)]
-        loads = [self._means.start(self._load_of_rest(pull, tails))]
+        best = next((one for one in pull.asked if one.offer is not None), None)
+        if best is not None and best.offer is not None and self._pays(pull, best, best.offer):
+            tables, cached = pull.tables, pull.request.cached_tokens
+            heads, tails = _divided(self._groups, tables, cached, best.offer.num_tokens)
+            if any(map(len, heads)) and any(map(len, tails)):
+                return await self._pull_side_by_side(pull, best, self._head(pull, best.offer, heads), tails)
+        load = self._means.start(replace(self._load_of_rest(pull, pull.tables), keep_offer=False))
+        report = await load
+        pull.there = _offered(load)
+        return [report]
+
+    async def _pull_side_by_side(
+        self, pull: _Pull, best: AskedPeer, head: LoadRequest, tails: Sequence[BlockIds]
+    ) -> list[LoadReport]:
+        rest = self._means.start(self._load_of_rest(pull, tails))
+        loads = [rest]
         try:
-            loads.append(self._start(pull, best.offer, heads, f"{request.request_id}/prefix"))
-            report, end = await self._taken(pull, best, loads[1]), await loads[0]
-        except BaseException:
+            prefix = self._means.start(head)
+            loads.append(prefix)
+            await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
+            report, end = await self._taken(pull, best, prefix), await rest
+            if report is None:  # its bytes are those of the whole prompt as well, whose lease is open still
+                rest = self._means.start(self._load_of_rest(pull, pull.tables))
+                loads.append(rest)
+                end = await rest
+        except BaseException as error:
             for load in loads:
                 load.cancel()
-            await asyncio.shield(asyncio.gather(*(load.settled() for load in loads)))
+            await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
+            if isinstance(error, KVFlowError):
+                error.quarantine = _quarantine(loads)
             raise
-        if report is None:  # its bytes are those of the whole prompt as well, whose lease is open still
-            end = await self._means.start(self._load_of_rest(pull, pull.tables))
-        assert request.rest is not None, "else there is no rest"
-        await self._means.release(request.rest)
+        pull.there = _offered(rest)
+        assert isinstance(pull.request.rest, Ticket), "it was parsed"
+        self._means.release_later(pull.request.rest)
         return [end] if report is None else [report, end]
-
-    async def _rest(self, pull: _Pull, tables: Sequence[BlockIds]) -> LoadReport:
-        """All of it from the engine that has the whole prompt."""
-        return await self._means.start(replace(self._load_of_rest(pull, tables), keep_offer=False))
 
     def _load_of_rest(self, pull: _Pull, tables: Sequence[BlockIds]) -> LoadRequest:
         request = pull.request
@@ -167,21 +185,15 @@ class Prefixes:
             keep_offer=True,
         )
 
-    def _start(
-        self, pull: _Pull, offer: PrefixOffer, tables: Sequence[BlockIds] | None = None, request_id: str = ""
-    ) -> Load:
+    def _head(self, pull: _Pull, offer: PrefixOffer, tables: Sequence[BlockIds]) -> LoadRequest:
         request = pull.request
-        if tables is None:
-            tables = _filled(self._groups, pull.tables, request.cached_tokens, offer.num_tokens)
-        return self._means.start(
-            LoadRequest(
-                request_id=request_id or request.request_id,
-                ticket=offer.ticket,
-                block_ids=_given(tables),
-                deadline_s=pull.left_s(),
-                priority=request.priority,
-                after=request.after,
-            )
+        return LoadRequest(
+            request_id=request.request_id if request.rest is None else f"{request.request_id}/prefix",
+            ticket=offer.ticket,
+            block_ids=_given(tables),
+            deadline_s=pull.left_s(),
+            priority=request.priority,
+            after=request.after,
         )
 
     async def _taken(self, pull: _Pull, one: AskedPeer, load: Load) -> LoadReport | None:
@@ -226,16 +238,15 @@ class Prefixes:
 
     def _report(self, pull: _Pull, loads: Sequence[LoadReport]) -> PrefixReport:
         request, taken = pull.request, pull.taken
-        pulled = 0 if taken is None or taken.offer is None else loads[0].tokens
+        pulled = 0 if taken is None or taken.offer is None else taken.offer.num_tokens - request.cached_tokens
         if pulled:
             self._counts["hits"] += 1
             self._counts["tokens"] += pulled
             self._counts["bytes"] += loads[0].bytes
-        there = request.cached_tokens + sum(report.tokens for report in loads)
         told = [(one.peer, one.offer.num_tokens if one.offer is not None else 0, one) for one in pull.asked]
         return PrefixReport(
             request_id=request.request_id,
-            num_tokens=there,
+            num_tokens=max(pull.there, request.cached_tokens),
             pulled_tokens=pulled,
             bytes=sum(report.bytes for report in loads),
             source=taken.peer if taken is not None else "",
@@ -256,6 +267,51 @@ async def _settled(load: Load, within_s: float) -> bool:
     except (TimeoutError, KVFlowError):
         return False
     return True
+
+
+def _quarantine(loads: Sequence[Load]) -> Quarantine | None:
+    """Whose bytes may still land in some of the blocks of these."""
+    unsafe = [load for load in loads if not load.safe]
+    return _Unsafe(unsafe) if len(unsafe) > 1 else next(iter(unsafe), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsafe:
+    """The `quarantine` of an error of several loads, side by side."""
+
+    loads: Sequence[Load]
+
+    @property
+    def request_id(self) -> str:
+        return self.loads[0].request_id
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return tuple(block_id for load in self.loads for block_id in load.block_ids)
+
+    @property
+    def safe(self) -> bool:
+        return all(load.safe for load in self.loads)
+
+    async def settled(self) -> None:
+        for load in self.loads:
+            await load.settled()
+
+
+def _offered(load: Load) -> int:
+    """Tokens of the prompt that a load has been offered, and so are there once it has succeeded."""
+    assert load.work is not None, "it was started"
+    return load.work.ticket.offered_tokens
+
+
+def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> PrefixRequest:
+    """The request for a prefix that ends where local blocks do: what is behind comes from elsewhere."""
+    whole = [(group.block_size, len(ids)) for group, ids in zip(groups, tables, strict=True) if group.whole]
+    unit = math.lcm(request.key_tokens, *(size for size, _ in whole))
+    most = min((request.cached_tokens // size + count) * size for size, count in whole) if whole else 0
+    every = unit // request.key_tokens
+    keys = request.keys[every - 1 : most // request.key_tokens : every]
+    return replace(request, keys=keys, key_tokens=unit, peers=request.peers if keys else ())
 
 
 def _given(tables: Sequence[BlockIds]) -> Any:

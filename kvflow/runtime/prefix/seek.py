@@ -98,9 +98,10 @@ class Seeker:
         for one in asked:
             one.given_up = True
             if one.offer is not None:
-                self._release_later(one.offer.ticket)
+                self.release_later(one.offer.ticket)
 
-    def _release_later(self, ticket: Ticket) -> None:
+    def release_later(self, ticket: Ticket) -> None:
+        """Give an offer back, soon; whoever cannot be told lets it run out."""
         body = self._release(ticket)
         try:
             self._context.spawn(body, name=f"kvflow-give-back {ticket.request_id}")
@@ -152,10 +153,11 @@ class Seeker:
         took_s = asyncio.get_running_loop().time() - begun_s
         offers = [(at, reply) for at, reply in zip(ranks, replies, strict=True) if isinstance(reply, messages.Offer)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
+        engine = await self._connected_again(engine, offers)
         ticket = _ticket(engine, question_id, offers, self._context.config.limits.block_ids_max)
         if len(offers) < len(ranks) or ticket is None or ticket.num_tokens <= request.cached_tokens:
             if ticket is not None:
-                self._release_later(ticket)
+                self.release_later(ticket)
             if problem is not None:
                 raise problem
             asked.why = "it has nothing of it" if not offers else "it has no more than is cached here"
@@ -167,6 +169,15 @@ class Seeker:
         return PrefixOffer(
             peer=asked.peer, ticket=ticket, num_tokens=ticket.num_tokens, queued_bytes=queued, round_trip_s=took_s
         )
+
+    async def _connected_again(self, engine: _Engine, offers: Sequence[tuple[Address, messages.Offer]]) -> _Engine:
+        """Connect to those that have restarted, or registered again, since we were connected."""
+        connection = engine.connection
+        for at, offer in offers:
+            peer = self._peers.get(at)
+            if peer.current is not None and offer.lease is not None:
+                connection = await self._peers.connect(peer, offer.lease.incarnation)
+        return engine._replace(connection=connection)
 
     def _check(self, ticket: Ticket, at: Address) -> None:
         """ProtocolError, of the holder, if what it offers cannot be right, where it is a rank that we read from."""

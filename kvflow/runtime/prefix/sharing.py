@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -189,9 +189,10 @@ class SharedPrefixes:
             reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
             self._asked.add(reply)
             reply.add_done_callback(self._asked.discard)
-            body = self._answer_later(question, keys, found, reply)
+            waiting: asyncio.Future[Run | None] = asyncio.ensure_future(found)
+            body = self._answer_later(question, keys, waiting, reply)
             task = self._spawn(body, name=f"kvflow-seek {question.request_id}")
-            task.add_done_callback(lambda _: None if reply.done() else reply.set_result(_MISS))
+            task.add_done_callback(partial(self._answered, waiting, reply))
             return reply
         return self._offered(question, keys, found)
 
@@ -199,11 +200,10 @@ class SharedPrefixes:
         self,
         question: messages.SeekRequest,
         keys: Sequence[bytes],
-        found: Awaitable[object],
+        waiting: asyncio.Future[Run | None],
         reply: asyncio.Future[messages.Reply],
     ) -> None:
         answer: messages.Reply = _MISS
-        waiting = asyncio.ensure_future(found)
         done, _ = await asyncio.wait([waiting], timeout=_SHELF_WITHIN_S)
         if not done:
             waiting.add_done_callback(self._too_late)
@@ -215,7 +215,16 @@ class SharedPrefixes:
         if not reply.done():
             reply.set_result(answer)
 
-    def _too_late(self, waiting: asyncio.Future[object]) -> None:
+    def _answered(
+        self, waiting: asyncio.Future[Run | None], reply: asyncio.Future[messages.Reply], task: asyncio.Task[None]
+    ) -> None:
+        """A question that had to wait is over: answered, or ended with the registration while the shelf looked."""
+        if not reply.done():
+            reply.set_result(_MISS)
+        if task.cancelled():
+            waiting.add_done_callback(self._too_late)
+
+    def _too_late(self, waiting: asyncio.Future[Run | None]) -> None:
         """A shelf has answered when nobody waited any more."""
         if not waiting.cancelled() and waiting.exception() is None and isinstance(run := waiting.result(), Run):
             self._unpin(run)

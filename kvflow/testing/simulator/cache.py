@@ -28,6 +28,8 @@ assert _PATTERN.size * LAYERS_MAX <= 1 << _NUMBER_SHIFT
 _POOL = "all"
 
 Ints = npt.NDArray[np.int32]
+Content: TypeAlias = "int | Ints"
+"""Whose a prompt's tokens are: the number of the prompt, or one for each of `TOKENS_MAX` tokens."""
 Tables: TypeAlias = Sequence[Sequence[int]]
 """Block ids by group."""
 
@@ -68,10 +70,10 @@ class _Layer:
         self._blocks = self._values.swapaxes(2, 3) if swap else self._values
         self.tensor = torch.from_numpy(self._values.view(np.float32))
 
-    def write(self, number: int, first: int, block_ids: Sequence[int], upto: int) -> None:
-        """Blocks of prompt `number` from token `first` on, before token `upto`."""
+    def write(self, content: Content, first: int, block_ids: Sequence[int], upto: int) -> None:
+        """Blocks of a prompt from token `first` on, before token `upto`."""
         wanted, found = (
-            self._wanted(number, first, first + len(block_ids) * self.block_size),
+            self._wanted(content, first, first + len(block_ids) * self.block_size),
             self._blocks[:, list(block_ids)],
         )
         tokens = found.reshape(wanted.shape)
@@ -82,11 +84,11 @@ class _Layer:
         """What the next owner of freed blocks writes there; of all, with None."""
         self._blocks[:, slice(None) if block_ids is None else list(block_ids)] = -1 - number
 
-    def wrong_token(self, number: int, start: int, stop: int, first: int, block_ids: Sequence[int]) -> str | None:
+    def wrong_token(self, content: Content, start: int, stop: int, first: int, block_ids: Sequence[int]) -> str | None:
         """What is wrong with tokens `start` to `stop` of a prompt, whose blocks from token `first` on these are."""
         blocks = self._blocks[:, list(block_ids)]
         found = blocks.reshape(len(blocks), -1, *blocks.shape[3:])[:, start - first : stop - first]
-        wanted = self._wanted(number, start, stop)
+        wanted = self._wanted(content, start, stop)
         if np.array_equal(found, wanted):
             return None
         part, token, head, place = (int(axis[0]) for axis in np.nonzero(found != wanted))
@@ -94,6 +96,7 @@ class _Layer:
         whose = f"prompt {value >> _NUMBER_SHIFT}" if value >= 0 else f"a later owner ({-1 - value})"
         block = block_ids[(start - first + token) // self.block_size]
         where = f"block {block}, {self.name}, part {part}, head {head}"
+        number = content if isinstance(content, int) else int(content[start + token])
         return f"token {start + token} ({where}) is of {whose}, not of prompt {number}"
 
     def blocks_of(self, address: int, size_bytes: int) -> range:
@@ -104,8 +107,9 @@ class _Layer:
         offset %= self._part_bytes
         return range(offset // self._block_bytes, (offset + size_bytes - 1) // self._block_bytes + 1)
 
-    def _wanted(self, number: int, start: int, stop: int) -> Ints:
-        base = np.int32((number << _NUMBER_SHIFT) + self.number * _PATTERN.size)
+    def _wanted(self, content: Content, start: int, stop: int) -> Ints:
+        numbers = np.int32(content) if isinstance(content, int) else content[start:stop, None, None]
+        base = (numbers << _NUMBER_SHIFT) + np.int32(self.number * _PATTERN.size)
         found: Ints = _PATTERN[: len(self._blocks), start:stop, self._heads] + base
         return found
 
@@ -143,20 +147,20 @@ class RankCache:
             layout = CacheLayout.infer(tensors, order=self._order, block_size=facts.block_size)
         return CacheGroup(facts.name, tensors, layout, window=facts.window or None, kind=facts.kind, pool=_POOL)
 
-    def write(self, number: int, tokens: int, tables: Tables, upto: int | None = None) -> None:
+    def write(self, content: Content, tokens: int, tables: Tables, upto: int | None = None) -> None:
         """A prompt of so many tokens, as an engine that has computed it, or its tokens before `upto`."""
         last = 1 << 62 if upto is None or upto == tokens else upto
         for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
             if block_ids:
                 for layer in layers:
-                    layer.write(number, first_token(facts, tokens, block_ids), block_ids, last)
+                    layer.write(content, first_token(facts, tokens, block_ids), block_ids, last)
 
     def poison(self, number: int, block_ids: Sequence[int] | None) -> None:
         """What the next owner of freed blocks writes there; of all, with None."""
         for layer in self._all():
             layer.fill(number, block_ids)
 
-    def wrong_token(self, number: int, tokens: int, tables: Tables, count: int | None = None) -> str | None:
+    def wrong_token(self, content: Content, tokens: int, tables: Tables, count: int | None = None) -> str | None:
         """What is wrong with the last blocks of a prompt of so many tokens, or with the first `count` tokens in those;
         None if nothing is.
         """
@@ -167,7 +171,7 @@ class RankCache:
                 continue
             first = first_token(facts, tokens, block_ids)
             for layer in layers if first < stop else ():
-                if wrong := layer.wrong_token(number, first, stop, first, block_ids):
+                if wrong := layer.wrong_token(content, first, stop, first, block_ids):
                     return wrong
         return None
 

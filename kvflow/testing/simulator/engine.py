@@ -36,15 +36,17 @@ from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.books import assert_closed
 from kvflow.testing.clock import LoopClock
-from kvflow.testing.simulator.cache import RankCache
+from kvflow.testing.simulator.cache import Content, RankCache
 from kvflow.testing.simulator.checks import check_conserved, demand
 from kvflow.testing.simulator.network import LOAD, SimHost
 from kvflow.testing.simulator.settings import Shape
+from kvflow.testing.simulator.shelf import Kept, SimShelf
 from kvflow.testing.simulator.work import DeviceWork, LoadPlan, RankLoad, SimLoad, SimOffer, SimRank, all_over
 from kvflow.testing.simulator.world import make_world
 from kvflow.testing.virtual_loop import Life
 
 if TYPE_CHECKING:
+    from kvflow.testing.simulator.prefixes import SimPull
     from kvflow.testing.simulator.simulation import Simulation
 
 _AT_ONCE_SHARE = 0.3  # of what a device is told to write
@@ -60,6 +62,7 @@ _HASTY_EVERY = 3  # offers whose blocks follow, by number: one whose engine tell
 _SLOW_SHARE = 0.2  # of tickets that are asked for when no source is left: a prompt is computed once more
 _DRIFT = 1.01  # a little more than clocks are wrong by
 
+Owner: TypeAlias = "SimOffer | SimLoad | SimPull | Kept"
 Ending: TypeAlias = "LoadReport | BaseException"
 
 
@@ -68,8 +71,10 @@ class SimEngine:
 
     ranks: list[SimRank]
     offers: dict[SimOffer, None]
-    loads: dict[SimLoad, None]
-    owners: list[SimOffer | SimLoad | None]
+    loads: dict[SimLoad | SimPull, None]
+    owners: list[Owner | None]
+    shelf: SimShelf
+    """What it keeps of prompts."""
     _naps: int
 
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
@@ -103,7 +108,7 @@ class SimEngine:
         """A promise to this engine was broken."""
         self._simulation.fail(invariant, f"{self}: {what}")
 
-    def _note(self, *what: object) -> None:
+    def note(self, *what: object) -> None:
         self._simulation.note(repr(self), *what)
 
     # --- processes
@@ -120,8 +125,9 @@ class SimEngine:
             await runtime.register_kv_caches(cache.groups)
             ranks.append(SimRank(index, cache, runtime, self._change))
         self.ranks = ranks
+        self._share()
         self.running = True
-        self._note("started")
+        self.note("started")
 
     def _change(self, rank: SimRank) -> None:
         self._simulation.changed[rank] = self
@@ -131,15 +137,17 @@ class SimEngine:
         self.running = False
         limits = self._base.limits
         bound_s = self._drain_bound_s(self._base.drain_timeout_s) + limits.goodbye_timeout_s
-        with self._bounded("aclose", bound_s + limits.transport_close_timeout_s):
+        with self.bounded("aclose", bound_s + limits.transport_close_timeout_s):
             endings = await asyncio.gather(*(rank.runtime.aclose() for rank in self.ranks), return_exceptions=True)
         for ending in endings:
             if isinstance(ending, RuntimeBroken):
-                self._note("could not close", str(ending))
+                self.note("could not close", str(ending))
                 return False
             if isinstance(ending, BaseException):
                 raise ending
-        self._note("closed")
+        for rank in self.ranks:
+            self.shelf.check_left(rank)
+        self.note("closed")
         for rank in self.ranks:
             if not self.host.agent_lost:
                 demand(self, assert_closed, rank.runtime.statistics())
@@ -153,16 +161,18 @@ class SimEngine:
         if not self.running:
             return
         self.running = False
-        self._note("goes to sleep")
+        self.note("goes to sleep")
         self._naps += 1
         if not await self._unregister():
             return
         self.asleep = True
-        self._note("sleeps")
+        self.note("sleeps")
         for offer in self.offers:
             offer.given_back_s = self._simulation.loop.time()
-        while self.offers or self.loads:
+        while self.offers or self.loads or self.shelf.waits:
             await self._simulation.pass_time(0.01)
+        await self._simulation.pass_time(0.01)
+        self.shelf.clear()
         await self._simulation.pass_time(nap_s)
         turned = self._simulation.rng.random() < _TURNED_SHARE
         for rank in self.ranks:
@@ -171,8 +181,15 @@ class SimEngine:
             rank.cache.poison(self._simulation.next_poison(), None)
         self.asleep = False
         if await self._register_again():
+            self._share()
             self.running = True
-            self._note("is awake")
+            self.note("is awake")
+
+    def _share(self) -> None:
+        """Share what it will keep, with a shelf that is empty."""
+        self.shelf = SimShelf(self._simulation, self)
+        if self._simulation.settings.model.shares:
+            self.shelf.share()
 
     async def _unregister(self) -> bool:
         """Give all ranks' memory away, each in the moment in which that may be; whether it may be everywhere."""
@@ -182,15 +199,16 @@ class SimEngine:
         async def on_one(rank: SimRank) -> None:
             nonlocal given
             try:
-                with self._bounded("unregister", bound_s):
+                with self.bounded("unregister", bound_s):
                     await rank.runtime.unregister()
             except RuntimeUnavailable:
-                self._note("closes instead")
+                self.note("closes instead")
             except RuntimeBroken as error:
-                self._note("could not unregister", str(error))
+                self.note("could not unregister", str(error))
                 self.host.agent_lost = True
                 self._simulation.later_crash(self)
             else:
+                self.shelf.check_left(rank)
                 given += 1
                 rank.cache.poison(self._simulation.next_poison(), None)
 
@@ -202,7 +220,7 @@ class SimEngine:
             try:
                 await rank.runtime.register_kv_caches(rank.cache.groups)
             except KVFlowError as error:  # it drains, or closes
-                self._judge_refusal("register_kv_caches", error)
+                self.judge_refusal("register_kv_caches", error)
                 return False
             rank.look_up()
         return True
@@ -229,10 +247,10 @@ class SimEngine:
 
         async def on_one(rank: SimRank) -> None:
             try:
-                with self._bounded(what, bound_s):
+                with self.bounded(what, bound_s):
                     await call(rank.runtime)
             except KVFlowError as error:
-                self._judge_refusal(what, error)
+                self.judge_refusal(what, error)
 
         await asyncio.gather(*map(on_one, self.ranks))
 
@@ -242,7 +260,7 @@ class SimEngine:
         return max(deadline_s + ending_s, limits.goodbye_timeout_s) + self._simulation.copy_bound_s
 
     @contextlib.contextmanager
-    def _bounded(self, what: str, bound_s: float) -> Iterator[None]:
+    def bounded(self, what: str, bound_s: float) -> Iterator[None]:
         """Bound what is awaited inside by `bound_s`, not counting the time that its process was frozen."""
         life, loop = self.life, self._simulation.loop
         begun_s, frozen_s = loop.time(), life.frozen_s
@@ -259,7 +277,7 @@ class SimEngine:
 
     def crash(self) -> None:
         """The process is killed."""
-        self._note("crashed")
+        self.note("crashed")
         self.end()
 
     def end(self) -> None:
@@ -291,23 +309,30 @@ class SimEngine:
         self.ranks = []
         self.offers = {}
         self.loads = {}
+        self.shelf = SimShelf(self._simulation, self)
         self.owners = [None] * self.shape.num_blocks
         self._free = list(range(self.shape.num_blocks))
 
     # --- blocks
 
-    def _take_blocks(self, tokens: int, computed: int = 0) -> list[list[int]] | None:
+    def take_blocks(self, tokens: int, computed: int = 0) -> list[list[int]] | None:
         """Blocks of each group for what `tokens` tokens need of it beyond the computed ones, those freed last first."""
         counts = []
         for facts in self.facts:
             stop = -(-tokens // facts.block_size)
             first = max(facts.first_needed(tokens), computed) // facts.block_size if computed < tokens else stop
             counts.append(stop - first)
+        return self.take_counts(counts)
+
+    def take_counts(self, counts: Sequence[int]) -> list[list[int]] | None:
+        """So many blocks of each group; what is kept of old prompts goes for it, however pinned for readers it is."""
+        if (short := sum(counts) - len(self._free)) > 0:
+            self.shelf.make_room(short)
         if sum(counts) > len(self._free):
             return None
         return [[self._free.pop() for _ in range(count)] for count in counts]
 
-    def _later(self, work: Callable[[], None]) -> DeviceWork | None:
+    def later(self, work: Callable[[], None]) -> DeviceWork | None:
         """Write to a rank's cache as its device does: some time after the command, or at once."""
         model, rng = self._simulation.settings.model, self._simulation.rng
         if not model.device or rng.random() < _AT_ONCE_SHARE:
@@ -315,11 +340,11 @@ class SimEngine:
             return None
         return DeviceWork(rng.expovariate(1 / _DEVICE_S), work)
 
-    def _own(self, owner: SimOffer | SimLoad) -> None:
+    def own(self, owner: Owner) -> None:
         for block in owner.block_ids:
             self.owners[block] = owner
 
-    def _give_back(self, owner: SimOffer | SimLoad) -> None:
+    def give_back(self, owner: Owner) -> None:
         """Blocks come back: they are overwritten at once, and the next who needs some gets them."""
         for block in owner.block_ids:
             assert self.owners[block] is owner
@@ -344,6 +369,7 @@ class SimEngine:
         ttl_s: float,
         pause_s: float,
         early: Callable[[SimOffer], Awaitable[None]] | None,
+        content: Content | None = None,
     ) -> SimOffer | None:
         """Compute a prompt, serve it on all ranks, and hand out its ticket; `finish_offer` is to follow.
 
@@ -351,18 +377,18 @@ class SimEngine:
         """
         if not self.running:
             return None
-        tables = self._take_blocks(tokens)
+        tables = self.take_blocks(tokens)
         if tables is None:
             self._simulation.count("offer: no room")
             return None
-        offer = SimOffer(number, self, tokens, tables, ttl_s)
-        self._own(offer)
+        offer = SimOffer(number, self, tokens, tables, ttl_s, number if content is None else content)
+        self.own(offer)
         grows = self._simulation.settings.model.device and self._simulation.rng.random() < _GROWING_SHARE
         if not grows:
             for rank in self.ranks:
-                offer.device.append(self._later(partial(rank.cache.write, number, tokens, tables)))
+                offer.device.append(self.later(partial(rank.cache.write, offer.content, tokens, tables)))
         self.offers[offer] = None
-        self._note("offers", offer.request_id, tokens, offer.block_ids)
+        self.note("offers", offer.request_id, tokens, offer.block_ids)
         if grows and self._simulation.rng.random() < _EXTENDED_SHARE:
             offer.payload = offer.request_id.encode()
         if early is not None:
@@ -383,7 +409,7 @@ class SimEngine:
                     )
                 )
             except KVFlowError as error:
-                self._judge_refusal(offer.request_id, error)
+                self.judge_refusal(offer.request_id, error)
                 for lease in offer.leases:
                     lease.revoke()
                 self._decline(offer)
@@ -407,12 +433,12 @@ class SimEngine:
             if rng.random() < _BROKEN_SHARE:
                 self._break(offer)
                 return
-            work = self._later(partial(rank.cache.write, offer.number, offer.tokens, offer.tables, upto))
+            work = self.later(partial(rank.cache.write, offer.content, offer.tokens, offer.tables, upto))
             offer.device.append(work)
             try:
                 self._advance(offer, lease, upto, work)
             except RequestError as error:  # no host blocks for more
-                self._judge_refusal(offer.request_id, error)
+                self.judge_refusal(offer.request_id, error)
                 self._fail(offer, str(error))
                 return
 
@@ -454,7 +480,7 @@ class SimEngine:
             try:
                 tickets.append(rank.runtime.serve_blocks(request).ticket)
             except KVFlowError as error:
-                self._judge_refusal(request.request_id, error)
+                self.judge_refusal(request.request_id, error)
                 return None
             rank.served += 1
         return merge_tickets(tickets)
@@ -462,10 +488,10 @@ class SimEngine:
     def _break(self, offer: SimOffer) -> None:
         """A prompt will never be computed: its leases fail, or nobody is told."""
         if self._simulation.rng.random() >= _FORGOTTEN_SHARE:
-            self._note("cannot compute", offer.request_id)
+            self.note("cannot compute", offer.request_id)
             self._fail(offer, "simulated")
         else:
-            self._note("cannot compute", offer.request_id, "and forgets to say so")
+            self.note("cannot compute", offer.request_id, "and forgets to say so")
             self._simulation.count("offer: forgotten")
             offer.broken = True
 
@@ -480,16 +506,16 @@ class SimEngine:
         longest_s = max(offer.ttl_s, self._base.lease_lifetime_s)  # readers renew it up to that
         bound_s = (longest_s + self._base.limits.seal_hold_s) * _DRIFT + self._simulation.copy_bound_s
         for lease in list(offer.leases):
-            with self._bounded(f"lease of {offer.request_id}", bound_s):
+            with self.bounded(f"lease of {offer.request_id}", bound_s):
                 outcome = await lease
             self._simulation.count(f"lease: {outcome}")
         if offer.growing:
             await asyncio.wait(offer.growing)
         await all_over(offer.device)
         offer.given_back_s = self._simulation.loop.time()
-        self._note("has back", offer.request_id)
+        self.note("has back", offer.request_id)
         self.offers.pop(offer)
-        self._give_back(offer)
+        self.give_back(offer)
 
     # --- loads
 
@@ -497,17 +523,17 @@ class SimEngine:
         """Load an offered prompt, check what came, and use the blocks for a while."""
         if not self.running:
             return
-        tables = self._take_blocks(offer.tokens, min(plan.cached_blocks * self.shape.block_size, offer.tokens))
+        tables = self.take_blocks(offer.tokens, min(plan.cached_blocks * self.shape.block_size, offer.tokens))
         if tables is None:
             self._simulation.count("load: no room")
             return
         load = SimLoad(offer, self, tables, others=plan.more)
-        self._own(load)
+        self.own(load)
         self.loads[load] = None
-        self._note("loads", offer.request_id, repr(offer.engine), load.block_ids)
+        self.note("loads", offer.request_id, repr(offer.engine), load.block_ids)
         if self._simulation.settings.model.device:
             before = self._simulation.next_poison()
-            load.device = [self._later(partial(rank.cache.poison, before, load.block_ids)) for rank in self.ranks]
+            load.device = [self.later(partial(rank.cache.poison, before, load.block_ids)) for rank in self.ranks]
         endings = await self._load_on_all_ranks(load, ticket, plan)
         succeeded = self._judge(load, endings)
         for ending in endings if succeeded else ():
@@ -523,7 +549,7 @@ class SimEngine:
             for rank in self.ranks if naps == self._naps else ():  # else it has lost what it had
                 if (wrong := self._wrong_token(load, rank)) and not load.corrupt:
                     self.fail("I1", f"blocks of {offer.request_id} changed after the load: {wrong}")
-        self._give_back(load)
+        self.give_back(load)
 
     async def wait_and_load(self, offer: SimOffer, ticket: Ticket, plan: LoadPlan, wait_s: float) -> None:
         """Load as an engine whose request has to wait first."""
@@ -532,7 +558,7 @@ class SimEngine:
                 for rank in self.ranks:
                     kept.enter_context(rank.runtime.keep_leases(ticket.to_params()))
             except KVFlowError as error:
-                self._judge_refusal(offer.request_id, error)
+                self.judge_refusal(offer.request_id, error)
             await self._simulation.pass_time(wait_s)
             self._simulation.count("load: waited")
             await self.load(offer, ticket, plan)
@@ -544,10 +570,10 @@ class SimEngine:
         )  # a rendezvous is waited for
         for rank in list(self.ranks):
             try:
-                with self._bounded(f"release of {offer.request_id}", self._base.handshake_timeout_s + opens_s):
+                with self.bounded(f"release of {offer.request_id}", self._base.handshake_timeout_s + opens_s):
                     told = await rank.runtime.release_blocks(ticket.to_params())
             except KVFlowError as error:
-                self._judge_refusal(offer.request_id, error)
+                self.judge_refusal(offer.request_id, error)
                 self._simulation.count(f"release: {type(error).__name__}")
             else:
                 self._simulation.count(f"release: {'told' if told else 'not told'}")
@@ -600,11 +626,11 @@ class SimEngine:
         mine = RankLoad(load)
         LOAD.set(mine)
         try:
-            with self._bounded(request.request_id, deadline_s + self._base.cancel_grace_s):
+            with self.bounded(request.request_id, deadline_s + self._base.cancel_grace_s):
                 if load.offer.number % _FOLLOWED_EVERY:
                     report = await rank.runtime.load_blocks(request)
                 else:
-                    report = await self._follow(rank, mine, rank.runtime.start_load(request))
+                    report = await self._follow(rank, mine, load, rank.runtime.start_load(request))
         except (KVFlowError, asyncio.CancelledError) as error:
             if isinstance(error, ChecksumMismatch) and not mine.flipped:
                 self.fail("I2", f"no byte of {request.request_id} was flipped, but {error}")
@@ -637,7 +663,7 @@ class SimEngine:
             )
         return report
 
-    async def _follow(self, rank: SimRank, mine: RankLoad, handle: Handle) -> LoadReport:
+    async def _follow(self, rank: SimRank, mine: RankLoad, load: SimLoad, handle: Handle) -> LoadReport:
         """A load whose parts are used as they come: they have to be right when they are told of."""
         tokens = -1
         try:
@@ -646,7 +672,7 @@ class SimEngine:
                     self.fail("I4", f"{handle}: {progress} after {tokens} tokens")
                 tokens = progress.tokens
                 self._simulation.count("load: progress")
-                wrong = rank.cache.wrong_token(mine.load.offer.number, mine.load.offer.tokens, mine.load.tables, tokens)
+                wrong = rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables, tokens)
                 if wrong and not mine.flipped:
                     self.fail("I2", f"{handle}: {progress}, but {wrong}")
             return await handle
@@ -657,7 +683,7 @@ class SimEngine:
 
     def _cancel(self, load: SimLoad, tasks: Sequence[asyncio.Task[Ending]]) -> None:
         load.cancelled = True
-        self._note("cancels", load.offer.request_id)
+        self.note("cancels", load.offer.request_id)
         for task in tasks:
             task.cancel()
 
@@ -665,12 +691,12 @@ class SimEngine:
         """Count how a load has ended; whether all ranks have all."""
         for ending in endings:
             ok = isinstance(ending, LoadReport)
-            self._note("load ended", load.offer.request_id, "ok" if ok else f"{type(ending).__name__}: {ending}")
+            self.note("load ended", load.offer.request_id, "ok" if ok else f"{type(ending).__name__}: {ending}")
             self._simulation.count(f"load: {'ok' if ok else type(ending).__name__}")
             if isinstance(ending, asyncio.CancelledError) and not load.cancelled:
                 self.fail("I4", f"{load.offer.request_id}: CancelledError without a cancel")
             if isinstance(ending, KVFlowError):
-                self._judge_refusal(load.offer.request_id, ending)
+                self.judge_refusal(load.offer.request_id, ending)
         check_conserved(self)
         return all(isinstance(ending, LoadReport) for ending in endings)
 
@@ -686,13 +712,13 @@ class SimEngine:
             try:
                 await unsafe[0].settled()
             except RuntimeBroken:
-                self._note("lost blocks", load.block_ids)
+                self.note("lost blocks", load.block_ids)
                 if self.running:
                     self._simulation.later_crash(self)
                 await asyncio.get_running_loop().create_future()  # until the process ends
-            self._note("safe", load.offer.request_id)
+            self.note("safe", load.offer.request_id)
 
-    def _judge_refusal(self, request_id: str, error: KVFlowError) -> None:
+    def judge_refusal(self, request_id: str, error: KVFlowError) -> None:
         """Fail unless an engine that did everything right may get this error."""
         expected = isinstance(error, LoadError | PeerError | RuntimeUnavailable)
         if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
@@ -705,4 +731,4 @@ class SimEngine:
 
     def _wrong_token(self, load: SimLoad, rank: SimRank) -> str | None:
         """The fault in the bytes of a load on a rank; None if there is none."""
-        return rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables)
+        return rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables)

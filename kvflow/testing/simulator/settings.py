@@ -37,6 +37,8 @@ class Model:
     """Bytes are flipped on their way."""
     survives: bool = False
     """Whether a prompt is offered by several engines, and loads read from one after the other."""
+    shares: bool = False
+    """Whether engines keep blocks of old prompts, share them, and pull prefixes from each other."""
     verifies: bool = False
     """Loads are verified: some because they have to be, and some by chance."""
 
@@ -58,8 +60,10 @@ class Model:
 
 PLAIN = Model()
 _MODELS = {
+    1: Model(shares=True),
     2: Model(flips=True, verifies=True),
     3: Model(windows=True, priorities=True),
+    5: Model(shares=True),
     6: Model(windows=True, state=True, priorities=True),
     7: Model(latent=True),
     8: Model(windows=True, layers=2, sleeps=True),
@@ -72,17 +76,19 @@ _MODELS = {
     15: Model(device=True, sleeps=True),
     16: Model(survives=True),
     17: Model(survives=True, sleeps=True),
-    19: Model(windows=True, priorities=True),
+    18: Model(shares=True),
+    19: Model(shares=True, windows=True, priorities=True),
     20: Model(survives=True, windows=True),
     21: Model(survives=True, flips=True, verifies=True),
-    22: Model(windows=True, state=True, priorities=True),
-    23: Model(latent=True),
+    22: Model(shares=True, windows=True, state=True, priorities=True),
+    23: Model(shares=True, latent=True),
     24: Model(flips=True),
-    25: Model(device=True),
+    25: Model(shares=True, device=True),
     26: Model(flips=True, verifies=True),
-    27: Model(windows=True, layers=2),
+    27: Model(shares=True, windows=True, layers=2),
+    28: Model(shares=True, sleeps=True),
     29: Model(windows=True, device=True),
-    30: Model(state=True, layers=2, priorities=True),
+    30: Model(shares=True, state=True, layers=2, priorities=True),
     31: Model(windows=True, state=True, device=True, flips=True, verifies=True),
 }
 """By seed, of each thirty-two; the others serve plain full attention."""
@@ -96,6 +102,7 @@ def model_of(seed: int) -> Model:
 
 _VERIFY_SHARE = 0.7
 _SURVIVED_WITHIN_S = 2.0
+_SHARING_PEERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +196,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
     """The settings of a seed, and the generator that the run goes on to draw from."""
     rng = random.Random(seed)
     count = rng.choice((2, 2, 3, 3, 4))
-    if model_of(seed).survives:
+    if model_of(seed).survives or model_of(seed).shares:
         count = max(count, 3)
     alike = rng.random() < 0.6  # most clusters are of engines cut alike
     common = _draw_shape(rng, 0, count)
@@ -202,6 +209,8 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         peers_max = max(base.limits.peers_max, *(shape.num_ranks for shape in shapes))
         limits = replace(base.limits, peers_max=peers_max)
         base = replace(base, limits=limits, host_buffer_bytes_max=4 * base.host_buffer_bytes_max)
+    if model.shares:  # from several at once, all ranks of each
+        base = replace(base, limits=replace(base.limits, peers_max=max(base.limits.peers_max, _SHARING_PEERS)))
     if model.survives:  # two that serve, one that loads, and time for a second source
         shapes = tuple(replace(one, serves=at < count - 1 or one.serves) for at, one in enumerate(shapes))
         base = replace(base, load_deadline_s=_SURVIVED_WITHIN_S)
@@ -213,7 +222,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         shapes=shapes,
         base=base,
         weather=draw_weather(rng),
-        requests=rng.randint(20, 40),
+        requests=rng.randint(20, 40) // (3 if model.shares else 1),
         span_s=rng.uniform(0.3, 2.0),
         trouble=rng.choice((0, 1, 2, 3, 4, 6)),
         naps=rng.randint(2, 8) if model.sleeps else 0,
@@ -244,7 +253,7 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
 def _suited(rng: random.Random, shape: Shape, model: Model) -> Shape:
     """An engine with room for all groups of a model, and with its layers shared out."""
     pp_size = rng.choice((1, 2)) if model.layers > 1 else 1
-    return replace(shape, num_blocks=2 * shape.num_blocks, pp_size=pp_size)
+    return replace(shape, num_blocks=(4 if model.shares else 2) * shape.num_blocks, pp_size=pp_size)
 
 
 def _draw_base(rng: random.Random) -> Config:

@@ -21,10 +21,12 @@ from typing import Any
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.testing.simulator import sharing
 from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick, survive
 from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import SimEngine
 from kvflow.testing.simulator.network import Network, SimFlight
+from kvflow.testing.simulator.prompts import Prompts
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
 from kvflow.testing.simulator.work import LoadPlan, RankLoad, SimOffer, SimRank
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
@@ -76,6 +78,9 @@ class Simulation:
         self.rng = rng
         self.network = Network(loop, rng, self.note, self._landing, self._landed)
         self.engines = [SimEngine(self, shape, index) for index, shape in enumerate(settings.shapes)]
+        self.prompts = Prompts()
+        self.on_pin: Callable[[SimEngine], None] = lambda _: None
+        """Told when an engine pins a prefix for a reader."""
         self.changed: dict[SimRank, SimEngine] = {}
         """Ranks whose ledgers have changed since they were looked at."""
         self.violation: Violation | None = None
@@ -145,12 +150,17 @@ class Simulation:
             self._some_time(self._befall, pick(TROUBLE, self.rng))
         for _ in range(self.settings.naps):
             self._some_time(self._befall, nap)
+        if self.settings.model.shares:
+            sharing.begin(self)
         await self.pass_time(self.settings.span_s)
         self._clear_up()
         await self._settle()
         await self._all_pairs_work()
+        if self.settings.model.shares:
+            await self._all_pairs_share()
         await self._settle()
         for engine in self.engines:
+            engine.shelf.clear()
             check_quiet(engine)
         await self._close()
         self.loop.after_step = None
@@ -273,7 +283,10 @@ class Simulation:
     async def _settle(self) -> None:
         """Everything that was begun has to end by itself."""
         give_up_s = self.loop.time() + _SETTLE_S
-        while self._tasks:
+        while self._tasks or any(engine.shelf.busy for engine in self.engines):
+            if self.loop.time() > give_up_s and not self._tasks:
+                self.fail("I9", f"shelves have pins {_SETTLE_S} s after all trouble")
+                return
             if self.loop.time() > give_up_s:
                 self.fail("I7", f"not over {_SETTLE_S} s after all trouble: {[t.get_name() for t in self._tasks]}")
                 return
@@ -316,6 +329,19 @@ class Simulation:
         offer = producing.result()
         return offer is not None and offer.loaded
 
+    async def _all_pairs_share(self) -> None:
+        """And every engine pulls what another one keeps."""
+        numbers = itertools.count(sharing.FIRST_NUMBER << 1)
+        for holder, reader in itertools.permutations(self.engines, 2):
+            for number in itertools.islice(numbers, _TRIES):
+                pulling = sharing.pull_one(self, number, holder, reader)
+                await self._settle()
+                if pulling is not None and pulling.done() and pulling.result():
+                    break
+                await self.pass_time(0.5)
+            else:
+                self.fail("I7", f"{reader} cannot pull from {holder} any more")
+
     async def _close(self) -> None:
         for engine in self.engines:
             if not await engine.life.task(engine.close()):
@@ -333,15 +359,13 @@ class Simulation:
             self._looked(rows)
             return
         load, engine = mine.load, mine.load.engine
-        if flight.hosts[1] in mine.hosts[:-1]:
-            engine.fail("I1", f"bytes of {flight.hosts[1].name} land for {load} after some of {mine.hosts[-1].name}")
         if engine.asleep:
             engine.fail("I1", f"bytes of {load} land in memory that was given back")
         for local, _, size in rows:
             for block in engine.landing_blocks(local, size):
                 mine.last_landing_s = self.loop.time()
-                if flight.hosts[1] not in mine.hosts:
-                    mine.hosts.append(flight.hosts[1])
+                if after := mine.came_late(flight.hosts[1], block):
+                    engine.fail("I1", f"bytes of {flight.hosts[1].name} land for {load} after some of {after.name}")
                 owner = engine.owners[block]
                 if owner is not load:
                     engine.fail("I1", f"bytes of {load} land in block {block}, which is for {owner or 'nobody'} now")
@@ -363,7 +387,7 @@ class Simulation:
             local, _, size = self.rng.choice(in_cache)
             flip(local + self.rng.randrange(size))
             mine.flipped = True
-            self.note("flipped", repr(mine.load.engine), mine.load.offer.request_id)
+            self.note("flipped", repr(mine.load.engine), str(mine.load))
 
     def crash_and_restart(self, engine: SimEngine, down_s: float) -> None:
         engine.crash()

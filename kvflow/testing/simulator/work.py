@@ -13,11 +13,12 @@ from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
-from kvflow.testing.simulator.cache import RankCache
+from kvflow.testing.simulator.cache import Content, RankCache
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
     from kvflow.testing.simulator.network import SimHost
+    from kvflow.testing.simulator.prefixes import SimPull
 
 
 class DeviceWork:
@@ -60,6 +61,7 @@ class SimOffer:
     tables: list[list[int]]
     """Block ids by group."""
     ttl_s: float
+    content: Content
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
     """When its engine got the blocks back, or died."""
@@ -145,13 +147,22 @@ class SimLoad:
 class RankLoad:
     """One rank's part of a load, for which reads are posted."""
 
-    load: SimLoad
+    load: SimLoad | SimPull
+    side_by_side: bool = False
+    """Whether it reads from several engines at once, into different blocks."""
     last_landing_s: float = 0.0
     """When bytes came to its blocks last."""
     flipped: bool = False
     """One of them was another one than was sent."""
-    hosts: list[SimHost] = field(default_factory=list)
-    """Whose bytes have come, in the order of the first ones."""
+    hosts: dict[int, list[SimHost]] = field(default_factory=dict)
+    """Whose bytes have come, in the order of the first ones: of each block if it reads side by side, else of all."""
+
+    def came_late(self, host: SimHost, block: int) -> SimHost | None:
+        """Bytes of a host come for a block: who came after the same host had come before, if somebody has."""
+        seen = self.hosts.setdefault(block if self.side_by_side else 0, [])
+        if host not in seen:
+            seen.append(host)
+        return seen[-1] if host is not seen[-1] else None
 
 
 class SimRank:
@@ -164,6 +175,8 @@ class SimRank:
         self._on_change = on_change
         self.served = 0
         self.loaded = 0
+        self.unsure = 0
+        """Loads of pulls from two sources that may have succeeded, and are in no report, since the other has failed."""
         self.look_up()
 
     def look_up(self) -> None:

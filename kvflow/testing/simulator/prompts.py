@@ -1,0 +1,67 @@
+"""Prompts that have beginnings in common, and what their tokens look like in a cache.
+
+That follows from the salt and all tokens up to each, as the values of a real cache do.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from kvflow.core.prefix.keys import prefix_keys
+from kvflow.testing.simulator.cache import TOKENS_MAX, Content
+
+SPAN = 4
+"""Tokens that belong together: prompts fork at multiples of it."""
+PROMPT_MAX = 32
+_SALTS = (b"", b"", b"tenant")
+_FORKS = (8, 16)
+_BRANCHES = 2
+_FIRST_NUMBER = 1 << 12  # other prompts have lower ones
+
+Path: TypeAlias = "tuple[bytes, tuple[int, ...]]"
+"""A salt, and the tokens from a prompt's first one on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimPrompt:
+    """A prompt that shares its beginning with others, and its tokens with those of another salt."""
+
+    salt: bytes
+    tokens: tuple[int, ...]
+
+    def path(self, end: int) -> Path:
+        """Its first tokens."""
+        return self.salt, self.tokens[:end]
+
+    def keys(self, step: int) -> list[bytes]:
+        return prefix_keys(self.tokens, step, salt=self.salt)
+
+    def cut(self, tokens: int) -> SimPrompt:
+        return SimPrompt(self.salt, self.tokens[:tokens])
+
+
+class Prompts:
+    """All prompts of a simulation, by what is in them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Path, int] = {}
+
+    def content(self, prompt: SimPrompt) -> Content:
+        """What its tokens look like: a number for each."""
+        ends = range(SPAN, len(prompt.tokens) + SPAN, SPAN)
+        numbers = [self._numbers.setdefault(prompt.path(end), _FIRST_NUMBER + len(self._numbers)) for end in ends]
+        spans = np.array(numbers, dtype=np.int32).repeat(SPAN)
+        return np.pad(spans, (0, TOKENS_MAX - len(spans)), mode="edge")
+
+
+def draw_prompt(rng: random.Random, tokens_max: int) -> SimPrompt:
+    """One of few, of whole spans, so that many begin alike."""
+    most = max(min(tokens_max, PROMPT_MAX) // SPAN, 1)
+    length = rng.randint((most + 1) // 2, most) * SPAN
+    fork, branch = rng.choice(_FORKS), rng.randrange(_BRANCHES)
+    tokens = [(fork + branch) * 50 * (at >= fork) + at for at in range(length)]
+    return SimPrompt(rng.choice(_SALTS), tuple(tokens))

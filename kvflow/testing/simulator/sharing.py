@@ -1,0 +1,187 @@
+"""What may happen where engines share prefixes: computed, pulled, evicted, and what befalls holders meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
+from kvflow.testing.simulator.prefixes import Puller, PullPlan
+from kvflow.testing.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
+from kvflow.testing.simulator.settings import CALM
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulator.engine import SimEngine
+    from kvflow.testing.simulator.simulation import Simulation
+
+_PULLS = (20, 40)
+_PROMPTS = (8, 16)
+_LATER_S = 0.02  # mean time from the first engine that computes a prompt to each of the others
+_EVICTIONS = (0, 10)
+_STRUCK_SHARE = 0.5  # of questions that find something: soon afterwards something befalls who was asked
+_REST_SHARE = 0.3
+_SEEK_SHARE = 0.2
+FIRST_NUMBER = 1 << 10  # other requests have lower ones
+
+
+# --- what befalls a holder
+
+
+def squeeze(simulation: Simulation, engine: SimEngine) -> None:
+    """An engine needs all its blocks at once, whoever reads them, and writes something else there."""
+    engine.note("is short of blocks")
+    engine.shelf.make_room(engine.shape.num_blocks)
+    for _ in range(2):
+        compute(simulation, engine)
+
+
+def evict(simulation: Simulation, engine: SimEngine) -> None:
+    """An engine gives up some of what it keeps and nobody reads."""
+    engine.note("evicts")
+    engine.shelf.evict(simulation.rng.random())
+
+
+def compute(simulation: Simulation, engine: SimEngine, prompt: SimPrompt | None = None) -> None:
+    """An engine computes a prompt, and keeps it."""
+    prompt = (prompt or draw_prompt(simulation.rng, PROMPT_MAX)).cut(room(engine))
+    simulation.spawn(engine.life, engine.shelf.compute(prompt), f"compute at {engine}")
+
+
+STRIKES: Sequence[tuple[int, Callable[[Simulation, SimEngine], None]]] = (
+    (10, squeeze),
+    (4, evict),
+    (2, crash),
+    (2, freeze),
+    (2, partition),
+    (1, nap),
+    (1, drain),
+    (1, lose_agent),
+)
+
+
+def room(engine: SimEngine) -> int:
+    """Tokens of the longest prompts that an engine is given."""
+    shape = engine.shape
+    return shape.num_blocks * shape.block_size // 2
+
+
+# --- the course
+
+
+def begin(simulation: Simulation) -> None:
+    """Have everything happen some time."""
+    rng, span_s = simulation.rng, simulation.settings.span_s
+
+    def some_time(happen: Callable[..., None], *what: object) -> None:
+        simulation.network.later(rng.uniform(0.0, span_s), happen, *what)
+
+    simulation.on_pin = partial(perhaps_strike, simulation)
+    for _ in range(rng.randint(*_PROMPTS)):
+        prompt, first_s = draw_prompt(rng, PROMPT_MAX), rng.uniform(0.0, span_s)
+        for engine in rng.sample(simulation.engines, rng.randint(1, len(simulation.engines))):
+            late_s = rng.expovariate(1 / _LATER_S)
+            simulation.network.later(first_s + late_s, befall_at, simulation, partial(compute, prompt=prompt), engine)
+    for _ in range(rng.randint(*_EVICTIONS)):
+        some_time(befall, simulation, rng.choice((evict, evict, evict, squeeze)))
+    for number in range(rng.randint(*_PULLS)):
+        some_time(pull, simulation, FIRST_NUMBER + number)
+
+
+def befall(simulation: Simulation, what: Callable[[Simulation, SimEngine], None]) -> None:
+    if engine := simulation.pick_running():
+        what(simulation, engine)
+
+
+def befall_at(simulation: Simulation, what: Callable[[Simulation, SimEngine], None], engine: SimEngine) -> None:
+    """Something befalls this very engine, if it runs."""
+    if engine.running:
+        what(simulation, engine)
+
+
+def pull(simulation: Simulation, number: int) -> None:
+    """Some engine is given a prompt, and pulls what others have of it."""
+    rng = simulation.rng
+    reader = simulation.pick_running()
+    if reader is None:
+        return
+    others = [engine for engine in simulation.engines if engine is not reader]
+    holders = rng.sample(others, rng.randint(1, len(others)))
+    plan = draw_plan(simulation, number, reader, holders)
+    if rng.random() < _REST_SHARE:
+        producer = rng.choice(others)
+        if producer.running:
+            body = produce(simulation, producer, reader, plan)
+            simulation.spawn(producer.life, body, f"offer of the rest {number}")
+        return
+    start(simulation, reader, plan)
+
+
+def draw_plan(simulation: Simulation, number: int, reader: SimEngine, holders: Sequence[SimEngine]) -> PullPlan:
+    rng, size = simulation.rng, reader.shape.block_size
+    prompt = draw_prompt(rng, room(reader))
+    key_tokens = min(rng.choice((size, size, size, SPAN)), len(prompt.tokens))
+    cached = rng.randint(0, len(prompt.tokens) // size) * size if rng.random() < 0.25 else 0
+    return PullPlan(
+        number=number,
+        prompt=prompt,
+        key_tokens=key_tokens,
+        holders=holders,
+        cached_tokens=cached // key_tokens * key_tokens,
+        seeks=rng.random() < _SEEK_SHARE,
+        deadline_s=rng.uniform(0.0005, simulation.settings.base.load_deadline_s) if rng.random() < 0.2 else None,
+        answer_within_s=rng.choice((0.005, 0.1, 0.25)),
+        recompute_s_per_token=rng.choice((1e-6, 1e-3)) if rng.random() < 0.2 else None,
+        cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.15 else None,
+        use_s=rng.expovariate(1 / 0.02) + 1e-3,
+    )
+
+
+def start(simulation: Simulation, reader: SimEngine, plan: PullPlan) -> None:
+    if reader.running:
+        simulation.spawn(reader.life, Puller(simulation, reader, plan).run(), plan.request_id)
+
+
+def perhaps_strike(simulation: Simulation, holder: SimEngine) -> None:
+    """A holder has answered, and is about to be read from: perhaps something befalls it meanwhile."""
+    rng, weather = simulation.rng, simulation.network.weather
+    if simulation.network.weather is not CALM and rng.random() < _STRUCK_SHARE:
+        strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * weather.latency_s + weather.read_s))
+        simulation.count(f"strike: {strike.__name__.replace('_', ' ')}")
+        simulation.network.later(after_s, befall_at, simulation, strike, holder)
+
+
+async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
+    """In the engine of the rest: compute the whole prompt, or most of it, and offer it as to any reader."""
+    rng, size = simulation.rng, reader.shape.block_size
+    tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3, 9)), 1)
+    ttl_s = simulation.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
+    content = simulation.prompts.content(plan.prompt)
+    offer = await producer.offer(plan.number, tokens, ttl_s, 0.0, None, content)
+    if offer is None:
+        return
+    if len(offer.leases) == producer.shape.num_ranks:
+        cached = min(plan.cached_tokens, tokens // size * size)
+        both = replace(plan, rest=offer, seeks=False, cached_tokens=cached)
+        simulation.network.later(simulation.network.delay_s(), start, simulation, reader, both)
+        perhaps_strike(simulation, producer)
+    await producer.finish_offer(offer)
+
+
+def pull_one(
+    simulation: Simulation, number: int, holder: SimEngine, reader: SimEngine
+) -> asyncio.Task[int | None] | None:
+    """One engine computes a prompt of a block for both, and another one pulls that; None if either does not run."""
+    if not holder.running or not reader.running:
+        return None
+    tokens = max(holder.shape.block_size, reader.shape.block_size)
+    prompt = SimPrompt(b"", tuple(range(number, number + tokens)))
+    plan = PullPlan(number=number, prompt=prompt, key_tokens=tokens, holders=[holder], deadline_s=5.0)
+
+    async def compute_and_pull() -> int | None:
+        await simulation.spawn(holder.life, holder.shelf.compute(prompt), f"compute {number}")
+        return await Puller(simulation, reader, plan).run()
+
+    return simulation.spawn(reader.life, compute_and_pull(), plan.request_id)

@@ -1,0 +1,302 @@
+"""The prefix cache of a simulated engine: blocks that outlive their requests, until somebody needs them.
+
+What nobody has pinned may be evicted at any moment, and is overwritten in the same. If that is not enough the engine
+takes back what is pinned for readers, and uses it at once: nobody waits for a reader.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.plan.descriptors import given_block_ids
+from kvflow.errors import RuntimeUnavailable
+from kvflow.runtime.prefix.sharing import SharedPrefixes
+from kvflow.runtime.prefix.shelf import Run
+from kvflow.runtime.producer.lease import Lease, ServeRequest
+from kvflow.testing.simulator.prompts import SPAN, Path, SimPrompt
+from kvflow.testing.simulator.work import all_over
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulator.engine import SimEngine
+    from kvflow.testing.simulator.simulation import Simulation
+    from kvflow.testing.simulator.work import SimRank
+
+_SLOW_SHARE = 0.2  # of shelves: they live in another process, and answer later
+_SLOW_S = 0.005  # mean time until then
+_FAILS_SHARE = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """One block of a shelf: the end of a prefix."""
+
+    group: int
+    path: Path
+    block: int
+    written: bool = False
+    """Whether it holds that by now."""
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [self.block]
+
+    def __str__(self) -> str:
+        return f"the shelf, {len(self.path[1])} tokens"
+
+
+@dataclass(slots=True, eq=False)
+class SimRun:
+    """A run that one rank has pinned."""
+
+    run: Run
+    blocks: list[Kept]
+    told: bool
+    """Whether its runtime knows of it by now."""
+
+
+@dataclass(slots=True, eq=False)
+class RankShelf:
+    """A `kvflow.Shelf` of one rank: all ranks of an engine keep the same, and each pins for its own readers."""
+
+    shelf: SimShelf
+    rank: SimRank
+    slow: bool
+    pins: Counter[int] = field(default_factory=Counter)
+    """By block."""
+    runs: dict[int, SimRun] = field(default_factory=dict)
+    """By the identity of what was given."""
+    leases: list[Lease] = field(default_factory=list)
+    """All that its runtime has opened for readers of prefixes."""
+    sharing: SharedPrefixes | None = None
+
+    def share(self, pinned_blocks_max: int | None) -> None:
+        books = self.rank.runtime._supervisor.cache
+        assert books is not None, "registered before"
+        vars(books.serving)["serve"] = partial(self._serve, books.serving.serve)
+        self.sharing = self.rank.runtime.share(self, pinned_blocks_max=pinned_blocks_max)
+
+    def _serve(self, serve: Callable[..., Lease], request: ServeRequest, *, holds: bool = True, **more: bool) -> Lease:
+        """What opens leases, seen: those without a hold are of prefixes."""
+        lease = serve(request, holds=holds, **more)
+        if not holds:
+            self.rank.served += 1
+            self.leases.append(lease)
+        return lease
+
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | Awaitable[Run | None] | None:
+        engine = self.shelf.engine
+        if self.shelf.simulation.rng.random() < _FAILS_SHARE:
+            raise RuntimeError("simulated")
+        found = self.shelf.find(keys, key_tokens)
+        if found is None:
+            return self._later(None) if self.slow else None
+        tokens, tables = found
+        run = Run(given_block_ids([[kept.block for kept in table] for table in tables]), tokens)
+        blocks = [kept for table in tables for kept in table]
+        self.pins.update(kept.block for kept in blocks)
+        made = self.runs[id(run)] = SimRun(run, blocks, told=not self.slow)
+        self.shelf.simulation.on_pin(engine)
+        engine.note("pins", [kept.block for kept in blocks], "of rank", self.rank.index)
+        return self._later(made) if self.slow else run
+
+    async def _later(self, made: SimRun | None) -> Run | None:
+        simulation = self.shelf.simulation
+        await simulation.pass_time(simulation.rng.expovariate(1 / _SLOW_S))
+        if made is None:
+            return None
+        made.told = True
+        return made.run
+
+    def unpin(self, run: Run) -> None:
+        engine, made = self.shelf.engine, self.runs.pop(id(run), None)
+        if made is None or made.run is not run:
+            engine.fail("I9", f"{run} is unpinned, but it is not pinned (any more)")
+            return
+        for kept in made.blocks:
+            self.pins[kept.block] -= 1
+            if self.rank.uses[kept.block] > self.pins[kept.block]:
+                engine.fail("I9", f"block {kept.block} is unpinned, and its lease is open")
+        engine.note("unpins", [kept.block for kept in made.blocks], "of rank", self.rank.index)
+
+    @property
+    def left(self) -> int:
+        """Runs that its runtime knows of, and has not unpinned."""
+        return sum(made.told for made in self.runs.values())
+
+
+class SimShelf:
+    """All that an engine keeps, from one registration of its cache to the end of that."""
+
+    def __init__(self, simulation: Simulation, engine: SimEngine) -> None:
+        self.simulation = simulation
+        self.engine = engine
+        self.ranks: list[RankShelf] = []
+        self.writing = 0
+        """Prompts that the device has yet to write."""
+        self._kept: dict[tuple[int, Path], Kept] = {}
+        self._paths: dict[bytes, Path] = {}
+
+    # --- shared
+
+    def share(self) -> None:
+        """Share it on all ranks, as soon as these have their caches."""
+        rng = self.simulation.rng
+        blocks = self.engine.shape.num_blocks
+        slow, most = rng.random() < _SLOW_SHARE, rng.choice((None, blocks // 2, 2 * blocks))
+        for rank in self.engine.ranks:
+            shelf = RankShelf(self, rank, slow)
+            try:
+                shelf.share(most)
+            except RuntimeUnavailable:  # it drains, or closes
+                return
+            self.ranks.append(shelf)
+
+    def find(self, keys: Sequence[bytes], key_tokens: int) -> tuple[int, list[list[Kept]]] | None:
+        """The longest prefix of which everything is here, and its blocks by group."""
+        for at in reversed(range(len(keys))):
+            path, tokens = self._paths.get(keys[at]), (at + 1) * key_tokens
+            if path is not None and len(path[1]) == tokens and (tables := self._tables(path)) is not None:
+                return tokens, tables
+        return None
+
+    def _tables(self, path: Path) -> list[list[Kept]] | None:
+        salt, tokens = path
+        tables = []
+        for group, facts in enumerate(self.engine.facts):
+            if facts.whole and len(tokens) % facts.block_size:
+                return None
+            table = [self._kept.get((group, (salt, tokens[:end]))) for end in ends(facts, len(tokens))]
+            whole = [kept for kept in table if kept is not None and kept.written]
+            if len(whole) < len(table):
+                return None
+            tables.append(whole)
+        return tables
+
+    def pinned(self, rank: SimRank, block: int) -> bool:
+        """Whether a rank has pinned a block for somebody."""
+        return any(one.pins[block] > 0 for one in self.ranks if one.rank is rank)
+
+    def leases(self, rank: SimRank) -> list[Lease]:
+        """Those of prefixes on a rank that are open."""
+        return [lease for one in self.ranks if one.rank is rank for lease in one.leases if not lease.done]
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is pinned, or being written."""
+        return self.writing > 0 or any(one.runs for one in self.ranks)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the device, or an answer of its own, is under way."""
+        return self.writing > 0 or any(not run.told for one in self.ranks for run in one.runs.values())
+
+    def check_left(self, rank: SimRank) -> None:
+        """After a rank has given its cache away nothing is pinned for its readers."""
+        for one in self.ranks:
+            if one.rank is rank and one.left and not one.slow:  # what comes late is unpinned a little later
+                self.engine.fail("I9", f"{one.left} runs are pinned for readers of a cache that is unregistered")
+
+    def clear(self) -> None:
+        """Forget all, once nothing is pinned."""
+        for one in self.ranks:
+            if one.runs:
+                self.engine.fail("I9", f"{len(one.runs)} runs are pinned when all is quiet")
+            if one.sharing is not None and one.sharing.pinned_blocks:
+                self.engine.fail("I9", f"{one.sharing.pinned_blocks} blocks count as pinned when all is quiet")
+        for kept in list(self._kept.values()):
+            self._evict(kept)
+
+    # --- filled
+
+    async def compute(self, prompt: SimPrompt) -> None:
+        """Compute what is not here of a prompt: written by the device, some time later, and shown from then on."""
+        engine, content, made = self.engine, self.simulation.prompts.content(prompt), list[Kept]()
+        for group, facts in enumerate(engine.facts):
+            for end in ends(facts, len(prompt.tokens)):
+                path = prompt.path(end)
+                if (group, path) not in self._kept and (table := engine.take_counts([1])):
+                    made.append(self.keep(group, path, table[0][0]))
+        self.learn(prompt)
+
+        def write(rank: SimRank) -> None:
+            for kept in made:
+                tables = [[kept.block] if at == kept.group else [] for at in range(len(engine.facts))]
+                rank.cache.write(content, len(kept.path[1]), tables)
+
+        engine.note("computes", len(prompt.tokens), [kept.block for kept in made])
+        works = [engine.later(partial(write, rank)) for rank in engine.ranks]
+        self.writing += 1
+        await all_over(works)
+        self.writing -= 1
+        for kept in made:
+            kept.written = True
+
+    def learn(self, prompt: SimPrompt) -> None:
+        """Know a prompt by its keys."""
+        for at, key in enumerate(prompt.keys(SPAN)):
+            self._paths[key] = prompt.path((at + 1) * SPAN)
+
+    def has(self, group: int, path: Path) -> bool:
+        return (group, path) in self._kept
+
+    def keep(self, group: int, path: Path, block: int) -> Kept:
+        """A block is the shelf's from now on."""
+        kept = self._kept[group, path] = Kept(group, path, block)
+        self.engine.owners[block] = kept
+        return kept
+
+    # --- emptied
+
+    def make_room(self, count: int) -> None:
+        """Give so many blocks up, if there are; those that are pinned for readers are taken back at once."""
+        free = self._evict_some(count)
+        if free < count:
+            self.reclaim(count - free)
+            self._evict_some(count - free)
+
+    def reclaim(self, count: int) -> None:
+        """Take back what is pinned for readers, on all ranks."""
+        for one in self.ranks:
+            if one.sharing is not None:
+                before = sum(pins > 0 for pins in one.pins.values())
+                told = one.sharing.reclaim(count)
+                freed = before - sum(pins > 0 for pins in one.pins.values())
+                if told != freed and not one.slow:
+                    self.engine.fail("I9", f"reclaim has freed {told} blocks, by unpin {freed}")
+                self.simulation.count(f"prefix: {'reclaimed' if freed else 'nothing to reclaim'}")
+
+    def evict(self, share: float) -> None:
+        """Give up so many of those that nobody reads, by chance."""
+        for kept in list(self._free()):
+            if self.simulation.rng.random() < share:
+                self._evict(kept)
+
+    def _evict_some(self, count: int) -> int:
+        able = list(self._free())
+        chosen = self.simulation.rng.sample(able, min(count, len(able)))
+        for kept in chosen:
+            self._evict(kept)
+        return len(chosen)
+
+    def _free(self) -> Iterator[Kept]:
+        """Blocks that may be evicted."""
+        pinned = {block for one in self.ranks for block, pins in one.pins.items() if pins > 0}
+        return (kept for kept in self._kept.values() if kept.written and kept.block not in pinned)
+
+    def _evict(self, kept: Kept) -> None:
+        del self._kept[kept.group, kept.path]
+        self.engine.give_back(kept)
+
+
+def ends(facts: GroupFacts, tokens: int) -> Sequence[int]:
+    """Where the blocks of a group end that hold what matters of a prompt's first tokens."""
+    if facts.kind is GroupKind.STATE:
+        return (tokens,)
+    size = facts.block_size
+    first = facts.first_needed(tokens) // size
+    return range((first + 1) * size, tokens + 1, size)

@@ -1,0 +1,146 @@
+"""Promises about prefixes, each broken on purpose: `tests/testing/test_mutations.py` has the simulator find them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvflow.core.prefix import keys
+from kvflow.core.protocol import messages
+from kvflow.runtime.peers import reach
+from kvflow.runtime.prefix import pull
+from kvflow.runtime.prefix.pull import Prefixes
+from kvflow.runtime.prefix.requests import PrefixReport, PrefixRequest
+from kvflow.runtime.prefix.seek import Seeker
+from kvflow.runtime.prefix.sharing import SharedPrefixes
+
+
+def believe_a_seal_seen_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quick read is believed by the seal that was fetched with it, although a prefix's lease has no hold."""
+    real = reach._source
+    monkeypatch.setattr(
+        reach,
+        "_source",
+        lambda peer, connection, lease: real(peer, connection, msgspec.structs.replace(lease, held=True)),
+    )
+
+
+def unpin_as_soon_as_it_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is unpinned before its lease has ended."""
+    real = SharedPrefixes._offered
+
+    def offered(self: SharedPrefixes, *given: Any) -> messages.Reply:
+        reply = real(self, *given)
+        for opened in list(self._runs):
+            self._over(opened)
+        return reply
+
+    monkeypatch.setattr(SharedPrefixes, "_offered", offered)
+
+
+def reclaim_without_revoking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner has its blocks back, and the seal still says that they are leased."""
+    monkeypatch.setattr(SharedPrefixes, "_end", lambda self, opened: self._over(opened))
+
+
+def revoke_without_unpinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose lease has ended by itself stays pinned."""
+    monkeypatch.setattr(SharedPrefixes, "_ended", lambda *_: None)
+
+
+def read_from_the_next_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next holder is read from while bytes of the one that has failed may land."""
+
+    async def settled(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(pull, "_settled", settled)
+
+
+def leave_the_salt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are of the tokens alone."""
+    real = keys.key_state
+    monkeypatch.setattr(keys, "key_state", lambda salt: real(b""))
+
+
+def count_a_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull is said to have brought a block more than it has."""
+    real = Prefixes._report
+
+    def report(self: Prefixes, *given: Any) -> PrefixReport:
+        made = real(self, *given)
+        more = self._groups[0].block_size if made.pulled_tokens else 0
+        return replace(made, num_tokens=made.num_tokens + more)
+
+    monkeypatch.setattr(Prefixes, "_report", report)
+
+
+def count_what_loads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a prefix and of a rest are added up, though both may count a window."""
+    real = Prefixes._report
+
+    def report(self: Prefixes, given: Any, loads: Any) -> PrefixReport:
+        tokens = given.request.cached_tokens + sum(load.tokens for load in loads)
+        return replace(real(self, given, loads), num_tokens=tokens)
+
+    monkeypatch.setattr(Prefixes, "_report", report)
+
+
+def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a prefix lands in the blocks of its beginning."""
+    real = pull._filled
+
+    def filled(groups: Any, tables: Any, cached: int, tokens: int) -> list[Any]:
+        found = real(groups, tables, cached, tokens)
+        return [table[: len(some)] for table, some in zip(tables, found, strict=True)]
+
+    monkeypatch.setattr(pull, "_filled", filled)
+
+
+def forget_answers_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that a shelf has found when nobody waits any more stays pinned."""
+    monkeypatch.setattr(SharedPrefixes, "_too_late", lambda *_: None)
+
+
+def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that has restarted under its address is taken for the one that it was."""
+
+    async def connected_again(_: object, engine: object, __: object) -> object:
+        return engine
+
+    monkeypatch.setattr(Seeker, "_connected_again", connected_again)
+
+
+def say_that_blocks_are_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two loads side by side, the one that goes on is forgotten when the other one fails."""
+    monkeypatch.setattr(pull, "_quarantine", lambda loads: None)
+
+
+def end_a_prefix_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix that comes beside the rest ends where no local block does."""
+
+    def as_it_is(request: PrefixRequest, *_: object) -> PrefixRequest:
+        return request
+
+    monkeypatch.setattr(pull, "_in_whole_blocks", as_it_is)
+
+
+PREFIX_MUTATIONS = {
+    # As in `test_mutations.MUTATIONS`.
+    "believe_a_seal_seen_meanwhile": (believe_a_seal_seen_meanwhile, "I9", 87),
+    "unpin_as_soon_as_it_is_leased": (unpin_as_soon_as_it_is_leased, "I9", 1),
+    "reclaim_without_revoking": (reclaim_without_revoking, "I9", 1),
+    "revoke_without_unpinning": (revoke_without_unpinning, "I9", 1),
+    "read_from_the_next_too_early": (read_from_the_next_too_early, "I1 I5", 385),
+    "leave_the_salt_out": (leave_the_salt_out, "I9", 5),
+    "count_a_block_too_many": (count_a_block_too_many, "I9", 1),
+    "count_what_loads_count": (count_what_loads_count, "I9", 19),
+    "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", 19),
+    "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", 246),
+    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 22),
+    "say_that_blocks_are_safe": (say_that_blocks_are_safe, "I1", 151),
+    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I9", 147),
+}
