@@ -526,6 +526,14 @@ async def test_sharing_twice_or_by_a_consumer_is_refused() -> None:
             them.reader.runtime.share(BlockShelf(TOKENS))
 
 
+async def test_what_is_shared_belongs_to_its_loop() -> None:
+    async with fleet() as them:
+        (holder,) = them.holders
+        for work in (lambda: holder.sharing.reclaim(1), lambda: holder.sharing.end(Run((), 4)), holder.sharing.close):
+            with pytest.raises(UsageError, match="loop that opened"):
+                await asyncio.to_thread(work)
+
+
 async def test_forged_questions_pin_nothing() -> None:
     async with fleet(pinned_blocks_max=8) as them:
         (holder,) = them.holders

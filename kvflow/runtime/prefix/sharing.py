@@ -24,6 +24,7 @@ from kvflow.errors import KVFlowError, RequestError, UsageError
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import LocalRank, token_bytes
 from kvflow.runtime.prefix.shelf import Run, SharingStatistics, Shelf
 from kvflow.runtime.producer.lease import ServeRequest
@@ -68,6 +69,7 @@ class SharedPrefixes:
             most = checks.whole(pinned_blocks_max, "share: pinned_blocks_max", least=1, error=UsageError)
         self._ttl_s = min(_TTL_S, context.config.lease_ttl_s)
         self._spawn = context.spawn
+        self._loop = asyncio.get_running_loop()
         self._now_s = context.clock.now_s
         self._leasing = leasing
         self._shelf = shelf
@@ -109,7 +111,9 @@ class SharedPrefixes:
 
         Raises:
             RequestError: it is no number.
+            UsageError: off the runtime's loop.
         """
+        require_loop(self._loop, "reclaim()")
         wanted, before = checks.whole(blocks, "reclaim: blocks", least=0), self._pinned
         for opened in list(self._runs):
             if before - self._pinned >= wanted:
@@ -123,7 +127,11 @@ class SharedPrefixes:
 
         Args:
             run: the very object that `Shelf.match` has given. No effect if it has ended.
+
+        Raises:
+            UsageError: off the runtime's loop.
         """
+        require_loop(self._loop, "end()")
         opened = next((opened for opened, given in self._runs.items() if given is run), None)
         if opened is not None:
             self._counts["reclaimed"] += 1
@@ -133,7 +141,11 @@ class SharedPrefixes:
         """Share no more: runs that are leased end, as by `reclaim`, and questions are answered with a miss.
 
         Closing twice is fine.
+
+        Raises:
+            UsageError: off the runtime's loop.
         """
+        require_loop(self._loop, "close()")
         if not self._closed:
             self._closed = True
             for opened in list(self._runs):
