@@ -198,7 +198,7 @@ class Fleet:
         first = (next(self._keys) + 1) << 50
         opened = await self._producer.call("open_leases", first=first, count=count, read=read)
         ended = await self._consumer.call("read_leases", tickets=opened["tickets"])
-        outcomes = await self._producer.call("end_leases")
+        outcomes = await self._producer.call("end_leases", read=[number for number, _ in opened["tickets"]])
         self.found.leases.append({"open": opened["open"], "loads": ended, "outcomes": outcomes})
         wanted, expired = len(opened["tickets"]), -(-count // 3)
         books = {"read": wanted, "expired": expired, "revoked": count - wanted - expired}

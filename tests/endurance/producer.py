@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
 from typing import Any
@@ -19,6 +20,7 @@ BLOCKS = 12_288
 _STEP_S = 0.004
 _LEASE_TOKENS = 16
 _HOUR_S = 3600.0
+_HEARD_WITHIN_S = 30.0
 _LEASES_A_SECOND = 300  # those that are to run out last until all are open, also on a busy machine
 
 
@@ -162,9 +164,12 @@ class Producer:
         tickets = [(number, lease.ticket.to_params()) for number, lease in kept[:: len(kept) // read]]
         return {"open": serving.open_leases, "tickets": tickets}
 
-    async def do_end_leases(self) -> dict[str, int]:
-        """Revoke those that do not run out; how all have ended."""
+    async def do_end_leases(self, read: list[int]) -> dict[str, int]:
+        """Revoke what does not run out, once the readers of those that were `read` are heard; how all have ended."""
         home, outcomes = self.homes["plain"], Counter[str]()
+        with contextlib.suppress(TimeoutError):  # then the outcomes tell
+            async with asyncio.timeout(_HEARD_WITHIN_S):
+                await asyncio.gather(*(self._many[number][0].wait() for number in read))
         for lease, _ in self._many.values():
             if lease.ticket.ttl_s == _HOUR_S:
                 lease.revoke()
