@@ -31,34 +31,31 @@ _ExtraKeys: TypeAlias = Annotated[list[str | tuple[str, int]], Meta(max_length=1
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks that a prefix cache holds from now on: they follow each other, the first one follows the parent.
-
-    Args:
-        block_hashes: The engine's names for the blocks, as ints of 64 bits or bytes.
-        parent_block_hash: The name of the block before the first; None if that is a prompt's first.
-        token_ids: The blocks' tokens, `block_size` for each.
-        block_size: Tokens of a block.
-        lora_id: An adapter's number, if the blocks were computed with one.
-        medium: Where they are: "GPU" is the cache that the engine computes with, also on CPU.
-        lora_name: An adapter's name.
-        extra_keys: What else the blocks depend on, a list or None for each: a cache salt as text, a picture as
-            (identifier, offset from the block's beginning).
-        group_idx: The cache group, where a cache has several.
-        kv_cache_spec_kind: The group's kind, such as "full_attention" or "sliding_window".
-        cache_salt: SGLang's salt of the request.
-    """
+    """Blocks that a prefix cache holds from now on: they follow each other, the first one follows the parent."""
 
     block_hashes: _Hashes
+    """The engine's names for the blocks, as ints of 64 bits or bytes."""
     parent_block_hash: BlockHash | None = None
+    """The name of the block before the first; None if that is a prompt's first."""
     token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
+    """The blocks' tokens, `block_size` for each."""
     block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
+    """Tokens of a block."""
     lora_id: int | None = None
+    """An adapter's number, if the blocks were computed with one."""
     medium: str | None = None
+    """Where they are: "GPU" is the cache that the engine computes with, also on CPU."""
     lora_name: str | None = None
+    """An adapter's name."""
     extra_keys: Annotated[list[_ExtraKeys | None], Meta(max_length=BLOCKS_MAX)] | None = None
+    """What else the blocks depend on, a list or None for each: a cache salt as text, a picture as (identifier, offset
+    from the block's beginning)."""
     group_idx: int | None = None
+    """The cache group, where a cache has several."""
     kv_cache_spec_kind: str | None = None
+    """The group's kind, such as "full_attention" or "sliding_window"."""
     cache_salt: str | None = None
+    """SGLang's salt of the request."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
