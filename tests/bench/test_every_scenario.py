@@ -150,6 +150,16 @@ def check_surviving(report: Report) -> None:
     assert split["ratio"] == pytest.approx(split["whole_s"]["p50"] / split["halves_s"]["p50"])
 
 
+def check_prefixes(report: Report) -> None:
+    (block,), (many,), (nonsense,) = (report[name] for name in ("one block", "at once", "nonsense"))
+    assert all(block[part] > 0 for part in ("load_s", "miss_s", "pull_s"))
+    assert report["question"][0]["seconds"] > 0
+    assert (many["pulls"], many["pinned"]) == (4, 0)
+    assert 1 <= many["sources"] <= 3
+    assert (nonsense["keys"], nonsense["pinned"]) == (2000, 0)
+    assert nonsense["lag_s"] > 0
+
+
 def check_flow(report: Report) -> None:
     keys = [(row["tokens"], row["way"]) for row in report["hand-overs"]]
     assert keys == list(product((256, 512), Way))
@@ -190,6 +200,7 @@ CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "profile": (check_profile, ("hop to the agents' thread", "loop us", "own us")),
     "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
     "surviving": (check_surviving, ("added ms", "Split")),
+    "prefixes": (check_prefixes, ("one block", "at once", "lag ms")),
     "flow": (check_flow, ("growing, at once", "wire to", "in one step")),
     "never-idle": (check_never_idle, ("switch interval ms", "turns of the loop")),
     "fleet": (check_fleet, ("steady", "churn", "honest loads")),

@@ -384,7 +384,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "trust_for_too_long": (trust_for_too_long, "I2 I3", 3),
     "forget_notifications": (forget_notifications, "I4", 0),
     "release_on_cancel": (release_on_cancel, "I1 I5", 0),
-    "never_release_leased_blocks": (never_release_leased_blocks, "I5", 0),
+    "never_release_leased_blocks": (never_release_leased_blocks, "I5 I9", 0),
     "never_release_loaded_blocks": (never_release_loaded_blocks, "I5", 0),
     "forget_quarantines": (forget_quarantines, "I5 I7", 2),
     "lose_ends_of_reads": (lose_ends_of_reads, "I4 I7", 0),
