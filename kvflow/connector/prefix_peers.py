@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import enum
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from kvflow.connector.parameters import name_of
 from kvflow.connector.step import Question
+from kvflow.core.policy.rates import LoadRates
 from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
@@ -27,9 +27,6 @@ logger = logger_of(__name__)
 _LEFT_OUT_FIRST_S, _LEFT_OUT_MOST_S = 1.0, 30.0
 _PEERS_MAX = 1 << 10  # that are remembered
 _HINTS_MAX = 4
-_NEWEST = 0.3  # weight of the last load
-
-T = TypeVar("T")
 
 
 class PrefixOutcome(enum.StrEnum):
@@ -70,8 +67,7 @@ class PrefixPeers:
     _late: dict[str, _Late] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
     """Tokens that each load is to bring, by its request."""
-    _s_per_token: dict[str, float] = field(default_factory=dict)
-    """What loads of a token have taken, by the engine that it came from."""
+    _rates: LoadRates = field(default_factory=LoadRates)
 
     async def ask(self, runtime: Runtime, question: Question) -> tuple[PrefixOutcome, list[Ticket]]:
         """What is offered, leased, the best first: the others are for the caller to give back."""
@@ -122,15 +118,13 @@ class PrefixPeers:
         """A load has ended, and has taken so long; None if it has failed, or was not begun."""
         tokens = self._expected.pop(request_id, 0)
         if tokens > 0 and total_s is not None:
-            before = self._s_per_token.pop(engine_id, total_s / tokens)
-            self._s_per_token[engine_id] = before + _NEWEST * (total_s / tokens - before)
-            _forget_beyond(self._s_per_token)
+            self._rates.learn(engine_id, tokens, total_s)
 
     def _pays(self, offer: PrefixOffer, tokens: int) -> bool:
-        s_per_token = self._s_per_token.get(offer.ticket.engine_id)
-        if self.recompute_s_per_token is None or s_per_token is None:
+        expected_s = self._rates.expected_s(offer.ticket.engine_id, tokens)
+        if self.recompute_s_per_token is None or expected_s is None:
             return True
-        return s_per_token * tokens + offer.round_trip_s <= self.recompute_s_per_token * tokens
+        return expected_s + offer.round_trip_s <= self.recompute_s_per_token * tokens
 
     async def _ask_one(self, runtime: Runtime, question: Question, peer: str) -> tuple[PrefixOffer, ...] | None:
         """What a peer offers; None if it has not answered in time."""
@@ -162,10 +156,5 @@ class PrefixPeers:
         pause_s = _LEFT_OUT_FIRST_S if before is None else min(before.pause_s * 2, _LEFT_OUT_MOST_S)
         logger.info("%s has not answered in %s s and is not asked for %s s", peer, self.wait_s, pause_s)
         self._late[peer] = _Late(now_s + pause_s, pause_s)
-        _forget_beyond(self._late)
-
-
-def _forget_beyond(by_peer: dict[str, T]) -> None:
-    """Forget who was met first, where too many were."""
-    if len(by_peer) > _PEERS_MAX:
-        del by_peer[next(iter(by_peer))]
+        if len(self._late) > _PEERS_MAX:
+            del self._late[next(iter(self._late))]

@@ -122,7 +122,7 @@ class RegisteredCache:
             self.reach.parse_ticket,
             self.loader.start,
             leases.keep_while,
-            seeker.release_later,
+            leases.release_soon,
         )
         self.prefixes = Prefixes(context.config, local, means)
         self._context = context

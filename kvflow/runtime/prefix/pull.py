@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from kvflow.config import Config
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
+from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
@@ -30,9 +30,6 @@ from kvflow.runtime.prefix.requests import (
     PrefixStatistics,
     checked_prefix_request,
 )
-
-_RATES_MAX = 1 << 10
-_NEWEST = 0.3  # weight of the last load in the rate of a holder
 
 
 @dataclass(slots=True)
@@ -63,7 +60,7 @@ class Means(NamedTuple):
     parse_ticket: Callable[[Ticket | Mapping[str, Any]], Ticket]
     start: Callable[[LoadRequest], Load]
     keep_while: Callable[[Ticket], AbstractContextManager[None]]
-    release_later: Callable[[Ticket], None]
+    release_soon: Callable[[Ticket], None]
 
 
 class Prefixes:
@@ -79,8 +76,7 @@ class Prefixes:
         self._groups = local.groups
         self._token_bytes = token_bytes(local)
         self._means = means
-        self._rates: OrderedDict[str, float] = OrderedDict()
-        """Bytes per second that loads from each engine have had."""
+        self._rates = LoadRates()
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
     @property
@@ -168,7 +164,7 @@ class Prefixes:
             raise
         pull.there = _offered(rest)
         assert isinstance(pull.request.rest, Ticket), "it was parsed"
-        self._means.release_later(pull.request.rest)
+        self._means.release_soon(pull.request.rest)
         return [end] if report is None else [report, end]
 
     def _load_of_rest(self, pull: _Pull, tables: Sequence[BlockIds]) -> LoadRequest:
@@ -208,17 +204,19 @@ class Prefixes:
             return None
         assert one.offer is not None, "it was loaded"
         pull.taken, one.why = one, ""
-        self._learn(one.offer.ticket.engine_id, report)
+        if report.tokens:
+            self._rates.learn(one.offer.ticket.engine_id, report.tokens, report.total_s)
         return report
 
     def _pays(self, pull: _Pull, one: AskedPeer, offer: PrefixOffer) -> bool:
         """Whether pulling it is expected to be faster than computing it; a holder that nobody knows is tried."""
-        per_token_s, rate = pull.request.recompute_s_per_token, self._rates.get(offer.ticket.engine_id)
+        per_token_s, engine_id = pull.request.recompute_s_per_token, offer.ticket.engine_id
         tokens = offer.num_tokens - pull.request.cached_tokens
+        expected_s = self._rates.expected_s(engine_id, tokens)
+        queued_s = self._rates.expected_s(engine_id, offer.queued_bytes / max(self._token_bytes, 1))
         pull.pull_s = None
-        if rate is not None:
-            queued = min(offer.queued_bytes, rate)  # of a holder that is read by many; a second at most
-            pull.pull_s = offer.round_trip_s + (tokens * self._token_bytes + queued) / rate
+        if expected_s is not None:  # of one that is read by many it is a second longer at most
+            pull.pull_s = offer.round_trip_s + expected_s + min(queued_s or 0.0, 1.0)
         if per_token_s is None:
             return True
         pull.compute_s = tokens * per_token_s
@@ -227,14 +225,6 @@ class Prefixes:
         one.why = f"{tokens} tokens take {pull.pull_s:.3g} s from there, {pull.compute_s:.3g} s to compute"
         self._counts["declined"] += 1
         return False
-
-    def _learn(self, engine_id: str, report: LoadReport) -> None:
-        """A rate that was measured. What is quick says little, so it is never more than the bytes of a millisecond."""
-        rate = report.bytes / max(report.total_s, 1e-3)
-        before = self._rates.pop(engine_id, rate)
-        self._rates[engine_id] = before + _NEWEST * (rate - before)
-        if len(self._rates) > _RATES_MAX:
-            self._rates.popitem(last=False)
 
     def _report(self, pull: _Pull, loads: Sequence[LoadReport]) -> PrefixReport:
         request, taken = pull.request, pull.taken

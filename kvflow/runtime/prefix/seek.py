@@ -18,8 +18,7 @@ from kvflow.config import split_address
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
-from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError, RuntimeUnavailable
-from kvflow.logs import logger_of
+from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.peers.peer import Connection, LocalRank
@@ -28,8 +27,6 @@ from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.rendezvous import lease_told
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.prefix.requests import AskedPeer, GivenPeer, PrefixOffer, PrefixRequest
-
-logger = logger_of(__name__)
 
 _NAMES_MAX = 1 << 10
 
@@ -98,21 +95,7 @@ class Seeker:
         for one in asked:
             one.given_up = True
             if one.offer is not None:
-                self.release_later(one.offer.ticket)
-
-    def release_later(self, ticket: Ticket) -> None:
-        """Give an offer back, soon; whoever cannot be told lets it run out."""
-        body = self._release(ticket)
-        try:
-            self._context.spawn(body, name=f"kvflow-give-back {ticket.request_id}")
-        except RuntimeUnavailable:
-            body.close()  # its leases run out
-
-    async def _release(self, ticket: Ticket) -> None:
-        try:
-            await self._remote_leases.release(ticket)
-        except KVFlowError as error:
-            logger.info("a prefix could not be given back: %s", error)  # its leases run out
+                self._remote_leases.release_soon(one.offer.ticket)
 
     async def _ask(self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
         """The body of a task: what one engine has."""
@@ -124,7 +107,7 @@ class Seeker:
             asked.why = str(error)
         self._silent.pop(asked.given, None)
         if asked.given_up and asked.offer is not None:
-            await self._release(asked.offer.ticket)
+            self._remote_leases.release_soon(asked.offer.ticket)
             asked.offer = None
 
     async def _ask_engine(
@@ -157,7 +140,7 @@ class Seeker:
         ticket = _ticket(engine, question_id, offers, self._context.config.limits.block_ids_max)
         if len(offers) < len(ranks) or ticket is None or ticket.num_tokens <= request.cached_tokens:
             if ticket is not None:
-                self.release_later(ticket)
+                self._remote_leases.release_soon(ticket)
             if problem is not None:
                 raise problem
             asked.why = "it has nothing of it" if not offers else "it has no more than is cached here"
@@ -247,9 +230,7 @@ def _without_lease(at: Address, connection: Connection) -> RankLease:
 
 
 def _named(peer: GivenPeer) -> str:
-    if isinstance(peer, PeerAddress):
-        return f"{peer.engine_id} at {peer.address}"
-    if isinstance(peer, Ticket):
+    if isinstance(peer, PeerAddress | Ticket):
         return f"{peer.engine_id} at {peer.address}"
     if isinstance(peer, Mapping):
         return checks.shown(peer.get("remote_engine_id"))

@@ -34,7 +34,8 @@ class Shelf(Protocol):
 
         Returns:
             The run, of a multiple of `key_tokens` tokens, whose blocks hold these until `unpin`; None if there is none.
-            Or an awaitable of it, for a cache that lives in another thread or process.
+            Or an awaitable of it, for a cache that lives in another thread or process. It may take a second; then it is
+            left to end by itself, and what it gives is unpinned.
         """
         ...
 
