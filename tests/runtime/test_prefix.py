@@ -214,6 +214,28 @@ async def test_the_rest_comes_from_the_next_source() -> None:
         assert (await them.pull(peers=[first.address])).num_tokens == 0
 
 
+async def test_who_answers_while_the_best_one_is_read_is_a_source_too() -> None:
+    """A whole prefix ends the wait for others; their answers count until the pull is over."""
+    async with fleet(2, pinned_blocks_max=8) as them:
+        first, second = them.holders
+        first.shelf.put(PROMPT, list(range(8)))
+        second.shelf.put(PROMPT[: 4 * TOKENS], [11, 12, 13, 14])
+        second.sharing.close()
+        slow = SlowShelf(second.shelf)
+        sharing = second.runtime.share(slow, pinned_blocks_max=8)
+        pull = await them.hold(them.pull())
+        assert slow.asked == 1
+        first.sharing.close()
+        them.release_reads()
+        slow.open.set()
+        report = await pull
+        assert (report.num_tokens, report.source.split()[0]) == (4 * TOKENS, "holder-1")
+        them.assert_read(second, [0, 1, 2, 3], [11, 12, 13, 14])
+        async with asyncio.timeout(WAIT_S):
+            while sharing.pinned_blocks:
+                await asyncio.sleep(0)
+
+
 async def test_what_is_pinned_is_bounded_and_each_block_counts_once() -> None:
     async with fleet(pinned_blocks_max=4) as them:
         (holder,) = them.holders

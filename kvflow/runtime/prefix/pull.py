@@ -39,6 +39,8 @@ class _Pull:
     request: PrefixRequest
     tables: tuple[BlockIds, ...]
     ends_s: float
+    answers_end_s: float
+    """Until then, peers that have not answered yet are worth waiting for."""
     asked: list[AskedPeer] = field(default_factory=list)
     taken: AskedPeer | None = None
     there: int = 0
@@ -87,6 +89,7 @@ class Prefixes:
         """See `Runtime.seek_prefix`."""
         request = checked_prefix_request(given, self._config.limits)
         asked = await self._means.seek(request, request.answer_within_s)
+        self._means.give_back([one for one in asked if one.offer is None])
         return tuple(one.offer for one in asked if one.offer is not None)
 
     async def pull(self, given: PrefixRequest) -> PrefixReport:
@@ -100,9 +103,10 @@ class Prefixes:
             except RequestError as error:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
             request = _in_whole_blocks(request, self._groups, tables)
-        pull = _Pull(request, tables, asyncio.get_running_loop().time() + deadline_s)
+        now_s, answers_s = asyncio.get_running_loop().time(), min(request.answer_within_s, deadline_s)
+        pull = _Pull(request, tables, ends_s=now_s + deadline_s, answers_end_s=now_s + answers_s)
         self._counts["pulls"] += 1
-        pull.asked = await self._means.seek(request, min(request.answer_within_s, deadline_s))
+        pull.asked = await self._means.seek(request, answers_s)
         try:
             loads = await (self._pull(pull) if request.rest is None else self._pull_both(pull))
         finally:
@@ -113,10 +117,12 @@ class Prefixes:
         """The prefix from the best holder, or from the next, if one fails."""
         offers = [one for one in pull.asked if one.offer is not None]
         with ExitStack() as kept:
-            for one in offers[1:]:
-                assert one.offer is not None, "it was chosen"
-                kept.enter_context(self._means.keep_while(one.offer.ticket))
-            for one in offers:
+            for spare in offers[1:]:
+                assert spare.offer is not None, "it was chosen"
+                kept.enter_context(self._means.keep_while(spare.offer.ticket))
+            tried = list[AskedPeer]()
+            while (one := await _best_left(pull, tried)) is not None:
+                tried.append(one)
                 assert one.offer is not None, "it was chosen"
                 if self._pays(pull, one, one.offer):
                     tokens = one.offer.num_tokens
@@ -245,6 +251,19 @@ class Prefixes:
             pull_s=pull.pull_s,
             compute_s=pull.compute_s,
         )
+
+
+async def _best_left(pull: _Pull, tried: Sequence[AskedPeer]) -> AskedPeer | None:
+    """The best holder that has not been tried, of those that have answered by now or answer in time."""
+    while True:
+        left = [one for one in pull.asked if one.offer is not None and one not in tried]
+        if left:
+            return min(left, key=AskedPeer.worth)
+        waiting = [one.task for one in pull.asked if one.task is not None and not one.task.done()]
+        left_s = pull.answers_end_s - asyncio.get_running_loop().time()
+        if not waiting or left_s <= 0:
+            return None
+        await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _settled(load: Load, within_s: float) -> bool:

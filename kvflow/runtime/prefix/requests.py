@@ -144,6 +144,10 @@ class AskedPeer:
     given_up: bool = False
     """Nobody waits for its answer any more."""
 
+    def worth(self) -> tuple[float, ...]:
+        """Its place among others, least first: the longest prefix, then the least busy; those without an offer last."""
+        return (0.0, -self.offer.num_tokens, self.offer.queued_bytes) if self.offer is not None else (1.0,)
+
 
 def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:
     """The request with its numbers and texts as Python's own. RequestError names what cannot be right."""

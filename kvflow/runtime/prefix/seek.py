@@ -62,7 +62,7 @@ class Seeker:
         """Ask all its peers; those with an offer come first, the longest before others, then the least busy.
 
         Returns once all have answered or `within_s` has passed; or, if one has all of it, after as much time again.
-        Cancelling gives back what is offered.
+        Who has not answered by then still may, until `give_back`. Cancelling gives back what is offered.
         """
         loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
@@ -83,12 +83,8 @@ class Seeker:
         except BaseException:
             self.give_back(asked)
             raise
-        for one in asked:
-            one.given_up = one.offer is None
-            if one.task in waiting:
-                self._silent[one.given] += 1
         turn = int(question_id[:8], 16) % max(len(asked), 1)  # so that many who ask at once do not all read from one
-        return sorted(asked[turn:] + asked[:turn], key=_worth)
+        return sorted(asked[turn:] + asked[:turn], key=AskedPeer.worth)
 
     def give_back(self, asked: Sequence[AskedPeer]) -> None:
         """Give up what was offered, soon; and what will be."""
@@ -96,6 +92,8 @@ class Seeker:
             one.given_up = True
             if one.offer is not None:
                 self._remote_leases.release_soon(one.offer.ticket)
+            elif one.task is not None and not one.task.done():
+                self._silent[one.given] += 1
 
     async def _ask(self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
         """The body of a task: what one engine has."""
@@ -235,11 +233,6 @@ def _named(peer: GivenPeer) -> str:
     if isinstance(peer, Mapping):
         return checks.shown(peer.get("remote_engine_id"))
     return peer if isinstance(peer, str) else checks.shown(peer)
-
-
-def _worth(asked: AskedPeer) -> tuple[float, ...]:
-    offer = asked.offer
-    return (0.0, -offer.num_tokens, offer.queued_bytes) if offer is not None else (1.0,)
 
 
 def _ticket(
