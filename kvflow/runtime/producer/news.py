@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvflow.checks import printable
+from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import LeaseNews
 from kvflow.runtime.channel.protocol import Answered, refusal
@@ -30,12 +31,19 @@ class Newsroom:
     """Answers what readers ask for while they wait."""
 
     def __init__(
-        self, context: RankContext, open_lease: Callable[[str], OpenLease | None], served: Callable[[str], bool]
+        self,
+        context: RankContext,
+        open_lease: Callable[[str], OpenLease | None],
+        served: Callable[[str], bool],
+        came: Callable[[LeaseEntry, str], None],
     ) -> None:
-        """`open_lease` finds that of a request; `served` says whether one of it has ended lately."""
+        """`open_lease` finds that of a request; `served` says whether one of it has ended lately; `came` is told of
+        readers that know an open lease.
+        """
         self._clock = context.clock
         self._open_lease = open_lease
         self._served = served
+        self._came = came
         self._waiting = WaitingQuestions(context.clock, self._now, _nothing_yet)
         self.tell = self._waiting.settle
         """Something has happened to a request."""
@@ -93,6 +101,7 @@ class Newsroom:
         if question.request_id in self._notes:
             return self._notes[question.request_id]
         if found is not None:
+            self._came(found.entry, question.reader)
             return _offer(found, found.found(self._clock.now_s()))
         if self._served(question.request_id):
             return messages.NoLease(ended=True)
@@ -106,6 +115,7 @@ class Newsroom:
             if found is None and why is not None:
                 return messages.News(state=LeaseNews.FAILED, reason=why)
             return messages.News(state=LeaseNews.ENDED)
+        self._came(found.entry, question.reader)
         tables, known = found.held.readable, question.known
         if len(known) != len(tables) or any(not 0 <= at <= len(ids) for at, ids in zip(known, tables, strict=True)):
             raise messages.WireError(f"news: {known[:8]} blocks known, there are {tuple(map(len, tables))}")
