@@ -49,7 +49,8 @@ class Newsroom:
         """Something has happened to a request."""
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
-        self._turned_away = ""
+        self.turned_away = ""
+        """Why no lease is opened any more, once that is so."""
 
     @property
     def waiting(self) -> int:
@@ -83,7 +84,7 @@ class Newsroom:
 
     def turn_away(self, why: str) -> None:
         """No more leases are opened: tell everybody who waits for one."""
-        self._turned_away = why
+        self.turned_away = why
         self._waiting.settle_all()
 
     def _note(self, request_id: str, reply: messages.Reply) -> None:
@@ -105,8 +106,8 @@ class Newsroom:
             return _offer(found, found.found(self._clock.now_s()))
         if self._served(question.request_id):
             return messages.NoLease(ended=True)
-        if self._turned_away:
-            return refusal(self._turned_away, transient=True)
+        if self.turned_away:
+            return refusal(self.turned_away, transient=True)
         return None
 
     def _news(self, question: messages.NewsRequest, found: OpenLease | None) -> messages.News | None:
