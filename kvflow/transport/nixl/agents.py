@@ -14,7 +14,7 @@ cost stays independent of its number of blocks (docs/decisions/0001-address-plan
 A posted read cannot be taken back, but over tcp and shared memory its bytes are moved by the reading agent itself, when
 it is polled. So reads that are given up are left with it: it is *parked*, never to be polled again, and another agent
 takes its place, with all other reads. To destroy it at once would be safe for us; but a stopped process that goes on,
-and finds requests of somebody who is gone, is aborted by UCX (docs/decisions/0035-a-load-that-survives.md).
+and finds requests of somebody who is gone, is aborted by UCX (docs/decisions/0037-parked-agents.md).
 """
 
 from __future__ import annotations
