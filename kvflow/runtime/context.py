@@ -27,7 +27,7 @@ class Spawn(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Which rank this is, and which incarnation of it."""
+    """This rank, and its incarnation."""
 
     rank: Rank
     incarnation: str

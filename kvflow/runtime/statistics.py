@@ -27,7 +27,7 @@ _SENT = ("notifications_sent", "notifications_received", "notifications_failed")
 
 
 class RuntimeState(enum.StrEnum):
-    """Whether a runtime takes new work (OPEN), ends what it has (DRAINING, CLOSING), or can do nothing any more."""
+    """State of a runtime: takes new work (OPEN), ends what it has (DRAINING, CLOSING), or can do nothing any more."""
 
     NEW = "new"
     OPEN = "open"

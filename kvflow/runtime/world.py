@@ -23,10 +23,10 @@ from kvflow.transport.files import Files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Where a runtime gets each of these from; the defaults are the real ones."""
+    """Sources of what a runtime gets from outside; the defaults are the real ones."""
 
     transport: Callable[[Config, str], Transport] = make_transport
-    """From the config and the agent's name."""
+    """Maker of the transport, from the config and the agent's name."""
     files: Callable[[Config, str], Files] = make_files
     """Maker of the mover of blocks to files, from config and agent's name; asked for where Config names a store."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel

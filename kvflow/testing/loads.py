@@ -88,7 +88,7 @@ class LoadWatch:
         return tuple(load for load in self._begun if not (load.cared_for or load.waiting))
 
     def assert_none_forgotten(self) -> None:
-        """No load is `forgotten`.
+        """Assert that no load is `forgotten`.
 
         Raises:
             AssertionError: One is; it names the first, and where it was begun.

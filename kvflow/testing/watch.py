@@ -116,7 +116,7 @@ class OfferWatch:
         self._offered: dict[Lease, list[_Slots]] = {}
 
     def assert_unchanged(self) -> None:
-        """No offer has changed so far. Legal at any moment.
+        """Assert that no offer has changed so far. Legal at any moment.
 
         Raises:
             AssertionError: One has; it names the first place.
@@ -187,7 +187,7 @@ def _held(lease: Lease) -> HeldBlocks:
 
 
 def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> Iterator[int]:
-    """Which token of the prompt the first slot of a lease's blocks is for, by group: those of a window are its last."""
+    """Token of the prompt that the first slot of a lease's blocks is for, by group: those of a window are its last."""
     held, facts = _held(lease), lease.ticket.groups
     for group, cache in enumerate(caches):
         size = cache.layout.block_size if isinstance(cache, PatternCache) else 1

@@ -87,7 +87,7 @@ class OwnerThread:
             self._calls.put(None)
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
-        """From the thread: run `callback` on the loop, unless the loop is gone and nobody waits any more."""
+        """Run `callback` on the loop, from the thread, unless the loop is gone and nobody waits any more."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:

@@ -40,7 +40,7 @@ class LayersOf(NamedTuple):
 
 
 class SetPair(NamedTuple):
-    """Which set of our layers is read from theirs, and the groups whose block ids say where the blocks are."""
+    """One set of our layers, theirs that it is read from, and the groups whose block ids say where the blocks are."""
 
     local_set: int
     local_group: int
@@ -63,7 +63,7 @@ class RegionMap:
     local_stride: int
     remote_stride: int
     local_step: int
-    """From one chunk of a block to the next."""
+    """Step from one chunk of a block to the next."""
     remote_step: int
     local_offsets: Int64Array
     remote_offsets: Int64Array

@@ -88,7 +88,7 @@ class LeaseBook:
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
         """A heap. Some of it is out of date: leases that have ended, and moments that renewals have moved."""
         self._held: deque[LeaseEntry] = deque()
-        """In the order of their ends, and so of the ends of their holds."""
+        """Entries in the order of their ends, and so of the ends of their holds."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:

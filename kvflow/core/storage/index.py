@@ -1,4 +1,4 @@
-"""Which entries a store has, and who makes room for whom.
+"""Entries of a store, and who makes room for whom.
 
 Entries have an order: the one that was saved or restored longest ago is the first to go, after those that could not be
 read, which nobody finds any more. One that is being read never goes. What is being written counts with its whole size

@@ -89,7 +89,7 @@ class _Running:
 
 
 class Posts(Protocol):
-    """What posts reads: the `Poller`, and the moves of a store."""
+    """The object that posts reads: the `Poller`, and the moves of a store."""
 
     @property
     def behind(self) -> bool: ...
@@ -131,7 +131,7 @@ class Poller:
                 self.settle(stopped=False)
 
     def wait_for_transport(self) -> None:
-        """When this ends its reads are not lost yet: the transport is about to be closed, which waits for them."""
+        """Leave reads to the transport, which is about to be closed and waits for them: they are not lost yet."""
         self._patient = True
 
     def settle(self, *, stopped: bool) -> None:
@@ -162,9 +162,9 @@ class Words:
 
     def __init__(self, count: int) -> None:
         self.table = SealTable(count)
-        """What has been fetched."""
+        """Seals as they were fetched."""
         self.address = self.table.address(0)
-        """Of the first word."""
+        """Address of the first word."""
         self._free = list(range(count - 1, -1, -1))
         self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
         """A heap."""
@@ -176,7 +176,7 @@ class Words:
 
     @property
     def waiting(self) -> int:
-        """How many loads wait."""
+        """Number of loads that wait."""
         return sum(not turn.done() for *_, turn in self._queue)
 
     @property
@@ -184,7 +184,7 @@ class Words:
         return self.table.count - len(self._free)
 
     def take(self, sources: Sequence[Source]) -> bool:
-        """Whether each of them has a word now: there are enough, and nobody waits."""
+        """Give each source a word: True if there are enough, and nobody waits."""
         if self._queue or len(self._free) < len(sources):
             return False
         for source in sources:
@@ -226,18 +226,18 @@ class Words:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gear:
-    """What all flights of a runtime share."""
+    """Parts that all flights of a runtime share."""
 
     ledger: BlockLedger
     words: Words
-    """Where seals are fetched to."""
+    """Words that seals are fetched to."""
     queue: FairQueue
     """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
     poller: Posts
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Of one load at once, and as many copies; 2 hides the completion latency of the first."""
+    """Reads of one load at once, and as many copies; 2 hides the completion latency of the first."""
     digests: DigestGear
 
 
@@ -256,7 +256,7 @@ class Flight:
         priority: int,
         gear: Gear,
     ) -> None:
-        """Of who is admitted: each source has a word (`Words.take`), which is the flight's from now on."""
+        """A flight that was admitted: each source has a word (`Words.take`), which is the flight's from now on."""
         try:
             gear.ledger.begin_load(ids)
         except BlocksBusy:
@@ -266,10 +266,10 @@ class Flight:
         self.state = TransferState.PENDING
         self.post_s = self.queued_s = 0.0
         self.heard_s = 0.0
-        """When one of its reads has ended last, or began while there was none."""
+        """Time at which one of its reads has ended last, or began while there was none."""
         self.descriptor_count = self.size_bytes = 0
         self.waits = False
-        """Whether a read waits for its permit, or did so when it was cancelled."""
+        """True while a read waits for its permit, or did so when it was cancelled."""
         self.failed: Source | None = None
         """Whose read failed first."""
         self._ids = ids
@@ -285,7 +285,7 @@ class Flight:
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
-        """For who waits until the blocks are safe, or until that can never be known."""
+        """Future of who waits until the blocks are safe, or until that can never be known."""
         for source in sources:
             source.connection.users += 1
 
@@ -294,12 +294,12 @@ class Flight:
 
     @property
     def safe(self) -> bool:
-        """Whether no byte can land in the blocks any more."""
+        """True once no byte can land in the blocks any more."""
         return transfer_blocks_safe(self.state)
 
     @property
     def lost(self) -> BaseException | None:
-        """Why it will never be known when its last read has stopped; None unless that is so."""
+        """The reason why it will never be known when its last read has stopped; None unless that is so."""
         return self._end.exception() if self._end is not None and self._end.done() else None
 
     async def settled(self) -> None:
@@ -314,11 +314,11 @@ class Flight:
 
     @property
     def reading(self) -> bool:
-        """Whether reads or copies are under way."""
+        """True while reads or copies are under way."""
         return self._under_way > 0
 
     def head(self, source: Source) -> Piece:
-        """Where a source's seal is, and the word of ours that it is fetched to."""
+        """Address of a source's seal, and the word of ours that it is fetched to."""
         return Piece(self._gear.words.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def fly(self, reads: Iterable[Read]) -> bool:
@@ -439,7 +439,7 @@ class Flight:
         return fresh, again
 
     async def _look_again(self, sources: Sequence[Source]) -> bool:
-        """Whether their leases are open now, when every byte has landed."""
+        """Look at the seals once more: True if their leases are open now, when every byte has landed."""
         for source in sources:
             await self.look(source)
         await self.below(1)
@@ -532,7 +532,7 @@ class Flight:
         fetches_seal: bool,
         event: ReadEnded | RuntimeBroken,
     ) -> None:
-        """From the poller: a read has stopped, or it will never be known when."""
+        """Callback of the poller: a read has stopped, or it will never be known when."""
         gear = self._gear
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
@@ -615,7 +615,7 @@ class Flight:
         self.nudge()
 
     def _give_back(self) -> None:
-        """No byte can land any more: give back what was claimed, once."""
+        """Give back what was claimed, once, as no byte can land any more."""
         gear = self._gear
         gear.ledger.end_load(self._ids)
         gear.words.give_back(self._sources)

@@ -86,7 +86,7 @@ class Peers:
         self._token_hex = context.token_hex
         self._contacts = FirstContacts(config)
         self.known: dict[tuple[str, Rank, str], Peer] = {}
-        """By `Address`; only looked at from outside."""
+        """Peers by `Address`; only looked at from outside."""
         self._sweep_timer: Timer | None = None
         self._closed = False
 

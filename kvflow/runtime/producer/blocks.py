@@ -63,7 +63,7 @@ class HeldBlocks:
     advances: deque[_Advance] = field(default_factory=deque)
     """Advances still to come, in order."""
     computed: int = 0
-    """In tokens."""
+    """Tokens that are computed."""
     staged: int = 0
     """Tokens in host blocks."""
     copying: bool = False
@@ -360,7 +360,7 @@ def _few(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
-    """Which of a group's blocks hold some of these tokens; what is offered of it ends with token `num_tokens`."""
+    """Blocks of a group that hold some of these tokens; what is offered of it ends with token `num_tokens`."""
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))
     return slice(begin, end)

@@ -199,7 +199,7 @@ class Jobs:
             job.moves.give_up(RuntimeBroken(problem))
 
     def put_all_away(self) -> None:
-        """On the thread, at its end."""
+        """Put all entries away, on the thread, at its end."""
         for job in list(self._under_way):
             if job.file is not None:
                 job.file.put_away()
@@ -226,7 +226,7 @@ class Jobs:
             self._remove(replaced)
 
     def note_failure(self, job: Job, error: BaseException | None) -> None:
-        """If its file could not be read nobody is to try that again: the entry is set aside."""
+        """Set an entry aside if its file could not be read: nobody is to try that again."""
         if job.read is not None and isinstance(error, MoveFailed) and self._index.set_aside(job.read):
             path = f"{self._directory.path}/{job.read.file}"
             logger.warning(

@@ -74,7 +74,7 @@ class SimEngine:
     loads: dict[SimLoad | SimPull, None]
     owners: list[Owner | None]
     shelf: SimShelf
-    """What it keeps of prompts."""
+    """Shelf of the prompts that it keeps."""
     _naps: int
 
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
@@ -603,7 +603,7 @@ class SimEngine:
         return [task.result() for task in tasks]
 
     def _tickets(self, ticket: Ticket, plan: LoadPlan) -> Any:
-        """What the request names: one ticket as such, several as a list."""
+        """Tickets as the request names them: one as such, several as a list."""
         named = [ticket, *(one.ticket() for one in plan.more[: plan.named])]
         return [one.to_params() for one in named] if plan.more else ticket.to_params()
 
