@@ -127,6 +127,7 @@ def test_what_is_reused_before_it_was_read_is_a_miss(pair: Pair) -> None:
     assert again.found.ticket is not None
     assert again.found.ticket.num_tokens == 4, "the other block is there still"
     reader.scheduler.give_back("e", again.found.ticket)
+    reader.step()
 
 
 def test_nothing_and_nobody(pair: Pair) -> None:
