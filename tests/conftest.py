@@ -29,9 +29,9 @@ PROCESSES = ("nixl", "bench", "gpu", "examples", "doctor", "cli")
 """Tests that start processes of their own: those of one file run one after the other, and share what they make."""
 
 LOOPS = ("asyncio", "uvloop")
-VARIANTS = (*LOOPS, "shm", "tcp")
-"""Of a test that exists once per event loop or per transport, the fast suite runs one, drawn by the test's name. The
-thorough one runs the other transports, too, and the other loop where `LOOPS_MATTER`."""
+VARIANTS = (*LOOPS, "shm", "tcp", "UCX", "UCX,POSIX")
+"""Of a test that exists once per event loop, transport or set of NIXL's backends, the fast suite runs one, drawn by the
+test's name. The thorough one runs the others, too, and the other loop where `LOOPS_MATTER`."""
 
 ALL_VARIANTS = {f"runtime/test_{name}.py" for name in ("lifecycle", "side_channel", "connections")}
 """Where the event loops differ: opening and closing, breaking, cancelling, sockets."""

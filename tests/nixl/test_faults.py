@@ -77,7 +77,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.thorough if case.moment is Moment.AFTER else ()) for case in CASES],
+    ids=str,
+)
 def test_a_process_dies_or_stops(engines: Engines, spare: EngineProcess, transport: str, case: Case) -> None:
     producer, consumer = engines.start(PRODUCER, CONSUMER)
     victim = {Victim.PRODUCER: producer, Victim.CONSUMER: consumer}[case.victim]
@@ -203,8 +207,7 @@ def test_a_restarted_consumer_is_served(engines: Engines, met_before: bool) -> N
     assert_healthy(producer, consumer)
 
 
-@pytest.mark.parametrize("transport", ["tcp"], scope="module")
-@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
 def test_a_cancelled_load_quarantines_what_may_still_land(engines: Engines, spare: EngineProcess) -> None:
     """The producer is stopped, so the reads that were posted are as good as endless until it is back."""
     producer, consumer = engines.start(PRODUCER, CONSUMER)
