@@ -77,7 +77,7 @@ _WAITS_FOR_ITSELF = "called on the loop's own thread, which would wait for itsel
 
 
 class Pending(Generic[ResultT]):
-    """Something under way on the runtime's loop."""
+    """Handle of work that is under way on the runtime's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -1008,7 +1008,7 @@ class _Host:
             await self._stop.wait()
 
     def _end(self, cause: BaseException | None) -> None:
-        """Nothing runs on the loop any more: settle everybody, and let nobody in."""
+        """End: nothing runs on the loop any more, so settle everybody, and let nobody in."""
         with self._lock:
             self._ended = True
             self._cause = cause

@@ -340,7 +340,7 @@ class StoreError(KVFlowError):
 
 
 class NotStored(StoreError):
-    """Nothing is stored under the key, or no more: other entries have needed the room."""
+    """An entry under a key that is not stored, or no more: other entries have needed the room."""
 
     blame = Blame.NOBODY
     memory_safe = _MemorySafe(True)
@@ -351,7 +351,7 @@ class EntryDamaged(StoreError):
 
 
 class StoreFull(StoreError):
-    """There is no room now: all entries that could go are being read, and the rest is being written."""
+    """A store that has no room now: all entries that could go are being read, and the rest is being written."""
 
     retryable = True
     memory_safe = _MemorySafe(True)

@@ -64,7 +64,7 @@ class RuntimeStatistics:
     sharing: SharingStatistics | None = None
     """None where the cache is not shared. It counts anew with each `Runtime.share`."""
     prefixes: PrefixStatistics | None = None
-    """It counts anew with each registration."""
+    """Counts of shared prefixes, anew with each registration."""
 
 
 @dataclass(slots=True)

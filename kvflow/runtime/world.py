@@ -34,7 +34,7 @@ class World:
     """Finds the host that tickets name."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
-    """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""
+    """Random bytes, so many, in hexadecimal: incarnations and lease ids, which must not be guessed."""
     copier: Callable[[str], CopyThread] = CopyThread
     forgives: bool = True
     """An observer that raises is logged and no more. If not, as in tests, closing raises its error, too."""

@@ -76,7 +76,7 @@ class StockConnection(Connection):
     seen_s: float
     """Time at which it last showed that it lives."""
     told: messages.Metadata
-    """Whose agent it is, and all else that it has shown; its clock apart."""
+    """Metadata of the engine whose agent it is, in our words; its clock apart."""
 
 
 class KinConnection(StockConnection):

@@ -103,7 +103,7 @@ class StockPeers:
 
     @property
     def serve_line(self) -> Line:
-        """Whose readers are served. ConfigError if they are not spoken with."""
+        """Line of versions whose readers are served. ConfigError if they are not spoken with."""
         try:
             return line_of(self.serve_version)
         except UnknownLine as error:

@@ -20,7 +20,7 @@ class _WatchedLoad(Load):
     waiting = 0
     """Tasks that await it, or the next progress of it."""
     cared_for = False
-    """Somebody has cancelled it, waited when it ended, or has taken what came of it."""
+    """True once somebody has cancelled it, waited when it ended, or has taken what came of it."""
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
         self.waiting += 1

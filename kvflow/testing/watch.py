@@ -77,7 +77,7 @@ class _Slots:
         return torch.arange(start, stop).view(-1, self.size)
 
     def remember(self, block_ids: Sequence[int], tokens: int) -> None:
-        """So many tokens of the prompt are computed: take the digests of those that were not before."""
+        """Take the digests of tokens that are computed and were not before."""
         old, upto = self._digests, self._upto
         blocks = range(max(upto - self._first, 0) // self.size, max(-(-(tokens - self._first) // self.size), 0))
         self._upto = max(tokens, upto)
@@ -277,7 +277,7 @@ class BlockWatch:
         self._findings.assert_none()
 
     def assert_nothing_found(self) -> None:
-        """Nothing was wrong so far with what was taken and freed.
+        """Assert that nothing was wrong so far with what was taken and freed.
 
         Raises:
             AssertionError: Something was; it says what was found first.

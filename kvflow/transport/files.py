@@ -164,7 +164,7 @@ class Files:
         self._under_way.add(move)
 
     async def aclose(self, last_job: Callable[[], None]) -> None:
-        """Once no move is under way run `last_job`, and end the mover and the thread. Closing twice is fine."""
+        """End the mover and the thread once no move is under way, after `last_job`. Closing twice is fine."""
         self._closing = True
         thread = self._thread
         if thread is None:
@@ -231,7 +231,7 @@ class Files:
         return True
 
     def _settle(self, mover: Mover) -> None:
-        """Nothing else is under way: stop what was lost, and begin what waits for that."""
+        """Stop what was lost, as nothing else is under way, and begin what waits for that."""
         assert self._thread is not None, "it runs"
         settled = mover.settle()
         if settled is Settled.NOT_YET:

@@ -1,4 +1,4 @@
-"""Once per peer: which of our regions are read from which of theirs, and which pieces of a block are one read.
+"""Pairing of regions, once per peer: which of ours are read from which of theirs, in which pieces of a block.
 
 Both sides describe a block by strides (`layout.BlockShape`), so NHD and HND, head slices, K and V together or apart
 and layers split differently are all one question: which runs of bytes are contiguous on both sides? The answer is a

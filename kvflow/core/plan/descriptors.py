@@ -1,4 +1,4 @@
-"""Once per load: from block ids to descriptors, which bytes to read from where to where, as numpy arrays.
+"""Block ids to descriptors, once per load: which bytes to read from where to where, as numpy arrays.
 
 `match_chunks` finds out which chunk of tokens of their blocks belongs where in ours, whatever the two block sizes are
 and however far the last block is filled. `plan_read` multiplies the chunks with the region pairs that `block_map` found

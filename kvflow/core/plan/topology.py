@@ -184,7 +184,7 @@ def stages_max(ours: Sequence[CacheShare]) -> int:
 
 
 def heads_held(share: CacheShare, kv_heads: int) -> range:
-    """Those of the model's `kv_heads` that a rank holds; of MLA's latent the one that there is."""
+    """KV heads of the model's `kv_heads` that a rank holds; of MLA's latent the one that there is."""
     return range(1) if share.latent else _heads(share.tp_rank, share.tp_size, kv_heads)
 
 

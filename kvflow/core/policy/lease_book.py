@@ -35,7 +35,7 @@ class Counted(enum.StrEnum):
     DUPLICATE = "duplicate"
     """The reader has said so before."""
     MALFORMED = "malformed"
-    """Nothing that can be true."""
+    """A notification that cannot be true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class LeaseTerms:
     reader_count: int
     """Engines, each of whose ranks reads its share; 0: one rank, whatever its share."""
     holds_blocks: bool
-    """There is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
+    """True if there is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
 
 
 @dataclass(slots=True, eq=False)

@@ -67,7 +67,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nothing is left in the prefix cache."""
+    """Clearing of the whole prefix cache."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

@@ -150,7 +150,7 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to tell when the asked rank goes, and where: the reader's own side channel."""
+    """Reader to tell when the asked rank goes: its own side channel."""
 
     target: Target
     address: NetAddress

@@ -88,7 +88,7 @@ class DeadlineProof:
 
     def __init__(self, arrived_s: float, terms: Terms, now_s: Callable[[], float], unsent: Callable[[], int]) -> None:
         self.asked = True
-        """There is no seal to fetch."""
+        """True: there is no seal to fetch."""
         self.grows = False
         self.seen_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
@@ -120,12 +120,12 @@ class DeadlineProof:
 
     @property
     def looking(self) -> bool:
-        """There is nothing to look at."""
+        """False, ever: there is nothing to look at."""
         return False
 
     @property
     def over(self) -> bool:
-        """Nothing tells of it before the end."""
+        """False, ever: nothing tells of it before the end."""
         return False
 
     @property

@@ -34,7 +34,7 @@ class ReadText(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """These requests' blocks are needed still."""
+    """Requests whose blocks are needed still."""
 
     request_ids: tuple[str, ...]
 

@@ -123,7 +123,7 @@ def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:
 
 
 def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> list[bytes]:
-    """Both frames of a listener's answer."""
+    """Frames of a listener's answer."""
     payload = _Payload(compatibility_hash=compatibility_hash, agent_metadata_bytes=metadata)
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
 

@@ -26,9 +26,9 @@ class Entry:
     size_bytes: int
     readers: int = 0
     aside: bool = False
-    """It could not be read: it takes room, and is not found."""
+    """True once it could not be read: it takes room, and is not found."""
     dropped: bool = False
-    """It is no entry any more: its bytes count until nobody reads it."""
+    """True once it is no entry any more: its bytes count until nobody reads it."""
 
 
 class StoreIndex:

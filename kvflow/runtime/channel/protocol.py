@@ -89,4 +89,4 @@ class SideChannel(Protocol):
         """Close everything at once, without the loop, which is gone."""
 
     def close(self) -> None:
-        """Nothing will be asked any more; questions under way may still be answered. Closing twice is fine."""
+        """Ask nothing any more; questions under way may still be answered. Closing twice is fine."""

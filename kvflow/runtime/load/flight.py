@@ -44,7 +44,7 @@ from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
 Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
-"""Told how a read has ended; RuntimeBroken if that will never be known."""
+"""Callback told how a read has ended; RuntimeBroken if that will never be known."""
 
 
 _FADE = 63 / 64  # of the longest read that is known of a peer, with each that is shorter
@@ -71,7 +71,7 @@ class CopyGroup(NamedTuple):
     release: Callable[[], None] | None = None
     """Runs on the loop once nothing can touch the group's buffers any more."""
     on_land: Callable[[float, float], None] | None = None
-    """Told, once all of it is in the cache, when that was, and when its first read was posted."""
+    """Callback told, once all of it is in the cache, when that was, and when its first read was posted."""
 
 
 class CopyFailed(Exception):
@@ -205,7 +205,7 @@ class Words:
             raise
 
     def give_back(self, sources: Sequence[Source]) -> None:
-        """They need theirs no more: wipe them, and admit who waits."""
+        """Take words back that are needed no more: wipe them, and admit who waits."""
         for source in sources:
             self.table.words[source.word] = 0
             self._free.append(source.word)
@@ -271,13 +271,13 @@ class Flight:
         self.waits = False
         """True while a read waits for its permit, or did so when it was cancelled."""
         self.failed: Source | None = None
-        """Whose read failed first."""
+        """The source whose read failed first."""
         self._ids = ids
         self._sources = sources
         self._priority = priority
         self._gear = gear
         self.on_safe: Callable[[Flight], None] | None = None
-        """Told once the blocks are safe, if somebody wants to know."""
+        """Callback told once the blocks are safe, if somebody wants to know."""
         self._under_way = 0
         """Reads and copies that cannot be taken back."""
         self._lost: list[_Running] = []
@@ -409,7 +409,7 @@ class Flight:
         await self.below(self._under_way + 1)
 
     def nudge(self) -> None:
-        """Something has happened that somebody may wait for: a read or a copy has ended, the last one perhaps."""
+        """Wake who waits, as something has happened: a read or a copy has ended, the last one perhaps."""
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
         stopping = self.state is TransferState.STOPPING or self.state is TransferState.QUARANTINED
@@ -418,7 +418,7 @@ class Flight:
             self._give_back()
 
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
-        """Something beside its reads has gone wrong: it ends as if one of them had."""
+        """Fail for a reason beside its reads: it ends as if one of them had failed."""
         if self._error is None:
             self._error, self.failed = error, source
         self.nudge()

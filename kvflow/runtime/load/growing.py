@@ -102,7 +102,7 @@ class GrowingLoads:
 
 
 def _told(work: Work, source: Source) -> None:
-    """There is an answer."""
+    """Take note of an answer."""
     if work.grown is not None:
         work.grown(source)
 
@@ -198,7 +198,7 @@ class _Carrier:
         self._flight.nudge()
 
     def _told(self, source: Source) -> None:
-        """There is an answer of its rank."""
+        """Take note of an answer of its rank."""
         if (one := self._growing.get(source)) is not None:
             one.due = True
         self._flight.nudge()

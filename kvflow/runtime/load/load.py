@@ -117,15 +117,15 @@ class Verification(enum.StrEnum):
     """Outcome of comparing a load's bytes with its producer's."""
 
     OFF = "off"
-    """They were not to be compared."""
+    """Bytes that were not to be compared."""
     VERIFIED = "verified"
-    """They are equal."""
+    """Bytes that are equal."""
     REPAIRED = "repaired"
-    """They differed, and are equal since they were read once more."""
+    """Bytes that differed, and are equal since they were read once more."""
     MISMATCH = "mismatch"
-    """They differ, and the load has failed."""
+    """Bytes that differ: the load has failed."""
     UNVERIFIED = "unverified"
-    """They could not be compared: the producer does not answer such questions, or not now."""
+    """Bytes that could not be compared: the producer does not answer such questions, or not now."""
 
 
 class Work:
@@ -168,7 +168,7 @@ class Work:
         self.news: News | None = None
         """Questions about leases that are still to come to an end."""
         self.grown: Callable[[Source], None] | None = None
-        """Told of each answer, while what grows is read."""
+        """Callback told of each answer, while what grows is read."""
         self.landed: History | None = None
         """History of a load of leases that grow: when how many tokens had landed."""
         self.verification = Verification.OFF
@@ -182,7 +182,7 @@ class Work:
         self.phase, self._since_s = phase, now_s
 
     def leave_source(self) -> None:
-        """Nothing counts of what its source has given, or was asked for: the next one begins anew."""
+        """Forget what its source has given, or was asked for: the next one begins anew."""
         self.end_phases()
         if self.news is not None:
             self.news.close()
@@ -212,7 +212,7 @@ class Work:
         return "queued" if self.flight is not None and self.flight.waits else self.phase
 
     def end_phases(self) -> None:
-        """It is over. What its flight has spent waiting for permits, and in posting, was neither on the wire."""
+        """End the phases. What its flight has spent waiting for permits, and in posting, was neither on the wire."""
         flight, seconds = self.flight, self.seconds
         self.enter(self.phase)
         if flight is not None:
@@ -288,7 +288,7 @@ class Progress:
     """State of a load under way: what `async for` over it gives."""
 
     tokens: int
-    """So many tokens of what it loads, from the first one on, are in the local blocks of all groups; in the end, as
+    """Tokens of what it loads, from the first one on, that are in the local blocks of all groups; in the end, as
     many as `LoadReport.tokens`."""
     tokens_in_all: int
 
@@ -522,7 +522,7 @@ class LoadingStatistics:
 
     open_loads: int
     waiting_loads: int
-    """Those of the open loads that wait because Limits.loads_max ranks are read from already."""
+    """Open loads that wait because Limits.loads_max ranks are read from already."""
     waiting_reads: int
     """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight

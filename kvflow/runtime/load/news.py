@@ -56,14 +56,14 @@ class Followed:
     end: asyncio.Future[LeaseNews]
     """End of the lease, or an error: it will not be known."""
     wake: Callable[[], object]
-    """Told of every answer."""
+    """Callback told of every answer."""
     payload: bytes = b""
     failed: str = ""
     """Reason in words, once it is told that the prompt could not be computed."""
     problem: KVFlowError | None = None
     """Error because of which the blocks that are not known never will be."""
     missing_max: int = -1
-    """It is of interest when no more of its tokens than that are missing; -1: when it has come to its end."""
+    """Tokens that may be missing when more news is of interest; -1: when it has come to its end."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     unknown: list[_Unknown] = field(default_factory=list)
 
@@ -107,7 +107,7 @@ class Followed:
             self.end.set_result(news.state)
 
     def fail(self, error: KVFlowError) -> None:
-        """Nothing will be told any more."""
+        """End all that is followed: nothing will be told any more."""
         if not self.end.done():
             self.end.set_exception(error)
             self.end.exception()  # seen: who needs nothing of it goes on
@@ -147,7 +147,7 @@ class News:
         self.tasks: list[asyncio.Task[None]] = []
 
     def close(self) -> None:
-        """Nobody wants to know any more."""
+        """Close: nobody wants to know any more."""
         for task in self.tasks:
             task.cancel()
 

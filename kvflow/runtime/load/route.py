@@ -244,7 +244,7 @@ def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Ch
 
 
 def _give_back_after(copying: asyncio.Future[None], give_back: Callable[[], None]) -> None:
-    """Nothing may use a buffer before the copy into it has ended, though nobody waits for it any more."""
+    """Give buffers back once the copy into them has ended, though nobody waits for it any more."""
 
     def end(done: asyncio.Future[None]) -> None:
         done.exception()  # seen: nobody is left whom it concerns

@@ -33,7 +33,7 @@ class LeaseEnded(Exception):
 
 
 class NotCompared(Exception):
-    """There are no digests to compare; `__cause__` is the peer's error, if it is the peer that has none."""
+    """Comparison without digests; `__cause__` is the peer's error, if it is the peer that has none."""
 
 
 class _Compared(NamedTuple):
@@ -148,7 +148,7 @@ class _Theirs:
         self._answer = None if read.proof.grows else asyncio.ensure_future(ask())
 
     async def digests(self) -> Sequence[int]:
-        """They, once they are there. Of blocks that were not there before the read they are asked for now."""
+        """Digests, once they are there. Of blocks that were not there before the read they are asked for now."""
         if self._answer is None:
             self._answer = asyncio.ensure_future(self._ask())
         return await self._answer

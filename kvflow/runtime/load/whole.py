@@ -169,7 +169,7 @@ class Whole:
                 work.enter("plan")
 
     async def _empty(self, load: Load, work: Work) -> LoadReport:
-        """Nothing is read, and the producer is told, if it waits for us. If it cannot be told, its lease runs out: no
+        """Carry a load of no blocks: the producer is told, if it waits for us. If it cannot be, its lease runs out: no
         loss to us. If a payload is to come it is waited for.
         """
         ticket = work.ticket

@@ -133,7 +133,7 @@ class Handshake:
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:
-        """So many more wait for it, or fewer."""
+        """Count so many more that wait for it, or fewer."""
         self.waiters += count
         if self.contact is not None:
             self.contact.wanted = self.waiters > 0
@@ -153,7 +153,7 @@ class Peer:
         self.label = f"{self.engine_id} ({self.rank}) at {self.address}"
         self.state = PeerState.UNKNOWN
         self.met = False
-        """It was connected at some time."""
+        """True once it was connected."""
         self.current: Connection | None = None
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED

@@ -275,7 +275,7 @@ class Reach:
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> _Plan:
-        """Whom a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
+        """Ranks that a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
@@ -372,7 +372,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
-    """Whom to ask before the others: the first of the ranks that the ticket names itself."""
+    """The rank to ask before the others: the first of those that the ticket names itself."""
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
 
 

@@ -32,7 +32,7 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 
 @dataclass(slots=True, eq=False)
 class _Advance:
-    """So many tokens are computed once an event has happened, and all that was told before it."""
+    """Tokens that are computed once an event has happened, and all that was told before it."""
 
     tokens: int
     watch: Watch | None
@@ -73,9 +73,9 @@ class HeldBlocks:
     history: History | None = None
     """Computed tokens by time, of a lease that grows."""
     on_error: OnError | None = None
-    """Told why what is missing will never be there."""
+    """Callback told why what is missing will never be there."""
     on_there: Callable[[], None] | None = None
-    """Told when more of it can be read."""
+    """Callback told when more of it can be read."""
     on_free: Callable[[], None] | None = None
     """Set once they are to be given back."""
 
@@ -235,7 +235,7 @@ class OfferedBlocks:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
-        """So many tokens are computed once `ready` has happened, or are now."""
+        """Advance to so many tokens, computed once `ready` has happened, or now."""
         if ready is None and not held.advances:
             held.computed = tokens
             return

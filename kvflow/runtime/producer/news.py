@@ -38,7 +38,7 @@ class Newsroom:
         self._served = served
         self._waiting = WaitingQuestions(context.clock, self._now, _nothing_yet)
         self.tell = self._waiting.settle
-        """Something has happened to a request."""
+        """Tells who waits that something has happened to a request."""
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
         self._turned_away = ""

@@ -77,7 +77,7 @@ class WaitingQuestions:
         return waiting.reply
 
     def settle(self, request_id: str) -> None:
-        """Something has happened to a request: those that get an answer now wait no more."""
+        """Settle what happened to a request: those that get an answer now wait no more."""
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):

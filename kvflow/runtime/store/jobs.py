@@ -194,7 +194,7 @@ class Jobs:
             self._over(job)
 
     def never_known(self, problem: str) -> None:
-        """Nobody will tell when bytes have stopped."""
+        """Give all jobs up: nobody will tell when bytes have stopped."""
         for job in self._under_way:
             job.moves.give_up(RuntimeBroken(problem))
 

@@ -29,7 +29,7 @@ _POOL = "all"
 
 Ints = npt.NDArray[np.int32]
 Content: TypeAlias = "int | Ints"
-"""Whose a prompt's tokens are: the number of the prompt, or one for each of `TOKENS_MAX` tokens."""
+"""Prompt that tokens are of: its number, or one for each of `TOKENS_MAX` tokens."""
 Tables: TypeAlias = Sequence[Sequence[int]]
 """Block ids by group."""
 

@@ -281,7 +281,7 @@ class SimEngine:
         self.end()
 
     def end(self) -> None:
-        """Nothing of the process runs any more, its memory goes to somebody else."""
+        """End the process: nothing of it runs any more, its memory goes to somebody else."""
         self._simulation.forget_tasks(self.life)
         self.life.kill()
         self._network.detach(self.host)
@@ -325,7 +325,7 @@ class SimEngine:
         return self.take_counts(counts)
 
     def take_counts(self, counts: Sequence[int]) -> list[list[int]] | None:
-        """So many blocks of each group; what is kept of old prompts goes for it, however pinned for readers it is."""
+        """Take blocks of each group; what is kept of old prompts goes for them, however pinned for readers it is."""
         if (short := sum(counts) - len(self._free)) > 0:
             self.shelf.make_room(short)
         if sum(counts) > len(self._free):

@@ -96,7 +96,7 @@ def befall(simulation: Simulation, what: Callable[[Simulation, SimEngine], None]
 
 
 def befall_at(simulation: Simulation, what: Callable[[Simulation, SimEngine], None], engine: SimEngine) -> None:
-    """Something befalls this very engine, if it runs."""
+    """Strike this very engine, if it runs."""
     if engine.running:
         what(simulation, engine)
 

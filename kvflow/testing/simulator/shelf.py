@@ -182,7 +182,7 @@ class SimShelf:
         return any(one.pins[block] > 0 for one in self.ranks if one.rank is rank)
 
     def leases(self, rank: SimRank) -> list[Lease]:
-        """Those of prefixes on a rank that are open."""
+        """Leases of prefixes that are open on a rank."""
         return [lease for one in self.ranks if one.rank is rank for lease in one.leases if not lease.done]
 
     @property

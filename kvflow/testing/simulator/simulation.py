@@ -80,7 +80,7 @@ class Simulation:
         self.engines = [SimEngine(self, shape, index) for index, shape in enumerate(settings.shapes)]
         self.prompts = Prompts()
         self.on_pin: Callable[[SimEngine], None] = lambda _: None
-        """Told when an engine pins a prefix for a reader."""
+        """Callback told when an engine pins a prefix for a reader."""
         self.changed: dict[SimRank, SimEngine] = {}
         """Ranks whose ledgers have changed since they were looked at."""
         self.violation: Violation | None = None
@@ -214,7 +214,7 @@ class Simulation:
     def strike(
         self, trouble: Callable[[Simulation, SimEngine, SimEngine], None], engine: SimEngine, consumer: SimEngine
     ) -> None:
-        """Something befalls this very engine, which the consumer reads from, if it runs."""
+        """Strike this very engine, which the consumer reads from, if it runs."""
         if engine.running:
             trouble(self, engine, consumer)
 
@@ -429,7 +429,7 @@ class Simulation:
         self.report(str(context.get("message")), context.get("exception"))
 
     def report(self, where: str, error: BaseException | None) -> None:
-        """Something has failed that nobody expects to."""
+        """Report a failure that nobody expects."""
         self.fail("I4", f"{where}: unhandled {type(error).__name__}: {error}")
         logger.debug("unhandled", exc_info=error)
 

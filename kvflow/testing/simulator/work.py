@@ -66,7 +66,7 @@ class SimOffer:
     given_back_s: float | None = None
     """Time at which its engine got the blocks back, or died."""
     broken: bool = False
-    """It will never be computed."""
+    """True if it will never be computed."""
     loaded: bool = False
     """All ranks of some engine have loaded it."""
     device: list[DeviceWork | None] = field(default_factory=list)
@@ -155,7 +155,7 @@ class RankLoad:
     flipped: bool = False
     """One of them was another one than was sent."""
     hosts: dict[int, list[SimHost]] = field(default_factory=dict)
-    """Whose bytes have come, in the order of the first ones: of each block if it reads side by side, else of all."""
+    """Hosts whose bytes have come, in the order of the first ones: of each block if side by side, else of all."""
 
     def came_late(self, host: SimHost, block: int) -> SimHost | None:
         """Bytes of a host come for a block: who came after the same host had come before, if somebody has."""
