@@ -25,6 +25,11 @@ PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=GRACE, limits=LIMI
 CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=GRACE, limits=LIMITS, steered=True)
 
 
+MET_BEFORE = pytest.mark.parametrize(
+    "met_before", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["never met", "met before"]
+)
+
+
 class Victim(StrEnum):
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -177,7 +182,7 @@ def test_a_killed_producer_cannot_be_met(engines: Engines, spare: EngineProcess)
     assert_healthy(consumer, spare)
 
 
-@pytest.mark.parametrize("met_before", [False, True], ids=["never met", "met before"])
+@MET_BEFORE
 def test_a_restarted_producer_satisfies_no_old_ticket(engines: Engines, met_before: bool) -> None:
     """Same name, same port, other incarnation."""
     producer, consumer = engines.start(PRODUCER, CONSUMER)
@@ -194,7 +199,7 @@ def test_a_restarted_producer_satisfies_no_old_ticket(engines: Engines, met_befo
     hand_over(producer, consumer, "newer", value=2.0)
 
 
-@pytest.mark.parametrize("met_before", [False, True], ids=["never met", "met before"])
+@MET_BEFORE
 def test_a_restarted_consumer_is_served(engines: Engines, met_before: bool) -> None:
     producer, consumer = engines.start(PRODUCER, CONSUMER)
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)

@@ -37,7 +37,11 @@ def half_landed(producer: EngineProcess, consumer: EngineProcess) -> Call:
     return load
 
 
-@pytest.mark.parametrize("end", list(End), ids=str)
+@pytest.mark.parametrize(
+    "end",
+    [pytest.param(end, marks=() if end.endswith("killed") else pytest.mark.thorough) for end in End],
+    ids=str,
+)
 def test_in_the_middle_of_a_prompt(engines: Engines, spare: EngineProcess, end: End) -> None:
     """The survivor has all its blocks back, and works with others; no load of a part is a success."""
     producer, consumer = engines.start(PRODUCER, CONSUMER)
