@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.endurance.__main__ import judge, main, table
+from tests.endurance.__main__ import judge, table
 from tests.endurance.consumer import Consumer
 from tests.endurance.engine import serve
 from tests.endurance.fleet import FAULTS, Fleet
@@ -67,18 +67,6 @@ async def test_some_hundred_loads_of_every_kind(tmp_path: Path) -> None:
     assert found.leases[0]["open"] >= 60
     assert found.outcomes["outcomes"]["loaded"] > LOADS // 2
     assert "0 violations" in table(judge({"shm": found}))
-
-
-@pytest.mark.thorough
-@pytest.mark.nixl
-@pytest.mark.timeout(600)
-def test_nothing_grows(tmp_path: Path) -> None:
-    """The command itself, in processes of their own, for a minute.
-
-    Thorough: see `test_some_hundred_loads_of_every_kind` of this file.
-    """
-    size = ["--minutes", "1", "--loads", "2000", "--leases", "300", "--transport", "shm", "--sample-s", "2"]
-    assert main([*size, "--json", str(tmp_path / "endurance.json")]) == 0
 
 
 def test_everything_is_drawn() -> None:
