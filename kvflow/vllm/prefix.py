@@ -157,11 +157,9 @@ class RequestPrefixes:
     def answered(self, found: Iterable[Found]) -> None:
         """What peers have answered."""
         for one in found:
-            waits = self._asking is not None and self._asking.answered(one.request_id, found=one.ticket is not None)
-            if one.ticket is not None and waits:
-                self._scheduler.adopt(one.request_id, one.ticket)
-            elif one.ticket is not None:
-                self._scheduler.give_back(one.request_id, one.ticket)
+            waits = self._asking is not None and self._asking.answered(one.request_id, found=bool(one.tickets))
+            if one.tickets:
+                (self._scheduler.adopt if waits else self._scheduler.give_back)(one.request_id, one.tickets)
 
     def over(self, request_ids: Iterable[str]) -> None:
         """Loads of requests have ended, or will not be made."""
