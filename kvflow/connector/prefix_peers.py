@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvflow.connector.parameters import name_of
 from kvflow.connector.step import Question
@@ -39,16 +38,6 @@ class PrefixOutcome(enum.StrEnum):
     """Nothing, and the whole time was waited for somebody's answer."""
 
 
-class PrefixAnswer(NamedTuple):
-    """What has come of a question, and what peers offer, leased."""
-
-    outcome: PrefixOutcome
-    tickets: tuple[Ticket, ...] = ()
-    """Of the most tokens that anybody offers, the best first: to be loaded."""
-    others: tuple[Ticket, ...] = ()
-    """To be given back."""
-
-
 @dataclass(slots=True, kw_only=True)
 class PrefixPeers:
     """Engines by their addresses."""
@@ -67,8 +56,14 @@ class PrefixPeers:
     _map: PrefixMap = field(default_factory=PrefixMap)
     _rates: LoadRates = field(default_factory=LoadRates)
 
-    async def ask(self, runtime: Runtime, question: Question) -> PrefixAnswer:
-        """Ask those that a question names, and those that events do."""
+    async def ask(
+        self, runtime: Runtime, question: Question
+    ) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
+        """Ask those that a question names, and those that events do.
+
+        What is offered is leased: tickets of the most tokens that anybody has, the best first, to be loaded, and others
+        to be given back.
+        """
         request = PrefixRequest(
             name_of(question.request_id),
             keys=question.keys,
@@ -80,36 +75,21 @@ class PrefixPeers:
             every_rank=self.every_rank,
         )
         now_s = asyncio.get_running_loop().time
-        ends_s, offers = now_s() + self.wait_s, tuple[PrefixOffer, ...]()
-        try:
-            offers = await runtime.seek_prefix(request)
-        except KVFlowError as error:
-            logger.warning("request %s: its prefix was not asked for: %s", question.request_id, error)
+        ends_s = now_s() + self.wait_s
+        offers = await _seek(runtime, request)
         if not offers:
-            return PrefixAnswer(PrefixOutcome.LATE if now_s() >= ends_s else PrefixOutcome.NOTHING)
+            return PrefixOutcome.LATE if now_s() >= ends_s else PrefixOutcome.NOTHING, (), ()
         tickets, most = tuple(offer.ticket for offer in offers), offers[0].num_tokens
         if not self._pays(offers[0], most - question.cached_tokens):
-            return PrefixAnswer(PrefixOutcome.SLOWER, others=tickets)
+            return PrefixOutcome.SLOWER, (), tickets
         alike = min(sum(offer.num_tokens == most for offer in offers), SOURCES_MAX)
-        return PrefixAnswer(PrefixOutcome.FOUND, tickets[:alike], tickets[alike:])
+        return PrefixOutcome.FOUND, tickets[:alike], tickets[alike:]
 
     async def greet(self, runtime: Runtime) -> None:
         """Connect this rank to those that are known; who is not up yet is connected by the first question."""
-        await asyncio.gather(*(self._greet(runtime, peer) for peer in self.known))
-
-    async def _greet(self, runtime: Runtime, peer: str) -> None:
-        request = PrefixRequest(
-            "greeting",
-            keys=(bytes(KEY_BYTES),),
-            key_tokens=1,
-            block_ids=(),
-            peers=(peer,),
-            answer_within_s=runtime.config.handshake_timeout_s,
-        )
-        try:
-            await runtime.seek_prefix(request)
-        except KVFlowError as error:
-            logger.info("%s was not connected: %s", peer, error)
+        within_s, nothing = runtime.config.handshake_timeout_s, (bytes(KEY_BYTES),)
+        peers = self.known[:PEERS_MAX]
+        await _seek(runtime, PrefixRequest("greeting", nothing, 1, block_ids=(), peers=peers, answer_within_s=within_s))
 
     async def follow(self) -> None:
         """The body of a task, for as long as peers are asked."""
@@ -134,3 +114,11 @@ class PrefixPeers:
         if self.recompute_s_per_token is None or expected_s is None:
             return True
         return expected_s + offer.round_trip_s <= self.recompute_s_per_token * tokens
+
+
+async def _seek(runtime: Runtime, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
+    try:
+        return await runtime.seek_prefix(request)
+    except KVFlowError as error:
+        logger.warning("request %s: nobody was asked for its prefix: %s", request.request_id, error)
+        return ()
