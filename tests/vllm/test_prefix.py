@@ -60,6 +60,7 @@ class Counted:
         metric = self._server.metric
         return {
             "external": metric(BY_SOURCE, **EXTERNAL),
+            "asked": metric(QUESTIONS),
             "found": metric(QUESTIONS, outcome="found"),
             "nothing": metric(QUESTIONS, outcome="nothing"),
             "late": metric(QUESTIONS, outcome="late"),
@@ -291,7 +292,7 @@ def test_a_holder_that_is_full_of_others_gives_its_blocks_to_them(site: Site) ->
 # --- what becomes of holders
 
 
-def test_a_frozen_holder_costs_one_question_and_is_asked_again_when_it_goes_on(site: Site) -> None:
+def test_a_frozen_holder_is_waited_for_now_and_then_and_asked_again_when_it_goes_on(site: Site) -> None:
     holder, reader = site.have(HOLDER, replace(READER, extra=extra_of("reader", "holder", prefix_wait_s=2.0)))
     first, *others = family(members=6)
     expected = [alone(holder, prompt) for prompt in others]
@@ -304,8 +305,9 @@ def test_a_frozen_holder_costs_one_question_and_is_asked_again_when_it_goes_on(s
         for nth in (1, 2, 3):
             reader.post("/reset_prefix_cache")
             assert reader.ids(others[nth]) == expected[nth]
-        until(reader, counted, "late", 3)
+        until(reader, counted, "asked", 4)
         assert counted.found == 1
+        assert counted.late >= 1
     finally:
         holder.signal(signal.SIGCONT)
     for _ in range(100):
@@ -342,6 +344,30 @@ def test_holders_that_stop_and_go_in_the_middle_of_pulls(site: Site) -> None:
 
     holder, reader = pulls_while(site, stop_and_go)
     settle(holder, reader)
+
+
+def test_a_holder_that_dies_before_it_was_read_is_followed_by_the_next(site: Site) -> None:
+    """Requests wait for blocks when it does: what both have offered is kept, and half of them would read from it."""
+    narrow = replace(READER, extra=extra_of("reader", "holder", "both"), blocks=70)
+    doomed, other, reader = site.have(HOLDER, BOTH, narrow)
+    families = [family() for _ in range(6)]
+    expected = [alone(other, second) for _, second in families]
+    for first, _ in families:
+        for server in (doomed, other):
+            server.ids(first, 1)
+    reader.post("/reset_prefix_cache")
+    counted, found = Counted(reader), reader.metric(QUESTIONS, outcome="found")
+    with ThreadPoolExecutor(7) as pool:
+        hog = pool.submit(reader.ids, prompt_of(1500, next(_seeds)), 500, cache_salt="hog")
+        reader.wait_metric("vllm:num_requests_running", 1)
+        answers = [pool.submit(reader.ids, second) for _, second in families]
+        reader.wait_metric(QUESTIONS, found + 6, outcome="found")
+        doomed.kill()
+        assert not hog.done(), "there was room too early for this test to mean something"
+        assert [answer.result() for answer in answers] == expected
+    until(reader, counted, "external", 6 * 992)
+    assert (counted.failed, counted.loads) == (0, 6)
+    settle(other, reader)
 
 
 def test_a_holder_that_is_killed_in_the_middle_of_pulls_and_restarted_under_its_address(site: Site) -> None:
