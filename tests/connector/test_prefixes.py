@@ -311,13 +311,15 @@ async def test_nothing_is_late_if_somebody_was_waited_for_in_vain() -> None:
 
 def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
     """Until its answer is there: one that is frozen costs one question."""
-    reader, holder, released = pair.decode, pair.prefill, threading.Event()
+    reader, holder = pair.decode, pair.prefill
+    frozen, released = threading.Event(), threading.Event()
     peers = reader.worker._courier.peers
     assert ask(reader, question(holder, keys=OTHER)).outcome is PrefixOutcome.NOTHING, "it is connected now"
     peers.wait_s = 1.0
     at = question(holder)
-    holder.runtime.start(lambda _: _freeze(released))
+    holder.runtime.start(lambda _: _freeze(frozen, released))
     try:
+        assert frozen.wait(60.0)
         assert ask(reader, at).outcome is PrefixOutcome.LATE
         assert ask(reader, at).outcome is PrefixOutcome.NOTHING
     finally:
@@ -332,8 +334,9 @@ def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
     reader.step()
 
 
-async def _freeze(released: threading.Event) -> None:
+async def _freeze(frozen: threading.Event, released: threading.Event) -> None:
     """Keep a runtime's loop from running, as a process that is stopped."""
+    frozen.set()
     released.wait()
 
 
