@@ -220,7 +220,7 @@ def proxied(
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, program, *options], env=environment, stdout=subprocess.DEVNULL)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300.0) as client:
             deadline_s = time.monotonic() + UP_WITHIN_S
             while not _answers(client, "/healthcheck"):
                 assert process.poll() is None, f"{program} has ended"
