@@ -144,7 +144,7 @@ def test_who_shares_also_serves(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
         made = prefixes(share_prefixes=True, prefix_peers=["tcp://a:1"], spec=MambaSpec(**STATE))
     assert not made._shares
-    assert made._asking is None
+    assert not made._pulls
     made.bind(SimpleNamespace())
     shared = prefixes(share_prefixes=True)
     with caplog.at_level("WARNING"):
