@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from kvflow import Ticket
 from tests.vllm.conftest import Site
-from tests.vllm.servers import MODELS, NAME, Server, Setup, free_port, prefill
+from tests.vllm.servers import MODELS, NAME, Server, Setup, free_port, prefill, rendezvous
 from tests.vllm.test_models import OPTIONS, TP2, in_multi, prompt_of
 
 EXTERNAL = {"source": "external_kv_transfer"}
@@ -347,7 +348,9 @@ def test_holders_that_stop_and_go_in_the_middle_of_pulls(site: Site) -> None:
 
 
 def test_a_holder_that_dies_before_it_was_read_is_followed_by_the_next(site: Site) -> None:
-    """Requests wait for blocks when it does: what both have offered is kept, and half of them would read from it."""
+    """Requests wait for blocks when it does: what both have offered is kept, and half of them would read from it. The
+    blocks are those of a prompt that is received from a server that is asked to compute it only then.
+    """
     narrow = replace(READER, extra=extra_of("reader", "holder", "both"), blocks=70)
     doomed, other, reader = site.have(HOLDER, BOTH, narrow)
     families = [family() for _ in range(6)]
@@ -355,18 +358,24 @@ def test_a_holder_that_dies_before_it_was_read_is_followed_by_the_next(site: Sit
     for first, _ in families:
         for server in (doomed, other):
             server.ids(first, 1)
-    reader.post("/reset_prefix_cache")
-    counted, found = Counted(reader), reader.metric(QUESTIONS, outcome="found")
+    counted, offered = Counted(reader), doomed.metric(RUNS, outcome="found")
+    short, long = prompt_of(40, next(_seeds)), prompt_of(1500, next(_seeds))
+    params = prefill(other, short)
+    reader.ids(short, kv_transfer_params=params)
+    to_compute, to_receive = rendezvous(Ticket.from_params(params), ttl_s=120.0)
     with ThreadPoolExecutor(7) as pool:
-        hog = pool.submit(reader.ids, prompt_of(1500, next(_seeds)), 500, cache_salt="hog")
-        reader.wait_metric("vllm:num_requests_running", 1)
+        hog = pool.submit(reader.ids, long, 1, kv_transfer_params=to_receive)
+        reader.wait_metric("vllm:num_requests_waiting", 1)
         answers = [pool.submit(reader.ids, second) for _, second in families]
-        reader.wait_metric(QUESTIONS, found + 6, outcome="found")
+        while doomed.metric(RUNS, outcome="found") < offered + 6:
+            doomed.ids(prompt_of(3), 1)
         doomed.kill()
-        assert not hog.done(), "there was room too early for this test to mean something"
+        assert not any(one.done() for one in (hog, *answers))
+        other.complete(long, 1, kv_transfer_params=to_compute)
         assert [answer.result() for answer in answers] == expected
-    until(reader, counted, "external", 6 * 992)
-    assert (counted.failed, counted.loads) == (0, 6)
+    until(reader, counted, "loads", 8)
+    assert (counted.failed, counted.loads) == (0, 8)
+    assert counted.external == len(short) + len(long) + 6 * 992
     settle(other, reader)
 
 
