@@ -203,10 +203,8 @@ class PrefixMap:
         elif event.medium in self._media:
             cached = self._holders.setdefault(holder, _Cached())
             if isinstance(event, BlockStored):
-                blocks, piece = (
-                    self._storing(cached, event),
-                    max(1, PIECE_TOKENS // max(event.block_size, PIECE_TOKENS // _PIECE_BLOCKS)),
-                )
+                blocks = self._storing(cached, event)
+                piece = max(1, PIECE_TOKENS // max(event.block_size, PIECE_TOKENS // _PIECE_BLOCKS))
             else:
                 blocks, piece = cached.removing(event), _PIECE_BLOCKS
             while sum(1 for _ in islice(blocks, piece)) and self._holders.get(holder) is cached:
