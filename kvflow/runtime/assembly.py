@@ -22,7 +22,7 @@ from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
-from kvflow.errors import ConfigError, UsageError
+from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
@@ -141,6 +141,8 @@ class RegisteredCache:
             self.sharing = None
 
         def serve(request: ServeRequest, alone: bool) -> None:
+            if self.serving.news.turned_away:  # the shelf has looked for long
+                raise RequestError(f"request {request.request_id!r}: {self.serving.news.turned_away}")
             self.serving.serve(request, holds=False, alone=alone)
 
         leasing = Leasing(serve, self.serving.open_lease, self.serving.revoke)
@@ -188,8 +190,9 @@ class RegisteredCache:
             case messages.MetadataRequest():
                 if draining and not self.serving.serves(request.request_id):
                     return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
-                if request.caller is not None:
-                    self.readers.remember(request.caller)
+                caller = request.caller
+                if caller is not None and self.readers.remember(caller) and self.strangers is None:
+                    self.serving.attendance.introduced(request.reader, caller)
                 return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
 
 

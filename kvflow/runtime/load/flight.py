@@ -96,6 +96,8 @@ class Posts(Protocol):
 
     def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None: ...
 
+    def give_up_reads(self, heard: Callable[..., None]) -> None: ...
+
 
 class Poller:
     """Posts reads and dispatches events. `run` is the poller task's body."""
@@ -117,6 +119,11 @@ class Poller:
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
         self._under_way[self._transport.post_read(agent, descriptors)] = told
+
+    def give_up_reads(self, heard: Callable[..., None]) -> None:
+        """Have those reads end of which a part of `heard` is told, where the transport can (`Transport.give_up`)."""
+        told = self._under_way.items()
+        self._transport.give_up([read for read, one in told if isinstance(one, partial) and one.func == heard])
 
     async def run(self) -> None:
         """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
@@ -358,6 +365,10 @@ class Flight:
         assert self.state is TransferState.READING, "it has flown"
         self.state = _LANDED
         self._give_back()
+
+    def give_up(self) -> None:
+        """Nobody answers: have its reads end, if that can be before somebody does."""
+        self._gear.poller.give_up_reads(self._heard)
 
     async def stop(self, grace_s: float) -> bool:
         """End the flight whatever it is doing: wait up to `grace_s` for posted reads. Whether the blocks are safe.

@@ -33,7 +33,7 @@ class OpenLease:
     payload: bytes | None
     """None: promised, and not given yet."""
     reason: str = ""
-    """The reason why its prompt could not be computed."""
+    """The reason why its prompt could not be computed, or how its readers have died."""
 
     @property
     def complete(self) -> bool:

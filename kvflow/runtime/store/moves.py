@@ -82,6 +82,9 @@ class Moves:
         self._files.post(descriptors, self._direction, partial(self._ended, move), partial(self._over, move))
         self._under_way[move] = told
 
+    def give_up_reads(self, heard: Callable[..., None]) -> None:
+        """Nobody does: a file has no other source."""
+
     def all_stopped(self) -> None:
         """The store's thread has ended in good order: what was lost has stopped, too."""
         for move in list(self._lost):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from kvflow.config import Config
@@ -93,6 +93,10 @@ class NixlTransport:
         self._reads.add(read)
         self._reads_total += 1
         return read
+
+    def give_up(self, reads: Collection[PostedRead]) -> None:
+        thread, agents = self._alive()
+        thread.submit(partial(agents.give_up, frozenset(reads)))
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         thread, agents = self._alive()
