@@ -72,7 +72,7 @@ class Workers:
         ticket = kvflow.Ticket.rendezvous(introduction_of(self.prefill_runtime), request_id)
         return DecodeRequest(
             request_id=request_id,
-            ticket=ticket.to_params(),
+            tickets=[ticket.to_params()],
             prompt_count=len(PROMPT),
             max_tokens=max_tokens,
             deadline_s=30,

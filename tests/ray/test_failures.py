@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import urllib.request
+from pathlib import Path
+
 import pytest
+from openai_server.load_test import LoadSettings
 from ray_server.cluster import HEAD, kill_process, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
@@ -24,6 +28,27 @@ def test_a_replica_is_killed_under_load(fleet: Fleet, deployment: str) -> None:
     if deployment == "Prefill":
         assert tally.failed == {}, "nobody has seen a token, so another one computes the prompt"
     wait_until(fleet.whole, "whole again, all blocks free", WHOLE_S)
+
+
+def test_a_load_goes_on_with_another_prefill_replica(fleet: Fleet, tmp_path: Path) -> None:
+    """The one that was asked dies; the decode replica keeps its blocks, and the ingress hears nothing of it."""
+    fatal = tmp_path / "fatal"
+    fatal.touch()
+    fleet.ask("Prefill", "die_once", str(fatal))
+    left, retries = sum(fleet.ask("Decode", "sources_left")), retries_of(fleet)
+    with fleet.under_load(LoadSettings(clients=1, requests=1, tokens=12, kill="none")) as tally:
+        pass
+    assert not fatal.exists(), "it has not died"
+    assert (tally.right, dict(tally.failed)) == (1, {})
+    assert (sum(fleet.ask("Decode", "sources_left")) - left, retries_of(fleet) - retries) == (1, 0)
+    wait_until(fleet.whole, "whole again, all blocks free", WHOLE_S)
+
+
+def retries_of(fleet: Fleet) -> float:
+    """How often the ingress has tried again."""
+    with urllib.request.urlopen(f"{fleet.cluster.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("openai_server_retries_total"))
 
 
 def test_a_node_is_lost_under_load(fleet: Fleet) -> None:
