@@ -1,10 +1,9 @@
-"""The example's application with replicas that tests can reach into: leases that nobody reads, deaths on demand."""
+"""The example's application with replicas that tests can reach into: leases that nobody reads, prompts that halt."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator, Collection
 from typing import Any
 
@@ -24,21 +23,21 @@ TOKENS = 32
 
 @serve.deployment(name="Prefill")
 class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
-    """Offers blocks on demand, and dies in the middle of a prompt while there is the file that it was told of."""
+    """Offers blocks on demand, and halts at a prompt, once, if it finds the file that it was told of."""
 
-    _fatal = ""
+    _halt = ""
 
     async def prefill(
         self, request: PrefillRequest, avoid: Collection[str]
     ) -> AsyncIterator[Begun | PrefillReply | Ended]:
         async for said in super().prefill(request, avoid):
             yield said
-            if self._fatal and os.path.exists(self._fatal):
-                os.remove(self._fatal)
-                os.kill(os.getpid(), signal.SIGKILL)
+            if os.path.exists(self._halt):
+                os.rename(self._halt, f"{self._halt}-{os.getpid()}")
+                await asyncio.Event().wait()
 
-    async def die_once(self, path: str) -> None:
-        self._fatal = path
+    async def halt(self, path: str) -> None:
+        self._halt = path
 
     async def hold(self, request_id: str) -> dict[str, Any]:
         """A ticket of a lease that stays open until it is read, or revoked."""

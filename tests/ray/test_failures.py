@@ -32,16 +32,21 @@ def test_a_replica_is_killed_under_load(fleet: Fleet, deployment: str) -> None:
 
 def test_a_load_goes_on_with_another_prefill_replica(fleet: Fleet, tmp_path: Path) -> None:
     """The one that was asked dies; the decode replica keeps its blocks, and the ingress hears nothing of it."""
-    fatal = tmp_path / "fatal"
-    fatal.touch()
-    fleet.ask("Prefill", "die_once", str(fatal))
+    halt = tmp_path / "halt"
+    halt.touch()
+    fleet.ask("Prefill", "halt", str(halt))
     left, retries = sum(fleet.ask("Decode", "sources_left")), retries_of(fleet)
     with fleet.under_load(LoadSettings(clients=1, requests=1, tokens=12, kill="none")) as tally:
-        pass
-    assert not fatal.exists(), "it has not died"
+        wait_until(lambda: not halt.exists() and open_loads(fleet) == 1, "the load waits for its blocks", WHOLE_S)
+        (halted,) = tmp_path.iterdir()
+        kill_process(int(halted.name.removeprefix("halt-")))
     assert (tally.right, dict(tally.failed)) == (1, {})
     assert (sum(fleet.ask("Decode", "sources_left")) - left, retries_of(fleet) - retries) == (1, 0)
     wait_until(fleet.whole, "whole again, all blocks free", WHOLE_S)
+
+
+def open_loads(fleet: Fleet) -> int:
+    return sum(one["open_loads"] for one in fleet.ask("Decode", "record_routing_stats"))
 
 
 def retries_of(fleet: Fleet) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from disaggregated.messages import PrefillRequest, Step
 from openai_server.workload import BEGINNINGS, Question, tokens_alone
 from paged_engine.tokenizer import ChatTokenizer
 from ray import serve
+from ray_server.application import build
 from ray_server.cluster import APP, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
@@ -45,6 +47,11 @@ def test_a_prefix_that_another_replica_has_computed_is_loaded(fleet: Fleet) -> N
         lambda: fleet.shows("kvflow_prefix_questions", 'outcome="found"', home), "its metric says so, too", WHOLE_S
     )
     wait_until(fleet.whole, "all blocks are free", WHOLE_S)
+
+
+def test_a_setting_that_cannot_be_right_is_refused() -> None:
+    with pytest.raises(ValueError, match="share_prefixes: expected true or false, got 'yes'"):
+        build({"checkpoint": "model", "share_prefixes": "yes"})
 
 
 def answer(fleet: Fleet, prompt: list[int], avoid: str = "") -> list[int]:
