@@ -172,6 +172,22 @@ async def test_what_is_cached_is_not_read() -> None:
         assert (none.num_tokens, none.answers[0].why) == (20, "it has no more than is cached here")
 
 
+async def test_a_holder_that_is_named_twice_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By the same words; one that is known by two ways has one offer, and its log says nothing of the other."""
+    async with fleet(pinned_blocks_max=8) as them:
+        (holder,) = them.holders
+        holder.shelf.put(PROMPT, list(range(8)))
+        known = PeerAddress(engine_id="holder-0", address=holder.address)
+        (offer,) = await them.reader.runtime.seek_prefix(them.request(peers=[holder.address] * 5))
+        assert await them.reader.runtime.release_blocks(offer.ticket)
+        report = await them.pull(peers=[holder.address, known, holder.address])
+        assert [answer.num_tokens for answer in report.answers] in ([len(PROMPT), 0], [0, len(PROMPT)])
+        assert any("has an offer already" in answer.why for answer in report.answers)
+        assert report.num_tokens == len(PROMPT)
+        assert holder.sharing.statistics.failed == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_salts_never_share() -> None:
     async with fleet(pinned_blocks_max=8) as them:
         them.holders[0].shelf.put(PROMPT, list(range(8)), salt=b"tenant a")

@@ -66,9 +66,10 @@ class Seeker:
         """
         loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
-        asked = [AskedPeer(given, given) for given in map(_named, request.peers)]
+        peers = {_named(peer): peer for peer in request.peers}
+        asked = [AskedPeer(given, given) for given in peers]
         try:
-            for one, peer in zip(asked, request.peers, strict=True):
+            for one, peer in zip(asked, peers.values(), strict=True):
                 if self._silent[one.given]:
                     one.why = "it has not answered an earlier question yet"
                     continue

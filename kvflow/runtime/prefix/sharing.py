@@ -189,6 +189,8 @@ class SharedPrefixes:
             return refusal(f"keys of a prefix: {len(question.keys)} bytes, expected a multiple of {size}")
         if self._closed:
             return _MISS
+        if self._leasing.find(messages.PREFIX_OF + question.request_id) is not None:
+            return refusal("this question has an offer already")  # asked by another way to the same engine
         most = self._tokens_in(self._pinned_max) // question.key_tokens
         if most < 1 or len(self._runs) >= _RUNS_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
             return self._counted("busy")
