@@ -52,7 +52,7 @@ class DecodeWorker:
             again = bring or _in_turn(request.tickets, lines)
             load = kvflow.LoadRequest(
                 request.request_id,
-                ticket=await again(()),
+                ticket=await again(()) or (),
                 block_ids=self._groups.tables(block_ids, request.prompt_count),
                 deadline_s=request.deadline_s,
                 again=again,

@@ -80,10 +80,13 @@ def _peer(entry: Mapping[str, Any]) -> PeerAddress:
 
 
 async def list_replicas(handle: Any) -> Sequence[Mapping[str, Any]]:
-    """What the replicas of a deployment say of themselves (`ReplicaRuntime.metadata`); one that goes is left out.
+    """Ask the replicas of a deployment who they are; one that goes meanwhile is left out.
 
     Args:
         handle: the deployment's.
+
+    Returns:
+        `metadata()` of each.
 
     Raises:
         PeersUnknownError: Ray cannot ask them, such as while there is none.
