@@ -47,12 +47,14 @@ BENCH_FILES |= set((ROOT / "tests/gpu").rglob("*.py"))
 """Of those who work on kvflow: programs like the package's, and no tests of its behaviour."""
 SOURCES = Trees(PACKAGE.rglob("*.py"))
 BENCHES = Trees(BENCH_FILES)
+OTHER_ENGINES = ("ray", "sglang", "vllm")
 TESTS = Trees(
     path
     for path in (ROOT / "tests").rglob("*.py")
     if path not in BENCH_FILES
-    if path.relative_to(ROOT).parts[1] not in ("ray", "sglang", "vllm")  # real servers are polled
+    if path.relative_to(ROOT).parts[1] not in OTHER_ENGINES  # real servers are polled
 )
+APART = Trees(path for name in OTHER_ENGINES for path in (ROOT / "tests" / name).rglob("*.py"))
 PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
 # Imports point down this list; parts of one line do not import each other.
@@ -507,6 +509,39 @@ def test_tests_are_never_skipped_silently() -> None:
             if name in ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail"):
                 words = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "reason")]
                 assert any(isinstance(word, ast.Constant | ast.JoinedStr) for word in words), f"{path}:{call.lineno}"
+
+
+def test_what_tests_of_other_engines_import_of_ours_exists() -> None:
+    """They run in environments of their own, seldom; a name that has moved shows here."""
+    seen = 0
+    for path, tree in APART.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("kvflow", "tests"):
+                there = defined_by(str(node.module))
+                missing = {one.name for one in node.names} - there
+                assert not missing, f"{path}:{node.lineno}: {node.module} has no {sorted(missing)}"
+                seen += 1
+    assert seen > 50
+
+
+def defined_by(module: str) -> set[str]:
+    """Names at the top of one of our modules, and its submodules."""
+    at = ROOT.joinpath(*module.split("."))
+    file = at / "__init__.py" if at.is_dir() else at.with_suffix(".py")
+    found = {one.stem for one in at.iterdir()} if at.is_dir() else set[str]()
+    if not file.exists():
+        return found
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                found |= {(one.asname or one.name).split(".")[0] for one in node.names}
+            case ast.Name(ctx=ast.Store()):
+                found.add(node.id)
+            case ast.Constant(value=str(text)):
+                found.add(text)  # names of `__getattr__`
+    return found
 
 
 def test_no_logger_is_told_text_from_outside_bare() -> None:

@@ -98,7 +98,7 @@ class RegisteredCache:
         handshakes = Handshakes(context, local, telling)
         self.peers = Peers(context, foreign.handshakes(context, local, handshakes) if foreign else handshakes)
         self.own_reach = Reach(context, local, self.peers)
-        """To engines of our own make; `reach` may know others."""
+        """Reach of engines of our own make; `reach` may know others."""
         self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
@@ -108,11 +108,11 @@ class RegisteredCache:
         self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None
-        """Who answers readers of another make."""
+        """The service that answers readers of another make."""
         self.digests = DigestAnswers(context, local, self.serving.held, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
         self.sharing: SharedPrefixes | None = None
-        """Who answers questions for prefixes, if this cache is shared."""
+        """The service that answers questions for prefixes, if this cache is shared."""
         seeker = Seeker(context, local, self.own_reach, self.peers, self.remote_leases)
         leases = self.remote_leases
         means = Means(
@@ -203,14 +203,14 @@ class _RankMemory:
     groups: Sequence[CacheGroup]
     own: tuple[LayerSet, ...]
     device: CacheDevice
-    """Where those are."""
+    """The device that those are on."""
     staging: Sequence[HostBuffers]
     shown: tuple[LayerSet, ...]
     """Layers that peers are shown: the cache's or, with host staging, the host blocks'."""
 
     @property
     def filled(self) -> CacheDevice:
-        """Where loads go."""
+        """The cache's sets as loads fill them."""
         return CacheDevice(HOST) if self.staging else self.device
 
 

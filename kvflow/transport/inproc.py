@@ -361,7 +361,7 @@ class InprocTransport:
         self._fail(cause)
 
     def _tell(self, event: Event) -> None:
-        """On the loop: give an event to whoever takes them."""
+        """Give an event to whoever takes them, on the loop."""
         if self._deliver is None or self._over.done():
             self._kept.append(event)
             return
@@ -441,7 +441,7 @@ class InprocTransport:
         )
 
     def refusal(self, read: InprocRead) -> TransportError | None:
-        """Why a read cannot be performed, if so. An error of `InprocFaults.fail_next` is used up by this.
+        """The reason why a read cannot be performed, if so. An error of `InprocFaults.fail_next` is used up by this.
 
         Args:
             read: One that was posted here.

@@ -24,7 +24,7 @@ READS = len(BLOCKS) // 4
 FIRST = EngineSetup(engine_id="first", fill=1.0, **SIZE)
 SECOND = EngineSetup(engine_id="second", fill=2.0, **SIZE)
 CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config={"cancel_grace_s": 0.1}, **SIZE)
-MOMENTS = [0, 1, READS // 2, READS - 2]
+MOMENTS = [READS // 2, *(pytest.param(reads, marks=pytest.mark.thorough) for reads in (0, 1, READS - 2))]
 
 
 class Survival:

@@ -172,6 +172,22 @@ async def test_what_is_cached_is_not_read() -> None:
         assert (none.num_tokens, none.answers[0].why) == (20, "it has no more than is cached here")
 
 
+async def test_a_holder_that_is_named_twice_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By the same words; one that is known by two ways has one offer, and its log says nothing of the other."""
+    async with fleet(pinned_blocks_max=8) as them:
+        (holder,) = them.holders
+        holder.shelf.put(PROMPT, list(range(8)))
+        known = PeerAddress(engine_id="holder-0", address=holder.address)
+        (offer,) = await them.reader.runtime.seek_prefix(them.request(peers=[holder.address] * 5))
+        assert await them.reader.runtime.release_blocks(offer.ticket)
+        report = await them.pull(peers=[holder.address, known, holder.address])
+        assert [answer.num_tokens for answer in report.answers] in ([len(PROMPT), 0], [0, len(PROMPT)])
+        assert any("has an offer already" in answer.why for answer in report.answers)
+        assert report.num_tokens == len(PROMPT)
+        assert holder.sharing.statistics.failed == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_salts_never_share() -> None:
     async with fleet(pinned_blocks_max=8) as them:
         them.holders[0].shelf.put(PROMPT, list(range(8)), salt=b"tenant a")
@@ -318,6 +334,26 @@ async def test_a_shelf_that_lies_or_fails_costs_a_miss(given: Any) -> None:
         assert sharing.statistics.failed + sharing.statistics.missed == 1
         assert shelf.unpinned == ([given] if isinstance(given, Run) else [])
         sharing.close()
+
+
+async def test_a_run_that_a_shelf_gives_twice_ends_for_both_readers() -> None:
+    async with fleet(pinned_blocks_max=8) as them:
+        (holder,) = them.holders
+        holder.sharing.close()
+        run = Run((0, 1), 2 * TOKENS)
+        shelf = LyingShelf(run)
+        sharing = holder.runtime.share(shelf, pinned_blocks_max=8)
+        for _ in range(2):
+            (offer,) = await them.reader.runtime.seek_prefix(them.request())
+            assert offer.num_tokens == 2 * TOKENS
+        assert (sharing.statistics.runs, sharing.pinned_blocks) == (2, 2)
+        sharing.end(Run((0, 1), 2 * TOKENS))
+        assert sharing.statistics.runs == 2, "another object"
+        for _ in range(2):
+            sharing.end(run)
+            assert (sharing.statistics.runs, sharing.pinned_blocks) == (0, 0)
+        assert sharing.statistics.reclaimed == 2
+        assert shelf.unpinned == [run, run]
 
 
 async def test_two_sources_for_one_prompt() -> None:

@@ -23,7 +23,7 @@ from kvflow.kv_events import EventSource, PrefixMap, Publisher, Subscriber
 from kvflow.vllm.asked import Asked
 from tests.support.recorded_events import VLLM, vllm_batch
 from tests.vllm.conftest import Site
-from tests.vllm.servers import MODELS, Setup, _free_port
+from tests.vllm.servers import MODELS, Setup, free_port
 
 SMALL = 16
 BLOCK, BLOCKS = 32, 80
@@ -58,7 +58,7 @@ def test_its_decoder_reads_what_is_published_here() -> None:
 
 def test_a_replay_of_its_publisher_brings_all_that_it_keeps() -> None:
     """All of 10,000 batches, although its socket drops what does not fit; and then what comes live."""
-    port = _free_port()
+    port = free_port()
     endpoint, replay = (f"tcp://127.0.0.1:{number}" for number in (port, port + 1))
     publisher = kv_events.ZmqEventPublisher(
         0, endpoint=endpoint.replace("127.0.0.1", "*"), replay_endpoint=replay, buffer_steps=10_000, topic="kv"
@@ -154,7 +154,7 @@ def test_an_events_keys_are_those_of_the_request(salt: str | None, pictures: lis
 
 def test_a_server_tells_what_its_prefix_cache_holds(site: Site) -> None:
     """Stored, salted, grown by another prompt, evicted, cleared; one who comes late knows the same by a replay."""
-    port = _free_port()
+    port = free_port()
     endpoint, replay = (f"tcp://127.0.0.1:{number}" for number in (port, port + 1))
     config = {
         "enable_kv_cache_events": True,

@@ -36,7 +36,7 @@ class Counted(enum.StrEnum):
     DUPLICATE = "duplicate"
     """The reader has said so before."""
     MALFORMED = "malformed"
-    """Nothing that can be true."""
+    """A notification that cannot be true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class LeaseTerms:
     reader_count: int
     """Engines, each of whose ranks reads its share; 0: one rank, whatever its share."""
     holds_blocks: bool
-    """There is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
+    """True if there is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +108,7 @@ class LeaseBook:
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
         """A heap. Some of it is out of date: leases that have ended, and moments that renewals have moved."""
         self._held: deque[LeaseEntry] = deque()
-        """In the order of their ends, and so of the ends of their holds."""
+        """Entries in the order of their ends, and so of the ends of their holds."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:

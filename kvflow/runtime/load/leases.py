@@ -49,7 +49,7 @@ class _Kept:
 
     source: Source
     pause_s: float
-    """From one renewal to the next."""
+    """Seconds from one renewal to the next."""
     due_s: float
 
 
@@ -104,7 +104,7 @@ class RemoteLeases:
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
         self.sent = 0
-        """How many leases were renewed, counting each time."""
+        """Renewals of leases, counting each time."""
 
     def keep(self, owner: object, ttl_s: float, source: Source) -> None:
         """Renew a lease of `ttl_s` from now on until its owner needs it no more (`forget`)."""
@@ -178,7 +178,7 @@ class RemoteLeases:
             await self.release(ticket)
 
     def _opens_within_s(self, ticket: Ticket) -> float:
-        """How long an engine may take to open the lease of a ticket."""
+        """Seconds that an engine may take to open the lease of a ticket."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
 
     async def _release_awaited(self, ticket: Ticket) -> bool:
@@ -271,7 +271,7 @@ class RemoteLeases:
             self._set_timer(now_s, min(kept.due_s for leases in self._kept.values() for kept in leases))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
-        """Whether a rank was told. Raises a PeerError, or Overloaded."""
+        """Tell a rank: True if it was told. Raises a PeerError, or Overloaded."""
         named = ticket.find(at.rank)
         lease = named if named is not None and named.lease_id else None
         peer = self._peers.get(at)

@@ -24,7 +24,7 @@ _AT_ONCE_MAX = 16
 
 
 class Farewells:
-    """Whom to say goodbye to."""
+    """Readers to say goodbye to."""
 
     def __init__(self, context: RankContext, local: LocalRank) -> None:
         self._config = context.config

@@ -46,7 +46,7 @@ class Newsroom:
         self._came = came
         self._waiting = WaitingQuestions(context.clock, self._now, _nothing_yet)
         self.tell = self._waiting.settle
-        """Something has happened to a request."""
+        """Tells who waits that something has happened to a request."""
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
         self.turned_away = ""
@@ -72,18 +72,18 @@ class Newsroom:
             self.tell(request_id)
 
     def decline(self, request_id: str, reason: str) -> None:
-        """No lease for the request, or none any more, as its prompt cannot be computed: readers that wait are told so,
+        """Open no lease for the request any more, as its prompt cannot be computed: readers that wait are told so,
         and those who come late.
         """
         self._note(request_id, messages.Declined(reason=printable(reason, _REASON_CHARS_MAX)))
 
     def why_declined(self, request_id: str) -> str | None:
-        """Why there will be no lease for a request, or none any more; None if nobody has said so lately."""
+        """The reason why there will be no lease for a request, or none any more; None if nobody has said so lately."""
         noted = self._notes.get(request_id)
         return noted.reason if isinstance(noted, messages.Declined) else None
 
     def turn_away(self, why: str) -> None:
-        """No more leases are opened: tell everybody who waits for one."""
+        """Turn away everybody who waits for a lease, as no more are opened."""
         self.turned_away = why
         self._waiting.settle_all()
 

@@ -29,7 +29,7 @@ class _Folder(NamedTuple):
 
 
 class _Disk:
-    """What a flight notes of whom it reads from."""
+    """A flight's notes of whom it reads from."""
 
     heard_s = read_s = 0.0
 

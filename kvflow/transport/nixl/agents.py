@@ -145,7 +145,7 @@ class _Agent:
 
 
 class NixlAgents:
-    """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
+    """Pair of agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
     def __init__(self, config: Config, name: str, put: Callable[[Event], None], called: Callable[[], bool]) -> None:
         """`called` says whether there are jobs of which the thread has not heard yet."""

@@ -168,7 +168,7 @@ class NixlTransport:
         return self._thread, self._agents
 
     def _crank(self) -> float | None:
-        """On the owner thread. Once closing, it ends the thread as soon as no read is under way."""
+        """Crank on the owner thread. Once closing, it ends the thread as soon as no read is under way."""
         agents = self._agents
         if agents is None:
             return None if self._ending else _OPENING_S
@@ -182,7 +182,7 @@ class NixlTransport:
         return idle_s
 
     def _end(self) -> None:
-        """On the owner thread, as a job: all jobs that were given before it have been done."""
+        """End the thread by a job of its own: all jobs that were given before it have been done."""
         self._ending = True
 
     def _on_death(self, cause: BaseException) -> None:
