@@ -409,7 +409,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "leave_extensions_unprotected": (leave_extensions_unprotected, "I3", 9),
     "end_without_the_payload": (end_without_the_payload, "I2", 9),
     "digest_the_wrong_blocks": (digest_the_wrong_blocks, "I2", 26),
-    "read_the_next_under_the_last": (read_the_next_under_the_last, "I1 I5", 112),
+    "read_the_next_under_the_last": (read_the_next_under_the_last, "I1 I5 I7", 16),
     "take_bytes_for_good_that_nobody_vouches_for": (take_bytes_for_good_that_nobody_vouches_for, "I2 I3", 21),
     "give_each_source_a_deadline": (give_each_source_a_deadline, "I7", 20),
     **PREFIX_MUTATIONS,
