@@ -7,7 +7,7 @@ replicas of Ray Serve all have this worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -23,6 +23,8 @@ from disaggregated.told import Told, reported
 from kvflow.errors import KVFlowError
 
 Line = Step | Again | Failure
+Bring = Callable[[Sequence[kvflow.Attempt]], Awaitable[dict[str, Any] | None]]
+"""Has the prompt computed, elsewhere than what was attempted; the ticket of its blocks, or None if nobody is left."""
 
 
 class DecodeWorker:
@@ -35,19 +37,33 @@ class DecodeWorker:
         self._start_task = start_task
         self._told = told
 
-    async def decode(self, request: DecodeRequest) -> Generation:
-        """Reserve blocks, then let the load and the generation run. Cancelling it takes nothing."""
+    async def decode(self, request: DecodeRequest, bring: Bring | None = None) -> Generation:
+        """Reserve blocks, then let the load and the generation run. Cancelling it takes nothing.
+
+        `bring` is asked once there is room, and again by a load that fails; without it the request's tickets have
+        their turns. Whoever holds blocks of a prefill worker so never waits for room anywhere, and requests cannot wait
+        for each other in a circle. Raises what `bring` does, the first time.
+        """
         require_length(self._engine, request.prompt_count, request.max_tokens)
+        lines: asyncio.Queue[Line] = asyncio.Queue()
         async with AsyncExitStack() as blocks:
             room = self._engine.reserve(request.prompt_count + request.max_tokens)
             block_ids = await blocks.enter_async_context(room)
-            lines: asyncio.Queue[Line] = asyncio.Queue()
-            body = self._answer(request, block_ids, blocks.pop_all(), lines)
+            again = bring or _in_turn(request.tickets, lines)
+            load = kvflow.LoadRequest(
+                request.request_id,
+                ticket=await again(()) or (),
+                block_ids=self._groups.tables(block_ids, request.prompt_count),
+                deadline_s=request.deadline_s,
+                again=again,
+            )
+            body = self._answer(request, load, block_ids, blocks.pop_all(), lines)
             return Generation(lines, self._start_task(body, f"answer {request.request_id}"))
 
     async def _answer(
         self,
         request: DecodeRequest,
+        load: kvflow.LoadRequest,
         block_ids: Sequence[BlockId],
         blocks: AsyncExitStack,
         lines: asyncio.Queue[Line],
@@ -55,7 +71,7 @@ class DecodeWorker:
         """A background task: bytes that may land, and a step that runs, are waited for before blocks are given back."""
         async with blocks:
             try:
-                report = await self._load(request, block_ids, blocks, lines)
+                report = await self._keeper.load(load, blocks)
                 # While the first step is computed, which need not wait for it.
                 asyncio.get_running_loop().call_soon(self._told.loaded, report)
                 first = self._first_token(request, report.payload)
@@ -64,32 +80,6 @@ class DecodeWorker:
                 return
             self._observe_overhead(first)
             await self._generate(request, first.token, block_ids, lines)
-
-    async def _load(
-        self,
-        request: DecodeRequest,
-        block_ids: Sequence[BlockId],
-        blocks: AsyncExitStack,
-        lines: asyncio.Queue[Line],
-    ) -> kvflow.LoadReport:
-        """Load the prompt. If a prefill worker fails it the router is told, and has the next one compute it."""
-        more = iter(request.more)
-
-        async def again(attempts: Sequence[kvflow.Attempt]) -> dict[str, Any] | None:
-            ticket = next(more, None)
-            if ticket is not None:
-                lines.put_nowait(Again(again=attempts[-1].error))
-            return ticket
-
-        load = kvflow.LoadRequest(
-            request.request_id,
-            ticket=request.ticket,
-            block_ids=self._groups.tables(block_ids, request.prompt_count),
-            deadline_s=request.deadline_s,
-            again=again if request.more else None,
-            again_max=len(request.more),
-        )
-        return await self._keeper.load(load, blocks)
 
     def _first_token(self, request: DecodeRequest, payload: bytes) -> FirstToken:
         """What has come with the blocks. NoFirstTokenError if it is none that the model can go on from."""
@@ -131,6 +121,19 @@ class DecodeWorker:
         elapsed_s = first.computed_at.elapsed_s()
         if elapsed_s is not None:
             self._told.handed_over(elapsed_s)
+
+
+def _in_turn(tickets: Sequence[dict[str, Any]], lines: asyncio.Queue[Line]) -> Bring:
+    """Tickets as they stand. If a prefill worker fails the router is told, and has the next one compute the prompt."""
+    waiting = iter(tickets)
+
+    async def bring(attempts: Sequence[kvflow.Attempt]) -> dict[str, Any] | None:
+        ticket = next(waiting, None)
+        if ticket is not None and attempts:
+            lines.put_nowait(Again(again=attempts[-1].error))
+        return ticket
+
+    return bring
 
 
 class Generation:

@@ -41,7 +41,7 @@ async def hand_over(
     await decode.send(
         DecodeRequest(
             request_id=request_id,
-            ticket=_one_ticket([rank.ticket for rank in prefilled]),
+            tickets=[_one_ticket([rank.ticket for rank in prefilled])],
             prompt_count=len(prompt),
             max_tokens=max_tokens,
             deadline_s=ANSWER_TIMEOUT_S,

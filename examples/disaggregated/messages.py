@@ -82,8 +82,8 @@ class PrefillRequest(Message, frozen=True, kw_only=True):
     max_tokens: Count
     deadline_s: Seconds
     sampling: Sampling = GREEDY
-    neighbours: list[dict[str, Any]] = []
-    """Introductions of workers that may have computed the beginning of the prompt."""
+    neighbours: list[str] = []
+    """Addresses of workers' runtimes that may have computed the beginning of the prompt."""
 
 
 class PrefillReply(Message, frozen=True, kw_only=True):
@@ -100,15 +100,15 @@ class FirstToken(Message, frozen=True, kw_only=True):
 
 
 class DecodeRequest(Message, frozen=True, kw_only=True):
-    """Load the blocks that the ticket's producer offers, or will; answer from the first token on.
+    """Load the blocks that a ticket's producer offers, or will; answer from the first token on.
 
     The prompt itself is not sent: its KV cache is.
     """
 
     request_id: str
-    ticket: dict[str, Any]
-    more: list[dict[str, Any]] = []
-    """Tickets of the same prompt at other prefill workers, which have it computed when they are asked for (`Again`)."""
+    tickets: list[dict[str, Any]] = []
+    """Of the prompt, at one prefill worker after the other: the first one computes it, the next when it is asked for
+    (`Again`). None where they are brought (`disaggregated.decode.Bring`)."""
     prompt_count: Count
     max_tokens: Count
     """The first one included."""

@@ -2,7 +2,8 @@
 
 An attempt is one prefill and one decode, side by side (`hand_over`): the decode worker loads the prompt's blocks while
 they are computed, and the first token comes to it with the last of them. They meet by the attempt's id, which nobody
-else knows. Which workers, and how they are asked, its owner says: `router` by HTTP, `ray_server.decode` by Ray.
+else knows. Which workers, and how they are asked, their owner says: `router`, for attempts and `hand_over`, and
+`ray_server.ingress`, whose attempts are one call of Ray's each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from disaggregated.keeper import StartTask
 from disaggregated.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
@@ -30,12 +31,10 @@ Result = TypeVar("Result")
 class AttemptError(Exception):
     """An attempt failed, and which worker the next one should avoid."""
 
-    def __init__(self, failure: Failure, worker: Hashable | None = None, *, final: bool = False) -> None:
+    def __init__(self, failure: Failure, worker: Hashable | None = None) -> None:
         super().__init__(failure.message)
         self.failure = failure
         self.worker = worker
-        self.final = final
-        """Whether no other attempt is to be made, whatever its kind says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +46,17 @@ class Prompt:
     max_tokens: int
     deadline: float
     sampling: Sampling = GREEDY
+
+    @classmethod
+    def asked(cls, request: PrefillRequest) -> Self:
+        """What another process asks, by this process's clock."""
+        return cls(
+            id=request.request_id,
+            token_ids=request.prompt,
+            max_tokens=request.max_tokens,
+            deadline=asyncio.get_running_loop().time() + request.deadline_s,
+            sampling=request.sampling,
+        )
 
     @property
     def remaining_s(self) -> float:
@@ -62,13 +72,11 @@ class Prompt:
             sampling=self.sampling,
         )
 
-    def to_answer(self, request_id: str, tickets: Sequence[Ticket]) -> DecodeRequest:
+    def to_answer(self, request_id: str, tickets: Sequence[Ticket] = ()) -> DecodeRequest:
         """What a decode worker is asked, for one attempt."""
-        first, *more = (ticket.to_params() for ticket in tickets)
         return DecodeRequest(
             request_id=request_id,
-            ticket=first,
-            more=more,
+            tickets=[ticket.to_params() for ticket in tickets],
             prompt_count=len(self.token_ids),
             max_tokens=self.max_tokens,
             deadline_s=self.remaining_s,
@@ -128,7 +136,7 @@ class Attempts:
                 attempt_id = f"{prompt.id}-{number}-{secrets.token_hex(16)}"
                 return await attempt(self.attempt(attempt_id, prompt, avoid))
             except AttemptError as error:
-                if error.final or number == self.attempts_max or not STATUS[error.failure.kind].retry:
+                if number == self.attempts_max or not STATUS[error.failure.kind].retry:
                     raise
                 logger.info("request %s, attempt %s: %s", prompt.id, number, error)
                 self.retried(error.failure.kind)
@@ -182,8 +190,8 @@ async def hand_over(
 
     If the blocks do not come the decode worker says so, keeps its own, and the next prefill worker is asked.
 
-    The decode worker is asked first, and the prefill worker once that has room for the answer: so whoever holds blocks
-    of a prefill worker never waits for room anywhere, and requests cannot wait for each other in a circle.
+    The decode worker is asked first, and the prefill worker once that has room for the answer, for the reason that
+    `DecodeWorker.decode` gives.
     """
     if prompt.max_tokens == 1:
         yield (await prefills[0].ask(prompt.to_compute(request_id))).step
@@ -233,7 +241,7 @@ async def _first_step(
 def _leads_on(asked: asyncio.Task[PrefillReply]) -> bool:
     """Whether a prefill worker has failed in a way in which another one need not."""
     error = asked.exception()
-    return isinstance(error, AttemptError) and not error.final and STATUS[error.failure.kind].retry
+    return isinstance(error, AttemptError) and STATUS[error.failure.kind].retry
 
 
 async def _next(steps: AsyncGenerator[Step | Again, None]) -> Step | Again:

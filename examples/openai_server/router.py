@@ -100,7 +100,7 @@ class Router:
     async def ask_prefill(self, worker: Worker, request: PrefillRequest) -> PrefillReply:
         if self.share_prefixes:
             others = [one.introduction for one in self.prefill.up if one is not worker]
-            told = [other.to_params() for other in others if other is not None]
+            told = [other.address for other in others if other is not None]
             request = msgspec.structs.replace(request, neighbours=told)
         with self._losses(self.prefill, worker):
             async with self.client.post(f"{worker.url}/prefill", data=request.written()) as response:

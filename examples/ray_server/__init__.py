@@ -6,11 +6,11 @@
 Reading order:
 
     prefill      a deployment that computes prompts and offers their blocks
-    decode       a deployment that loads blocks and answers; it asks a prefill replica, and owns the hand-over
+    decode       a deployment that loads blocks and answers; it asks a prefill replica, and another one if that fails
     ingress      the OpenAI-compatible front; it asks a decode replica
     replica      what both kinds of replicas open: engine, kvflow runtime, background tasks
     messages     what they say to each other, beside openai_server's own
-    losses       Ray's errors as failures
+    losses       the end of what a replica says, and Ray's errors, as failures
     routing      which replica gets a request: by free blocks and by prefix; `room` is its rule, without Ray
     application  the three as one application, which service.yaml names
     cluster      a local cluster whose nodes have addresses of their own

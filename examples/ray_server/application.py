@@ -16,11 +16,15 @@ CHECKPOINT = "KVFLOW_RAY_MODEL"
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """Arguments: `checkpoint`, the unpacked model on every node (by default where KVFLOW_RAY_MODEL says), and
-    `deadline_s`, how long any answer may take.
+    """Arguments: `checkpoint`, the unpacked model on every node (by default where KVFLOW_RAY_MODEL says);
+    `deadline_s`, how long any answer may take; and `share_prefixes`, whether prefill replicas load prefixes from each
+    other.
     """
     checkpoint = arguments.get("checkpoint") or os.environ.get(CHECKPOINT)
     if not checkpoint:
         raise ValueError(f"args: checkpoint: expected the folder of an unpacked model, and {CHECKPOINT} is not set")
     deadline_s = float(arguments.get("deadline_s", DEADLINE_S))
-    return Ingress.bind(Decode.bind(Prefill.bind(checkpoint), checkpoint), checkpoint, deadline_s)
+    share = arguments.get("share_prefixes", False)
+    if not isinstance(share, bool):
+        raise ValueError(f"args: share_prefixes: expected true or false, got {share!r}")
+    return Ingress.bind(Decode.bind(Prefill.bind(checkpoint, share), checkpoint), checkpoint, deadline_s)

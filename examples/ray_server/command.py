@@ -15,6 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=3, help="the head among them (default: 3)")
     parser.add_argument("--port", type=int, default=8000, help="of the HTTP proxy (default: 8000)")
     parser.add_argument("--deadline-s", type=float, default=60.0, help="bound of every answer (default: 60)")
+    shared = "have prefill replicas load from each other what one has computed of a prompt"
+    parser.add_argument("--share-prefixes", action="store_true", help=shared)
     options = parser.parse_args(arguments)
     from ray_server.cluster import deploy, local_cluster, service_config
 
@@ -24,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):  # not before: connecting to a cluster puts Ray's in their place
             signal.signal(number, lambda *_: ending.set())
         try:
-            deploy(service_config(deadline_s=options.deadline_s))
+            deploy(service_config(deadline_s=options.deadline_s, share_prefixes=options.share_prefixes))
         except (TimeoutError, RuntimeError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 3

@@ -1,35 +1,29 @@
 """The decode deployment: `disaggregated.decode` in a replica, which also owns the hand-over.
 
-A handle's call goes to any replica, so nobody else could tell the right prefill replica to give blocks back; a runtime
-can. So it is the decode replica that picks a prefill replica, has the prompt computed there while it loads, and tries
-again elsewhere; its `DecodeWorker` releases what it will not load.
+Only its load knows whether the blocks have come. So it is the decode replica that has the prompt computed while it
+loads, and once more by another prefill replica when the load asks for that (`LoadRequest.again`), into the same blocks.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Hashable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from disaggregated.decode import DecodeWorker, Line
+from disaggregated.decode import DecodeWorker
 from disaggregated.failures import EXPECTED_ERRORS
-from disaggregated.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.messages import Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from disaggregated.told import reported
-from openai_server.attempts import AttemptError, Attempts, Prompt, hand_over
+from openai_server.attempts import AttemptError, Prompt
 from openai_server.metrics import DecodeMetrics
 from ray import serve
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 import kvflow
 from kvflow.ray import keep_prewarmed
-from ray_server.losses import losses
-from ray_server.messages import AnswerRequest, Ended
+from ray_server.losses import next_said
+from ray_server.messages import Begun, Ended
 from ray_server.replica import Replica
-
-PREFIX_TOKENS = 64
 
 
 @serve.deployment
@@ -37,62 +31,34 @@ class Decode:
     """Answers prompts that a prefill replica computes."""
 
     async def __init__(self, prefill: DeploymentHandle, checkpoint: str) -> None:
-        self._prefill = prefill
+        self._prefill = prefill.options(stream=True)
         self._replica = Replica(checkpoint, DecodeMetrics)
         self._opened = opened = await self._replica.open()
         self._worker = DecodeWorker(opened.engine, opened.kvflow.runtime, opened.start_task, opened.metrics)
-        self._attempts = Attempts(attempt=self._attempt)
         opened.start_task(keep_prewarmed(opened.kvflow.runtime, prefill), "prewarm")
 
-    async def generate(self, request: AnswerRequest) -> AsyncIterator[Step | Ended]:
+    async def generate(self, request: PrefillRequest, avoid: Collection[str]) -> AsyncIterator[Step | Ended]:
         """The steps of an answer as they come. Cancelling it ends the work for it at both ends."""
+        prompt = Prompt.asked(request)
+        prefills = _Prefills(self._prefill, prompt, avoid)
         try:
-            stream = await self._attempts.stream(request.as_prompt())
-            async with aclosing(stream), aclosing(stream.steps()) as steps:
-                async for step in steps:
-                    yield step
+            if prompt.max_tokens == 1:
+                yield await prefills.only_step()
+                return
+            generation = await self._worker.decode(prompt.to_answer(prompt.id), prefills.bring)
+            async with aclosing(generation):
+                async for step in generation.steps():
+                    yield self._ended(step, prefills) if isinstance(step, Failure) else step
         except AttemptError as error:
-            ours = error.worker == self._opened.name
-            yield Ended(failure=error.failure, replica=self._opened.name if ours else "")
-
-    async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        prefix = tuple(prompt.token_ids[:PREFIX_TOKENS])
-        asking = self._prefill.prefill
-        with losses("prefill"):
-            async with asking.choose_replica(needs_tokens=len(prompt.token_ids), prefix=prefix, avoid=avoid) as chosen:
-                prefill = _Prefill(self._prefill, chosen)
-                steps = hand_over(
-                    request_id, prompt, [prefill], partial(self._decoding, prefill), self._opened.start_task
-                )
-                first = await anext(steps)
-        async with aclosing(steps):
-            yield first
-            async for step in steps:
-                yield step
-
-    @asynccontextmanager
-    async def _decoding(
-        self, prefill: _Prefill, request: DecodeRequest
-    ) -> AsyncIterator[AsyncGenerator[Step | Again, None]]:
-        """Blocks of this replica, and the load into them. What fails there is no prefill replica's fault."""
-        try:
-            generation = await self._worker.decode(request)
+            yield Ended(failure=error.failure, replica=str(error.worker or ""))
         except EXPECTED_ERRORS as error:
-            raise self._own_failure(reported(error, self._opened.metrics)) from error
-        async with aclosing(generation):
-            yield self._steps(generation.steps(), prefill.name)
+            yield self._ended(reported(error, self._opened.metrics), prefills)
+        finally:
+            prefills.end()
 
-    async def _steps(self, steps: AsyncIterator[Line], prefill: str) -> AsyncGenerator[Step | Again, None]:
-        async for step in steps:
-            if isinstance(step, Failure):
-                if step.kind is FailureKind.PREFILL_AGAIN:
-                    raise AttemptError(step, prefill)
-                raise self._own_failure(step)
-            yield step
-
-    def _own_failure(self, failure: Failure) -> AttemptError:
-        """This replica's: no other prefill helps, another decode replica may."""
-        return AttemptError(failure, self._opened.name, final=True)
+    def _ended(self, failure: Failure, prefills: _Prefills) -> Ended:
+        theirs = failure.kind is FailureKind.PREFILL_AGAIN
+        return Ended(failure=failure, replica=prefills.last if theirs else self._opened.name)
 
     async def metadata(self) -> dict[str, Any]:
         return self._replica.metadata()
@@ -113,33 +79,36 @@ class Decode:
         await self._replica.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """See `openai_server.attempts.PrefillWorker`."""
+class _Prefills:
+    """The prefill replicas that one prompt is computed by, one after the other; each avoids those before."""
 
-    handle: DeploymentHandle
-    chosen: Any
+    def __init__(self, handle: DeploymentHandle, prompt: Prompt, avoid: Collection[str]) -> None:
+        self._handle = handle
+        self._prompt = prompt
+        self._avoid = [*avoid]
+        self._asked: list[DeploymentResponseGenerator[Any]] = []
+        self.last = ""
+        """The replica that was asked last."""
 
-    @property
-    def name(self) -> str:
-        name: str = self.chosen.replica_metadata["replica"]
-        return name
+    async def bring(self, attempts: Sequence[kvflow.Attempt]) -> dict[str, Any]:
+        """A ticket of the prompt at a replica that computes it now. See `disaggregated.decode.Bring`; AttemptError."""
+        self.end()
+        # Each has its own id: an earlier one's blocks may still be on offer, at the same replica if there is no other.
+        request = self._prompt.to_compute(f"{self._prompt.id}-{len(self._asked)}")
+        response = self._handle.prefill.remote(request, avoid=tuple(self._avoid))
+        self._asked.append(response)
+        begun: Begun = await next_said(response, "prefill")
+        self.last = begun.replica
+        self._avoid.append(begun.replica)
+        return begun.ticket
 
-    @property
-    def introduction(self) -> kvflow.Ticket:
-        return kvflow.Ticket.from_params(self.chosen.replica_metadata["introduction"])
+    async def only_step(self) -> Step:
+        """The first token, where no more are wanted: nothing is loaded."""
+        await self.bring(())
+        reply: PrefillReply = await next_said(self._asked[-1], "prefill")
+        return reply.step
 
-    async def ask(self, request: PrefillRequest) -> PrefillReply:
-        response = self.handle.prefill.dispatch(self.chosen, request)
-        try:
-            with losses(f"prefill replica {self.name}", self.name):
-                reply = await response
-        except asyncio.CancelledError:
+    def end(self) -> None:
+        """Nobody wants what was asked; no effect on what has ended."""
+        for response in self._asked[-1:]:
             response.cancel()
-            raise
-        if isinstance(reply, Failure):
-            raise AttemptError(reply, self.name)
-        return reply
-
-    def give_up(self, request_id: str) -> None:
-        """Cancelling what was asked ends the offer; nobody else can tell this replica."""

@@ -1,4 +1,8 @@
-"""The ingress: `openai_server.front` in a replica, on an answer that a decode replica gives."""
+"""The ingress: `openai_server.front` in a replica, on an answer that a decode replica gives.
+
+Its attempts are for decode replicas that die or fail: a prefill replica that does is replaced within an attempt, by the
+load of the decode replica.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,16 @@ import logging
 from collections.abc import AsyncGenerator, Hashable
 from pathlib import Path
 
-from disaggregated.messages import Failure, FailureKind, Step
+from disaggregated.messages import Step
 from fastapi import FastAPI
-from openai_server.attempts import AttemptError, Attempts, Prompt
+from openai_server.attempts import Attempts, Prompt
 from openai_server.front import Front, RouterHealth, front_app
 from openai_server.metrics import RouterMetrics
 from paged_engine.tokenizer import ChatTokenizer
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from ray_server.losses import losses
-from ray_server.messages import AnswerRequest, Ended
+from ray_server.losses import next_said
 
 
 @serve.deployment
@@ -27,8 +30,9 @@ class Ingress:
     def __init__(self, decode: DeploymentHandle, checkpoint: str, deadline_s: float) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
         metrics = RouterMetrics()
+        self._decode = decode.options(stream=True)
         self._front = Front(
-            router=Attempts(attempt=_Asking(decode).attempt, retried=metrics.retried),
+            router=Attempts(attempt=self._attempt, retried=metrics.retried),
             tokenizer=ChatTokenizer(Path(checkpoint)),
             metrics=metrics,
             deadline_s=deadline_s,
@@ -38,25 +42,13 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return front_app(self._front)
 
-
-class _Asking:
-    """Attempts of a request, each with another decode replica."""
-
-    def __init__(self, decode: DeploymentHandle) -> None:
-        self._decode = decode.options(stream=True)
-
-    async def attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        request = AnswerRequest.of(prompt, request_id, {str(worker) for worker in avoid})
-        response = self._decode.generate.remote(request)
+    async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
+        response = self._decode.generate.remote(prompt.to_compute(request_id), avoid=tuple(avoid))
         try:
-            with losses("decode"):
-                async for step in response:
-                    if isinstance(step, Ended):
-                        raise AttemptError(step.failure, step.replica or None, final=not step.replica)
-                    yield step
-                    if step.finish_reason is not None:
-                        return
+            while True:
+                step: Step = await next_said(response, "decode")
+                yield step
+                if step.finish_reason is not None:
+                    return
         finally:
             response.cancel()  # nobody wants the rest; no effect on what has ended
-        message = "a decode replica ended its answer early"
-        raise AttemptError(Failure(kind=FailureKind.WORKER_LOST, message=message))

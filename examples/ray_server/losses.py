@@ -1,24 +1,30 @@
-"""What Ray raises when a replica cannot be asked, as the failures that the front knows."""
+"""What a replica says in a stream, with its end and whatever Ray raises as the failures that the front knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 from disaggregated.messages import Failure, FailureKind
 from openai_server.attempts import AttemptError
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentResponseGenerator
+
+from ray_server.messages import Ended
 
 
-@contextmanager
-def losses(who: str, worker: str | None = None) -> Iterator[None]:
-    """Raise AttemptError for whatever Ray raises; `who` names the replica, or its deployment."""
+async def next_said(response: DeploymentResponseGenerator[Any], deployment: str) -> Any:
+    """The next thing that one of its replicas says. Raises AttemptError if that came to nothing."""
     try:
-        yield
+        said = await anext(response)
+    except StopAsyncIteration:
+        said = Ended(failure=Failure(kind=FailureKind.WORKER_LOST, message=f"a {deployment} replica said no more"))
     except (RayError, RayServeException) as error:
-        message = f"{who}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise AttemptError(Failure(kind=_kind_of(error), message=message), worker) from error
+        message = f"{deployment}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise AttemptError(Failure(kind=_kind_of(error), message=message)) from error
+    if isinstance(said, Ended):
+        raise AttemptError(said.failure, said.replica or None)
+    return said
 
 
 def _kind_of(error: Exception) -> FailureKind:

@@ -1,48 +1,25 @@
-"""What ingress and decode replicas say to each other; the rest is `disaggregated.messages`.
+"""What replicas say to each other; the rest is `disaggregated.messages`. Each is asked with a PrefillRequest:
 
-Failures are values: an exception would arrive wrapped, or not at all.
+    ingress -> Decode.generate  -> Step ..., or Ended where it ends without
+    decode  -> Prefill.prefill  -> Begun, then once the blocks were read PrefillReply, or Ended
+
+Failures are values: an exception would arrive wrapped, or not at all. Beside the request stands `avoid`, the names of
+replicas that have failed it, for who routes (`routing`).
 """
 
 from __future__ import annotations
 
-import asyncio
+from typing import Any
 
-from disaggregated.messages import Count, Failure, Message, Seconds, TokenIds
-from openai_server.attempts import Prompt
-from paged_engine import GREEDY, Sampling
+from disaggregated.messages import Failure, Message
 
 
-class AnswerRequest(Message, frozen=True, kw_only=True):
-    """Answer a prompt: a stream of steps, or `Ended` where it ends without."""
+class Begun(Message, frozen=True, kw_only=True):
+    """A prefill replica computes the prompt."""
 
-    request_id: str
-    prompt: TokenIds
-    max_tokens: Count
-    deadline_s: Seconds
-    sampling: Sampling = GREEDY
-    avoid: tuple[str, ...] = ()
-    """Replicas that have failed this request."""
-
-    @classmethod
-    def of(cls, prompt: Prompt, request_id: str, avoid: set[str]) -> AnswerRequest:
-        return cls(
-            request_id=request_id,
-            prompt=list(prompt.token_ids),
-            max_tokens=prompt.max_tokens,
-            deadline_s=prompt.remaining_s,
-            sampling=prompt.sampling,
-            avoid=tuple(sorted(avoid)),
-        )
-
-    def as_prompt(self) -> Prompt:
-        """The same by this process's clock."""
-        return Prompt(
-            id=self.request_id,
-            token_ids=self.prompt,
-            max_tokens=self.max_tokens,
-            deadline=asyncio.get_running_loop().time() + self.deadline_s,
-            sampling=self.sampling,
-        )
+    replica: str
+    ticket: dict[str, Any]
+    """A rendezvous with its blocks."""
 
 
 class Ended(Message, frozen=True, kw_only=True):
@@ -50,4 +27,4 @@ class Ended(Message, frozen=True, kw_only=True):
 
     failure: Failure
     replica: str = ""
-    """The decode replica whose own failure it was: another one may do better. "" if that would not help."""
+    """The replica that another attempt should avoid; "" if there is none."""

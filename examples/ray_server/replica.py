@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from disaggregated.groups import LayerGroups
 from disaggregated.keeper import StartTask, background_tasks
 from openai_server.metrics import WorkerMetrics
-from openai_server.worker import introduction_of, open_engine
+from openai_server.worker import open_engine
 from paged_engine import Engine
 from paged_engine.weights import MODEL_NAME
 from prometheus_client import generate_latest
@@ -31,8 +31,6 @@ class Opened(Generic[MetricsT]):
     kvflow: ReplicaRuntime
     start_task: StartTask
     metrics: MetricsT
-    introduction: dict[str, Any]
-    """A ticket of nothing: where this replica's blocks are to be had."""
 
     @property
     def name(self) -> str:
@@ -68,8 +66,7 @@ class Replica(Generic[MetricsT]):
 
     def metadata(self) -> dict[str, Any]:
         opened = self.opened
-        more = {"replica": opened.name, "pid": os.getpid(), "introduction": opened.introduction}
-        return opened.kvflow.metadata() | more
+        return opened.kvflow.metadata() | {"replica": opened.name, "pid": os.getpid()}
 
     def routing_stats(self) -> dict[str, Any]:
         """The engine knows more of its blocks than the runtime: what is computed is reserved, too."""
@@ -93,11 +90,5 @@ async def _opened(checkpoint: Path, metrics_kind: type[MetricsT]) -> AsyncIterat
             async with replica, background_tasks() as start_task:
                 await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
                 start_task(shown.watch(replica.runtime), "metrics")
-                yield Opened(
-                    engine=engine,
-                    kvflow=replica,
-                    start_task=start_task,
-                    metrics=metrics,
-                    introduction=introduction_of(replica.runtime).to_params(),
-                )
+                yield Opened(engine=engine, kvflow=replica, start_task=start_task, metrics=metrics)
                 await replica.drain()  # before the tasks end that keep leased blocks

@@ -5,9 +5,8 @@ Serve carries this class to whoever has a handle, so it imports nothing that is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
@@ -30,16 +29,12 @@ class RoomRouter(FIFOMixin, RequestRouter):
 
 
 def _wanted(pending: PendingRequest | None) -> Wanted:
-    """What is known of a request: `choose_replica` is told by keywords, another call has it in its message."""
-    if pending is None:
+    """What is known of a request: a PrefillRequest, if it is any of ours, and `avoid` beside it."""
+    if pending is None or not pending.args:
         return Wanted()
-    told: dict[str, Any] = pending.kwargs
-    if "needs_tokens" in told:
-        return Wanted(told["needs_tokens"], _digest(told["prefix"]), frozenset(told["avoid"]))
-    message = pending.args[0] if pending.args else None
-    prompt: Sequence[int] = getattr(message, "prompt", ())
-    avoid: Collection[str] = getattr(message, "avoid", ())
-    return Wanted(len(prompt) + getattr(message, "max_tokens", 0), _digest(prompt[:PREFIX_TOKENS]), frozenset(avoid))
+    prompt: Sequence[int] = getattr(pending.args[0], "prompt", ())
+    tokens = len(prompt) + getattr(pending.args[0], "max_tokens", 0)
+    return Wanted(tokens, _digest(prompt[:PREFIX_TOKENS]), frozenset(pending.kwargs.get("avoid", ())))
 
 
 def _digest(prefix: Sequence[int]) -> str:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvflow.ray.lifetime import Lifetime
     from kvflow.ray.metrics import RayMetrics
-    from kvflow.ray.peers import keep_prewarmed
+    from kvflow.ray.peers import keep_prewarmed, list_replicas
     from kvflow.ray.place import ReplicaPlace
     from kvflow.ray.replica import ReplicaRuntime
 
-__all__ = ["Lifetime", "RayMetrics", "ReplicaPlace", "ReplicaRuntime", "keep_prewarmed"]
+__all__ = ["Lifetime", "RayMetrics", "ReplicaPlace", "ReplicaRuntime", "keep_prewarmed", "list_replicas"]
 
 _HOMES = {
     "Lifetime": "lifetime",
@@ -31,6 +31,7 @@ _HOMES = {
     "ReplicaPlace": "place",
     "ReplicaRuntime": "replica",
     "keep_prewarmed": "peers",
+    "list_replicas": "peers",
 }
 
 

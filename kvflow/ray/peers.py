@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvflow.core.protocol.addresses import PeerAddress
@@ -43,7 +44,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
     Replicas that have gone are forgotten. One that cannot be connected, or an answer that cannot be right, is logged,
     and tried again.
     """
-    list_peers = peers if callable(peers) and not hasattr(peers, "broadcast") else _asking(peers)
+    list_peers = peers if callable(peers) and not hasattr(peers, "broadcast") else partial(list_replicas, peers)
     known: frozenset[PeerAddress] = frozenset()
     while True:
         try:
@@ -78,17 +79,23 @@ def _peer(entry: Mapping[str, Any]) -> PeerAddress:
     return PeerAddress(**{name: entry[name] for name in _FIELDS if name in entry}).checked()
 
 
-def _asking(handle: Any) -> ListPeers:
-    """All replicas of a deployment, asked who they are; one that fails, because it goes, is left out."""
+async def list_replicas(handle: Any) -> Sequence[Mapping[str, Any]]:
+    """Ask the replicas of a deployment who they are; one that goes meanwhile is left out.
 
+    Args:
+        handle: the deployment's.
+
+    Returns:
+        `metadata()` of each.
+
+    Raises:
+        PeersUnknownError: Ray cannot ask them, such as while there is none.
+    """
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    async def list_peers() -> Sequence[Mapping[str, Any]]:
-        try:
-            answers = await handle.broadcast("metadata").results_async(return_exceptions=True)
-        except (RayError, RayServeException) as error:
-            raise PeersUnknownError(f"{type(error).__name__}: {error}") from error
-        return [answer for answer in answers if isinstance(answer, Mapping)]
-
-    return list_peers
+    try:
+        answers = await handle.broadcast("metadata").results_async(return_exceptions=True)
+    except (RayError, RayServeException) as error:
+        raise PeersUnknownError(f"{type(error).__name__}: {error}") from error
+    return [answer for answer in answers if isinstance(answer, Mapping)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Hashable
 
-import pytest
 from disaggregated.messages import Failure, FailureKind, Step
 from openai_server.attempts import AttemptError, Attempts, Prompt
 
@@ -40,10 +39,3 @@ async def test_each_attempt_has_an_id_of_its_own_and_avoids_who_has_failed() -> 
     assert scripted.avoided == [set(), {"a"}, {"a"}]
     assert len(set(scripted.ids)) == 3
     assert told == [FailureKind.WORKER_LOST, FailureKind.WORKER_LOST]
-
-
-async def test_what_is_final_is_not_tried_again_whatever_its_kind() -> None:
-    scripted = Scripted(AttemptError(LOST, "a", final=True))
-    with pytest.raises(AttemptError, match="lost") as caught:
-        await Attempts(attempt=scripted.attempt).stream(prompt())
-    assert (caught.value.worker, len(scripted.ids)) == ("a", 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import disaggregated.neighbours
 import pytest
@@ -13,7 +12,6 @@ from disaggregated.keeper import background_tasks
 from disaggregated.messages import PrefillRequest
 from disaggregated.prefill import PrefillWorker
 from openai_server.metrics import PrefillMetrics
-from openai_server.worker import introduction_of
 from paged_engine import Engine
 from paged_engine.weights import load_model
 from tests_support import until
@@ -34,10 +32,10 @@ class Side:
     metrics: PrefillMetrics
 
     @property
-    def introduction(self) -> dict[str, Any]:
-        return introduction_of(self.runtime).to_params()
+    def address(self) -> str:
+        return self.runtime.address
 
-    async def prefill(self, prompt: list[int], *neighbours: dict[str, Any], name: str = "r") -> int:
+    async def prefill(self, prompt: list[int], *neighbours: str, name: str = "r") -> int:
         """The first token of its answer, computed by this worker alone or not."""
         request = PrefillRequest(
             request_id=name, prompt=prompt, max_tokens=1, deadline_s=30, neighbours=list(neighbours)
@@ -79,10 +77,10 @@ async def sides(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[l
 async def test_what_a_neighbour_has_computed_is_loaded(sides: list[Side], tiny: Model) -> None:
     one, other = sides
     assert await one.prefill(LONG) == tiny.greedy(LONG, 1)[0]
-    assert await other.prefill(LONG, one.introduction) == tiny.greedy(LONG, 1)[0]
+    assert await other.prefill(LONG, one.address) == tiny.greedy(LONG, 1)[0]
     assert (one.computed, other.computed) == (23, 3)
     turn = [*LONG[:20], 9, 8, 7, 6, 5]
-    assert await one.prefill(turn, other.introduction) == tiny.greedy(turn, 1)[0]
+    assert await one.prefill(turn, other.address) == tiny.greedy(turn, 1)[0]
     assert one.computed == 23 + 5, "from blocks that the other one has loaded itself"
 
 
@@ -91,7 +89,7 @@ async def test_what_was_computed_elsewhere_since_is_not_there_any_more(sides: li
     await one.prefill(LONG)
     for nth in range(4):  # through all of its blocks
         await one.prefill([nth + 1] * 40, name=f"r{nth}")
-    assert await other.prefill(LONG, one.introduction) == tiny.greedy(LONG, 1)[0]
+    assert await other.prefill(LONG, one.address) == tiny.greedy(LONG, 1)[0]
     assert other.computed == 23
 
 

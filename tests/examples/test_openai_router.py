@@ -163,7 +163,7 @@ class Scripted:
         if self.script:
             return await self.script.pop(0)(request)
         response = await room(request)
-        for ticket in (body.ticket, *body.more[:-1]) if body.more else ():
+        for ticket in body.tickets[:-1]:
             await until(lambda: body.request_id in self.computed or self.gone(ticket["remote_engine_id"]))  # noqa: B023
             if body.request_id not in self.computed:
                 await write(response, Again(again="scripted"))
@@ -286,7 +286,7 @@ class TestRouter:
         async with scene() as s:
             assert await tokens_of(s, deadline_s=1000.0) == ANSWER
             (request,) = s.decoded
-            ticket = Ticket.from_params(request.ticket)
+            ticket = Ticket.from_params(request.tickets[0])
             assert (ticket.engine_id, ticket.request_id) == ("prefill-0", s.prefill[0].prefilled[0])
             assert (request.prompt_count, request.max_tokens) == (3, 3)
             assert 900 < request.deadline_s <= 1000
@@ -360,7 +360,7 @@ class TestRouter:
             first = s.decode[0] if role == "decode" else s.prefill[0]
             first.script = [script]
             assert await tokens_of(s) == ANSWER
-            assert sorted(request.ticket["remote_engine_id"] for request in s.decoded) == tickets
+            assert sorted(request.tickets[0]["remote_engine_id"] for request in s.decoded) == tickets
             workers = [*s.router.prefill.workers, *s.router.decode.workers]
             assert [worker.name for worker in workers if not worker.up] == down
         assert (s.prefill[0].attempts, s.prefill[1].released) == (released, [])
@@ -371,7 +371,7 @@ class TestRouter:
             s.prefill[0].script = [failing(FailureKind.BUSY)]
             assert await tokens_of(s) == ANSWER
             (request,) = s.decoded
-            assert [one["remote_engine_id"] for one in (request.ticket, *request.more)] == ["prefill-0", "prefill-1"]
+            assert [one["remote_engine_id"] for one in request.tickets] == ["prefill-0", "prefill-1"]
             assert s.prefill[0].prefilled == s.prefill[1].prefilled == [request.request_id]
             retries = s.router.metrics.registry.get_sample_value(
                 "openai_server_retries_total", {"kind": FailureKind.PREFILL_AGAIN}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,13 @@ class Workers:
         (line,) = [line async for line in (await self.decode.decode(request)).lines()]
         return Failure.read(line).kind
 
+    def ticket(self, request_id: str) -> dict[str, Any]:
+        return kvflow.Ticket.rendezvous(introduction_of(self.prefill_runtime), request_id).to_params()
+
     def decode_request(self, request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> DecodeRequest:
-        ticket = kvflow.Ticket.rendezvous(introduction_of(self.prefill_runtime), request_id)
         return DecodeRequest(
             request_id=request_id,
-            ticket=ticket.to_params(),
+            tickets=[self.ticket(request_id)],
             prompt_count=len(PROMPT),
             max_tokens=max_tokens,
             deadline_s=30,
@@ -155,6 +157,35 @@ async def test_both_draw_what_one_engine_would(workers: Workers) -> None:
         assert answers[-1] == [token async for token in alone]
     assert len({tuple(answer) for answer in answers}) == 3
     assert len({answer[0] for answer in answers}) > 1  # the first token is drawn as well
+
+
+async def test_who_brings_tickets_is_asked_once_there_is_room_and_again_by_a_load_that_fails(
+    workers: Workers, tiny: Model
+) -> None:
+    asked, prefilling = list[tuple[int, list[str]]](), list[asyncio.Task[PrefillReply]]()
+
+    async def bring(attempts: Sequence[kvflow.Attempt]) -> dict[str, Any]:
+        asked.append((workers.decode_engine.statistics().blocks_used, [one.outcome for one in attempts]))
+        if attempts:
+            prefilling.append(asyncio.create_task(workers.prefilled("second"), name="prefill"))
+            return workers.ticket("second")
+        workers.prefill_runtime.decline("first", "no room")
+        return workers.ticket("first")
+
+    generation = await workers.decode.decode(workers.decode_request(), bring)
+    steps = [Step.read(line) async for line in generation.lines()]
+    assert [step.token for step in steps] == tiny.greedy(PROMPT, 6)
+    assert asked == [(4, []), (4, ["PrefillFailed"])]
+    assert (await prefilling[0]).step == steps[0]
+
+
+async def test_who_has_no_ticket_to_bring_costs_no_blocks(workers: Workers) -> None:
+    async def bring(_: object) -> dict[str, Any]:
+        raise LookupError("no prefill replica")
+
+    with pytest.raises(LookupError, match="no prefill replica"):
+        await workers.decode.decode(workers.decode_request(), bring)
+    assert workers.decode_engine.statistics().blocks_used == 0
 
 
 def test_messages_carry_how_to_choose() -> None:

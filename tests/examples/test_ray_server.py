@@ -48,14 +48,12 @@ def test_a_prefix_has_a_replica_of_its_own_while_that_has_room() -> None:
 
 
 def test_what_service_yaml_says_goes_together() -> None:
-    """Places for all who wait, time to drain, and files that are there."""
+    """Time to drain, and files that are there."""
     (app,) = yaml.safe_load((EXAMPLES / "ray_server/service.yaml").read_text())["applications"]
     module, _, function = app["import_path"].partition(":")
     assert f"def {function}(" in (EXAMPLES / f"{module.replace('.', '/')}.py").read_text()
     prefill, decode, ingress = app["deployments"]
     assert [one["name"] for one in (prefill, decode, ingress)] == ["Prefill", "Decode", "Ingress"]
-    asking = decode["max_ongoing_requests"] * decode["autoscaling_config"]["max_replicas"]
-    assert prefill["max_ongoing_requests"] >= asking, "requests could wait for each other in a circle"
     for deployment in (prefill, decode):
         place = ReplicaPlace(
             app=app["name"],

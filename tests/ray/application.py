@@ -1,14 +1,18 @@
-"""The example's application with replicas that tests can reach into: leases that nobody reads, runtimes that break."""
+"""The example's application with replicas that tests can reach into: leases that nobody reads, prompts that halt."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
+from disaggregated.messages import PrefillReply, PrefillRequest
 from ray import serve
 from ray.serve import Application
 from ray_server.decode import Decode
 from ray_server.ingress import Ingress
+from ray_server.messages import Begun, Ended
 from ray_server.prefill import Prefill
 
 import kvflow
@@ -19,7 +23,21 @@ TOKENS = 32
 
 @serve.deployment(name="Prefill")
 class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
-    """Offers blocks on demand."""
+    """Offers blocks on demand, and halts at a prompt, once, if it finds the file that it was told of."""
+
+    _halt = ""
+
+    async def prefill(
+        self, request: PrefillRequest, avoid: Collection[str]
+    ) -> AsyncIterator[Begun | PrefillReply | Ended]:
+        async for said in super().prefill(request, avoid):
+            yield said
+            if os.path.exists(self._halt):
+                os.rename(self._halt, f"{self._halt}-{os.getpid()}")
+                await asyncio.Event().wait()
+
+    async def halt(self, path: str) -> None:
+        self._halt = path
 
     async def hold(self, request_id: str) -> dict[str, Any]:
         """A ticket of a lease that stays open until it is read, or revoked."""
@@ -29,10 +47,17 @@ class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
         opened.start_task(_hold(opened.engine, opened.kvflow.runtime, name, held), f"hold {name}")
         return await held
 
-    async def outcomes(self) -> dict[str, int]:
-        serving = self._replica.opened.kvflow.runtime.statistics().serving
-        assert serving is not None
-        return {"read": serving.read, "revoked": serving.revoked}
+    async def counts(self) -> dict[str, Any]:
+        """By replica: leases by outcome, tokens computed here, other replicas known, and prefixes found by them."""
+        opened = self._replica.opened
+        now = opened.kvflow.runtime.statistics()
+        return {
+            "replica": opened.name,
+            "read": now.serving.read,
+            "computed": opened.metrics.registry.get_sample_value("openai_server_tokens_total"),
+            "others": len(self._others),
+            "found": now.sharing.found if now.sharing else 0,
+        }
 
 
 @serve.deployment(name="Decode")
@@ -50,6 +75,11 @@ class TestDecode(Decode.func_or_class):  # type: ignore[misc, name-defined]
             return type(error).__name__
         return "read"
 
+    async def sources_left(self) -> int:
+        """How often a load has gone on with another prefill replica."""
+        sources_left: int = self._replica.opened.kvflow.runtime.statistics().loading.sources_left
+        return sources_left
+
     async def break_runtime(self) -> None:
         """A service dies."""
         for task in asyncio.all_tasks():
@@ -66,5 +96,5 @@ async def _hold(engine: Any, runtime: kvflow.Runtime, name: str, held: asyncio.F
 
 def build(arguments: dict[str, Any]) -> Application:
     checkpoint = arguments["checkpoint"]
-    prefill = TestPrefill.bind(checkpoint)
+    prefill = TestPrefill.bind(checkpoint, arguments.get("share_prefixes", False))
     return Ingress.bind(TestDecode.bind(prefill, checkpoint), checkpoint, arguments["deadline_s"])

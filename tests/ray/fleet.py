@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 from openai_server.load_test import LoadSettings, Tally, run_client
 from openai_server.workload import Question
 from ray import serve
@@ -48,17 +50,17 @@ class Fleet:
     right: Mapping[Question, str]
     deployed: dict[str, Any] = field(default_factory=dict)
 
-    def have(self, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
+    def have(self, prefill: Mapping[str, Any], decode: Mapping[str, Any], **arguments: Any) -> None:
         """The service with these options, running; nothing is done if it is as it was left."""
-        config = self.config(prefill, decode)
+        config = self.config(prefill, decode, **arguments)
         if config != self.deployed or not self.whole():
             deploy(config)
             self.deployed = config
         wait_until(self.whole, "all replicas run and are idle", WHOLE_S)
 
-    def config(self, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, prefill: Mapping[str, Any], decode: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
         changes = {"Prefill": prefill, "Decode": decode, "Ingress": at(HEAD)}
-        config = service_config(changes, checkpoint=self.checkpoint, deadline_s=120.0)
+        config = service_config(changes, checkpoint=self.checkpoint, deadline_s=120.0, **arguments)
         config["applications"][0]["import_path"] = "tests.ray.application:build"
         return config
 
@@ -75,6 +77,17 @@ class Fleet:
         """What one replica answers."""
         handle = serve.get_deployment_handle(deployment, APP)
         return getattr(handle, method).remote(*arguments).result(timeout_s=CALL_S)
+
+    def shows(self, name: str, *labels: str) -> bool:
+        """Whether a metric of that name, with all of these labels, is at the port of some node."""
+        for node in ray.nodes():
+            if node["Alive"]:
+                url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+                with urllib.request.urlopen(url, timeout=CALL_S) as answer:
+                    lines = answer.read().decode().splitlines()
+                if any(line.startswith(f"ray_{name}") and all(one in line for one in labels) for line in lines):
+                    return True
+        return False
 
     def pids(self, deployment: str) -> dict[int, str]:
         """The processes of a deployment's replicas, and their nodes' addresses."""

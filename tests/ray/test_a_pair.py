@@ -26,11 +26,11 @@ def test_answers_are_those_of_one_engine_alone(fleet: Fleet) -> None:
     """The prompt is computed on one node and the answer on another; whole answers and streams."""
     assert set(fleet.pids("Prefill").values()) == {PREFILL}
     assert set(fleet.pids("Decode").values()) == {DECODE}
-    (before,) = fleet.ask("Prefill", "outcomes")
+    (before,) = fleet.ask("Prefill", "counts")
     with fleet.under_load(LoadSettings(clients=4, requests=5, tokens=12, kill="none")) as tally:
         pass
     assert tally.right == 20
-    (after,) = fleet.ask("Prefill", "outcomes")
+    (after,) = fleet.ask("Prefill", "counts")
     assert after["read"] - before["read"] == 20
     wait_until(fleet.whole, "all blocks are free", WHOLE_S)
 
@@ -56,23 +56,13 @@ def tokens_of(fleet: Fleet) -> float:
     return float(next(line for line in text.splitlines() if line.startswith("openai_server_tokens_total")).split()[1])
 
 
-def test_metrics_are_at_the_nodes_own_port(fleet: Fleet) -> None:
+def test_metrics_are_at_the_nodes_own_ports(fleet: Fleet) -> None:
     with fleet.under_load(LoadSettings(clients=1, requests=1, tokens=12, kill="none")):
         pass
 
-    def shown(ip: str, name: str) -> bool:
-        (node,) = [entry for entry in ray.nodes() if entry["NodeManagerAddress"] == ip and entry["Alive"]]
-        with urllib.request.urlopen(f"http://{ip}:{node['MetricsExportPort']}/metrics", timeout=60) as answer:
-            return any(line.startswith(f"ray_{name}") and f'"{deployment}"' in line for line in lines(answer))
-
-    def lines(answer: Any) -> list[str]:
-        return list(answer.read().decode().splitlines())
-
-    deployment = "Decode"
-    wait_until(lambda: shown(DECODE, "kvflow_load_seconds_count"), "loads are counted", WHOLE_S)
-    wait_until(lambda: shown(DECODE, "kvflow_blocks"), "blocks are shown", WHOLE_S)
-    deployment = "Prefill"
-    wait_until(lambda: shown(PREFILL, "kvflow_leases"), "leases are counted", WHOLE_S)
+    wait_until(lambda: fleet.shows("kvflow_load_seconds_count", '"Decode"'), "loads are counted", WHOLE_S)
+    wait_until(lambda: fleet.shows("kvflow_blocks", '"Decode"'), "blocks are shown", WHOLE_S)
+    wait_until(lambda: fleet.shows("kvflow_leases", '"Prefill"'), "leases are counted", WHOLE_S)
 
 
 def test_a_replica_whose_runtime_is_broken_is_replaced(fleet: Fleet) -> None:

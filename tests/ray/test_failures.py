@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import urllib.request
+from pathlib import Path
+
 import pytest
+from openai_server.load_test import LoadSettings
 from ray_server.cluster import HEAD, kill_process, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
@@ -24,6 +28,32 @@ def test_a_replica_is_killed_under_load(fleet: Fleet, deployment: str) -> None:
     if deployment == "Prefill":
         assert tally.failed == {}, "nobody has seen a token, so another one computes the prompt"
     wait_until(fleet.whole, "whole again, all blocks free", WHOLE_S)
+
+
+def test_a_load_goes_on_with_another_prefill_replica(fleet: Fleet, tmp_path: Path) -> None:
+    """The one that was asked dies; the decode replica keeps its blocks, and the ingress hears nothing of it."""
+    halt = tmp_path / "halt"
+    halt.touch()
+    fleet.ask("Prefill", "halt", str(halt))
+    left, retries = sum(fleet.ask("Decode", "sources_left")), retries_of(fleet)
+    with fleet.under_load(LoadSettings(clients=1, requests=1, tokens=12, kill="none")) as tally:
+        wait_until(lambda: not halt.exists() and open_loads(fleet) == 1, "the load waits for its blocks", WHOLE_S)
+        (halted,) = tmp_path.iterdir()
+        kill_process(int(halted.name.removeprefix("halt-")))
+    assert (tally.right, dict(tally.failed)) == (1, {})
+    assert (sum(fleet.ask("Decode", "sources_left")) - left, retries_of(fleet) - retries) == (1, 0)
+    wait_until(fleet.whole, "whole again, all blocks free", WHOLE_S)
+
+
+def open_loads(fleet: Fleet) -> int:
+    return sum(one["open_loads"] for one in fleet.ask("Decode", "record_routing_stats"))
+
+
+def retries_of(fleet: Fleet) -> float:
+    """How often the ingress has tried again."""
+    with urllib.request.urlopen(f"{fleet.cluster.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("openai_server_retries_total"))
 
 
 def test_a_node_is_lost_under_load(fleet: Fleet) -> None:

@@ -1,0 +1,66 @@
+"""Prefill replicas that load from each other what one has computed of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from disaggregated.messages import PrefillRequest, Step
+from openai_server.workload import BEGINNINGS, Question, tokens_alone
+from paged_engine.tokenizer import ChatTokenizer
+from ray import serve
+from ray_server.application import build
+from ray_server.cluster import APP, wait_until
+
+from tests.ray.fleet import WHOLE_S, Fleet, fixed
+
+TOKENS = 12
+BLOCK_TOKENS = 16
+SHARED = " ".join(BEGINNINGS * 3)  # a system prompt, so to speak
+
+
+def test_a_prefix_that_another_replica_has_computed_is_loaded(fleet: Fleet) -> None:
+    """The second replica computes what is left of the prompt; the text is that of one engine alone."""
+    fleet.have(fixed(2), fixed(1), share_prefixes=True)
+    wait_until(lambda: [one["others"] for one in counts(fleet).values()] == [1, 1], "they know each other", WHOLE_S)
+    tokenizer, checkpoint = ChatTokenizer(Path(fleet.checkpoint)), Path(fleet.checkpoint)
+    right = asyncio.run(
+        tokens_alone(checkpoint, [Question(text=SHARED + end, chat=False) for end in (" A", " B")], TOKENS)
+    )
+    prompts = {question: tokenizer.encode_text(question.text) for question in right}
+    (one, first), (two, second) = prompts.items()
+
+    assert answer(fleet, first) == right[one]
+    before = counts(fleet)
+    (home,) = [name for name, now in before.items() if now["computed"]]
+    (other,) = before.keys() - {home}
+    assert before[home]["computed"] == len(first)
+
+    assert answer(fleet, second, avoid=home) == right[two]
+    after = counts(fleet)
+    assert after[home]["computed"] == len(first), "it has not computed anything more"
+    assert after[home]["found"] == 1, "a prefix was found here"
+    shared = next(index for index, (one, two) in enumerate(zip(first, second, strict=True)) if one != two)
+    assert after[other]["computed"] == len(second) - shared // BLOCK_TOKENS * BLOCK_TOKENS
+    wait_until(
+        lambda: fleet.shows("kvflow_prefix_questions", 'outcome="found"', home), "its metric says so, too", WHOLE_S
+    )
+    wait_until(fleet.whole, "all blocks are free", WHOLE_S)
+
+
+def test_a_setting_that_cannot_be_right_is_refused() -> None:
+    with pytest.raises(ValueError, match="share_prefixes: expected true or false, got 'yes'"):
+        build({"checkpoint": "model", "share_prefixes": "yes"})
+
+
+def answer(fleet: Fleet, prompt: list[int], avoid: str = "") -> list[int]:
+    """Tokens of an answer, of which the named replica has no part."""
+    request = PrefillRequest(request_id=f"r{avoid}", prompt=prompt, max_tokens=TOKENS, deadline_s=60)
+    handle = serve.get_deployment_handle("Decode", APP).options(stream=True)
+    steps: list[Step] = list(handle.generate.remote(request, avoid=(avoid,)))
+    return [step.token for step in steps]
+
+
+def counts(fleet: Fleet) -> dict[str, dict[str, int]]:
+    return {one["replica"]: one for one in fleet.ask("Prefill", "counts")}
