@@ -351,24 +351,36 @@ def test_a_holder_that_dies_before_it_was_read_is_followed_by_the_next(site: Sit
     """Requests wait for blocks when it does: what both have offered is kept, and half of them would read from it. The
     blocks are those of a prompt that is received from a server that is asked to compute it only then.
     """
-    narrow = replace(READER, extra=extra_of("reader", "holder", "both"), blocks=70)
-    doomed, other, reader = site.have(HOLDER, BOTH, narrow)
+    extra = extra_of("reader", "holder", "both", prefix_wait_s=60.0, handshake_timeout_s=60.0)
+    doomed, other, reader = site.have(HOLDER, BOTH, replace(READER, extra=extra, blocks=70))
+    die_before_they_are_read(doomed, other, reader)
+
+
+def die_before_they_are_read(doomed: Server, other: Server, reader: Server) -> None:
     families = [family() for _ in range(6)]
     expected = [alone(other, second) for _, second in families]
     for first, _ in families:
         for server in (doomed, other):
             server.ids(first, 1)
-    counted, offered = Counted(reader), doomed.metric(RUNS, outcome="found")
+    reader.ids(prompt_of(1000, next(_seeds)), 1)  # nobody has it: it is connected to both now
     short, long = prompt_of(40, next(_seeds)), prompt_of(1500, next(_seeds))
     params = prefill(other, short)
+    counted, found = Counted(reader), reader.metric(QUESTIONS, outcome="found")
     reader.ids(short, kv_transfer_params=params)
     to_compute, to_receive = rendezvous(Ticket.from_params(params), ttl_s=120.0)
+    holders = doomed.worker(), other.worker()
     with ThreadPoolExecutor(7) as pool:
         hog = pool.submit(reader.ids, long, 1, kv_transfer_params=to_receive)
         reader.wait_metric("vllm:num_requests_waiting", 1)
-        answers = [pool.submit(reader.ids, second) for _, second in families]
-        while doomed.metric(RUNS, outcome="found") < offered + 6:
-            doomed.ids(prompt_of(3), 1)
+        for holder in holders:  # no answer comes before all have asked: one that waits for blocks is in others' way
+            holder.send_signal(signal.SIGSTOP)
+        try:
+            answers = [pool.submit(reader.ids, second) for _, second in families]
+            reader.wait_metric("vllm:num_requests_waiting", 7)
+        finally:
+            for holder in holders:
+                holder.send_signal(signal.SIGCONT)
+        reader.wait_metric(QUESTIONS, found + 6, outcome="found")
         doomed.kill()
         assert not any(one.done() for one in (hog, *answers))
         other.complete(long, 1, kv_transfer_params=to_compute)
