@@ -77,7 +77,7 @@ _WAITS_FOR_ITSELF = "called on the loop's own thread, which would wait for itsel
 
 
 class Pending(Generic[ResultT]):
-    """Something under way on the runtime's loop."""
+    """Handle of work that is under way on the runtime's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -136,7 +136,7 @@ class Pending(Generic[ResultT]):
         return bool(concurrent.futures.wait([self._future], _bound(timeout_s)).done)
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> None:
-        """On the loop: start the task."""
+        """Start the task, on the loop."""
         if self._cancelled:
             self._fail(concurrent.futures.CancelledError())
         else:
@@ -854,7 +854,7 @@ class Runtime:
         return self._shared
 
     def statistics(self) -> RuntimeStatistics:
-        """What is open now and what has happened so far. Legal in every state.
+        """Counts of what is open now and of what has happened so far. Legal in every state.
 
         Returns:
             A frozen copy, of the end if the loop has ended.
@@ -891,7 +891,7 @@ class _Host:
         self.runtime = runtime
         self.config = runtime.config
         self.call_timeout_s = call_timeout_s
-        """How long calls wait for the thread, beyond the time that what they ask for may take."""
+        """Seconds that calls wait for the thread, beyond the time that what they ask for may take."""
         self.loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._opened: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -1008,7 +1008,7 @@ class _Host:
             await self._stop.wait()
 
     def _end(self, cause: BaseException | None) -> None:
-        """Nothing runs on the loop any more: settle everybody, and let nobody in."""
+        """End: nothing runs on the loop any more, so settle everybody, and let nobody in."""
         with self._lock:
             self._ended = True
             self._cause = cause

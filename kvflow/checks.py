@@ -67,7 +67,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str, chars_max: int) -> str:
-    """Somebody else's words as they may stand in our messages and logs: printable, of one line, and not too many."""
+    """Text of somebody else as it may stand in our messages and logs: printable, of one line, and not too much."""
     cut = text[: chars_max + 1]
     plain = cut if cut.isprintable() else ascii(cut)[1:-1]
     return plain if len(plain) <= chars_max else f"{plain[:chars_max]}..."

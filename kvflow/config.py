@@ -154,10 +154,10 @@ class Config:
     0: 256 MiB for a cache in host memory, 1 GiB on CUDA."""
 
     scratch: str = "auto"
-    """Whether blocks whose pieces are small are read whole into scratch memory and permuted there: "auto" (where that
+    """Use of scratch memory, where blocks whose pieces are small are read whole and permuted: "auto" (where that
     is faster), "always" or "never"."""
     staging: str = "auto"
-    """Whether blocks go through host buffers: "auto" (if the transport cannot reach the cache's device), "always", or
+    """Use of host buffers for blocks: "auto" (if the transport cannot reach the cache's device), "always", or
     "never", which makes registering a cache raise ConfigError where it would be needed."""
     host_buffer_bytes_max: int = 0
     """Host memory for staged blocks; offers and loads share it. 0: a quarter of the cache, but at least 256 MiB and at
@@ -213,7 +213,7 @@ class Config:
 
 
 def config_on(config: Config, kind: str) -> Config:
-    """With what is 0, since it depends on where the cache is, as a device of that kind wants it."""
+    """Config with what is 0, since it depends on where the cache is, as a device of that kind wants it."""
     return replace(by_device(config, kind), limits=by_device(config.limits, kind))
 
 

@@ -56,7 +56,7 @@ class Blame(enum.StrEnum):
     """Whose fault an error is."""
 
     CALLER = "caller"
-    """Who called kvflow: what was passed cannot be right."""
+    """Caller of kvflow: what was passed cannot be right."""
     ENGINE = "engine"
     """This engine: it is on its way out, or has too much to do."""
     PEER = "peer"
@@ -101,7 +101,7 @@ class QuarantineNotice:
 
 
 class _MemorySafe:
-    """Of a class: whether all its errors are memory safe. Of an error: whether it has no `quarantine`."""
+    """Safety of memory: of a class, True if all its errors are memory safe; of an error, if it has no `quarantine`."""
 
     def __init__(self, always: bool) -> None:
         self._always = always
@@ -115,9 +115,9 @@ class KVFlowError(Exception):
 
     blame: ClassVar[Blame] = Blame.KVFLOW
     retryable: ClassVar[bool] = False
-    """Whether the same call with the same ticket may succeed later or on another engine."""
+    """True if the same call with the same ticket may succeed later or on another engine."""
     memory_safe = _MemorySafe(False)
-    """Whether local blocks may be reused at once. Asked of a class: whether that is so for every error of it."""
+    """True if local blocks may be reused at once. Asked of a class: if that is so for every error of it."""
 
     quarantine: Quarantine | None = None
     """The load, if bytes may still land in its blocks although it has ended; await its `settled()`."""
@@ -157,7 +157,7 @@ def _unpickled(kind: type[ErrorT], arguments: tuple[Any, ...]) -> ErrorT:
 
 
 class InvalidInput(KVFlowError):
-    """What the caller passed cannot be right; nothing was started and no memory was touched."""
+    """The caller's input cannot be right; nothing was started and no memory was touched."""
 
     blame = Blame.CALLER
     memory_safe = _MemorySafe(True)
@@ -340,18 +340,18 @@ class StoreError(KVFlowError):
 
 
 class NotStored(StoreError):
-    """Nothing is stored under the key, or no more: other entries have needed the room."""
+    """An entry under a key that is not stored, or no more: other entries have needed the room."""
 
     blame = Blame.NOBODY
     memory_safe = _MemorySafe(True)
 
 
 class EntryDamaged(StoreError):
-    """What was stored under the key is torn, of something else, or not what was saved. Its file is removed."""
+    """An entry that is torn, of something else, or not what was saved. Its file is removed."""
 
 
 class StoreFull(StoreError):
-    """There is no room now: all entries that could go are being read, and the rest is being written."""
+    """A store that has no room now: all entries that could go are being read, and the rest is being written."""
 
     retryable = True
     memory_safe = _MemorySafe(True)

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def install_line(extra: str) -> str:
-    """Of the extra's own packages: kvflow itself may have come from a checkout, and be on no index."""
+    """Command that installs an extra's own packages: kvflow itself may come from a checkout, and be on no index."""
     try:
         needed = [one.partition(";") for one in requires("kvflow") or ()]
     except PackageNotFoundError:  # run from a checkout that is not installed

@@ -29,15 +29,14 @@ PROCESSES = ("nixl", "bench", "gpu", "examples", "doctor", "cli")
 """Tests that start processes of their own: those of one file run one after the other, and share what they make."""
 
 LOOPS = ("asyncio", "uvloop")
-VARIANTS = (*LOOPS, "shm", "tcp")
-"""Of a test that exists once per event loop or per transport, the fast suite runs one, drawn by the test's name. The
-thorough one runs the other transports, too, and the other loop where `LOOPS_MATTER`."""
+VARIANTS = (*LOOPS, "shm", "tcp", "UCX", "UCX,POSIX")
+"""Of a test that exists once per event loop, transport or set of NIXL's backends, the fast suite runs one, drawn by the
+test's name. The thorough one runs the others, too, and the other loop where `LOOPS_MATTER`."""
 
-ALL_VARIANTS = {f"runtime/test_{name}.py" for name in ("lifecycle", "side_channel", "connections")}
-"""Where the event loops differ: opening and closing, breaking, cancelling, sockets."""
-
-LOOPS_MATTER = {"runtime/test_ownership.py", "runtime/test_safety.py", "runtime/test_fuzz.py"}
-"""Where they may: the fast suite runs one of them."""
+LOOPS_MATTER = {
+    f"runtime/test_{name}.py" for name in ("lifecycle", "side_channel", "connections", "ownership", "safety", "fuzz")
+}
+"""Where event loops differ, or may: opening and closing, breaking, cancelling, sockets."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,7 +96,7 @@ def _runs(item: pytest.Item, thorough_only: bool) -> bool:
 def _mark_variants(items: list[pytest.Item]) -> None:
     cells: defaultdict[tuple[str, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.path.relative_to(HERE).as_posix() not in ALL_VARIANTS:
+        if isinstance(item, pytest.Function):
             parameters = item.callspec.id.split("-") if hasattr(item, "callspec") else []
             if set(parameters) & set(VARIANTS):
                 cell = (item.nodeid.split("[")[0], *(part for part in parameters if part not in VARIANTS))

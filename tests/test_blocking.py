@@ -127,9 +127,13 @@ def opened_pair(
     assert set(threading.enumerate()) <= before
 
 
-@pytest.fixture(params=["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
+TWICE = pytest.mark.parametrize("network", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)], indirect=True)
+"""A test that runs over real NIXL, too."""
+
+
+@pytest.fixture
 def network(request: pytest.FixtureRequest) -> InprocNetwork | None:
-    return InprocNetwork() if request.param == "inproc" else None
+    return None if getattr(request, "param", "inproc") == "nixl" else InprocNetwork()
 
 
 @pytest.fixture
@@ -139,17 +143,12 @@ def pair(network: InprocNetwork | None) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def inproc() -> Iterator[Pair]:
-    with opened_pair(InprocNetwork()) as pair:
-        yield pair
-
-
-@pytest.fixture
 def brief() -> Iterator[Pair]:
     with opened_pair(InprocNetwork(), config=BRIEF) as pair:
         yield pair
 
 
+@TWICE
 def test_a_hand_over(pair: Pair) -> None:
     lease = pair.offer()
     assert (lease.request_id, lease.block_ids) == ("req", (1, 2))
@@ -185,24 +184,24 @@ def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
     assert lease.outcome.result(WAIT_S) is LeaseOutcome.READ
 
 
-def test_a_prefix_is_shared_pulled_and_reclaimed_from_any_thread(inproc: Pair) -> None:
+def test_a_prefix_is_shared_pulled_and_reclaimed_from_any_thread(pair: Pair) -> None:
     """The shelf is asked on the loop's thread."""
     tokens, shelf = list(range(8)), BlockShelf(4)
     shelf.put(tokens, [1, 2])
     with pytest.raises(UsageError, match="nothing was shared"):
-        inproc.producer.reclaim(1)
-    inproc.producer.share(shelf, pinned_blocks_max=2)
-    peer = inproc.producer.start(address).result(WAIT_S)
+        pair.producer.reclaim(1)
+    pair.producer.share(shelf, pinned_blocks_max=2)
+    peer = pair.producer.start(address).result(WAIT_S)
     request = PrefixRequest("req", prefix_keys(tokens, 4), 4, [5, 6], [peer], answer_within_s=WAIT_S)
-    (offer,) = inproc.consumer.seek_prefix(request)
+    (offer,) = pair.consumer.seek_prefix(request)
     assert (offer.num_tokens, shelf.pins[1]) == (8, 1)
-    assert inproc.producer.reclaim(1) == 2
+    assert pair.producer.reclaim(1) == 2
     assert not +shelf.pins
-    report = inproc.consumer.pull_prefix(request)
+    report = pair.consumer.pull_prefix(request)
     assert report.num_tokens == 8
-    assert all(bool((layer[:, [5, 6]] == 1).all()) for layer in inproc.cache.values())
-    inproc.producer.unshare()
-    assert inproc.consumer.pull_prefix(request).num_tokens == 0
+    assert all(bool((layer[:, [5, 6]] == 1).all()) for layer in pair.cache.values())
+    pair.producer.unshare()
+    assert pair.consumer.pull_prefix(request).num_tokens == 0
 
 
 async def address(runtime: asynchronous.Runtime) -> str:
@@ -230,6 +229,7 @@ def test_a_lease_is_restarted_from_any_thread(pair: Pair) -> None:
         lease.restart(0.0)
 
 
+@TWICE
 def test_a_request_that_waits_keeps_its_lease(network: InprocNetwork | None) -> None:
     """Time passes for the consumer alone, as the test says: the lease cannot end before it is renewed."""
     clock = ManualClock()
@@ -265,6 +265,7 @@ def test_the_verbs_about_peers(pair: Pair) -> None:
         pair.load(lease)
 
 
+@TWICE
 def test_an_engine_that_sleeps(pair: Pair) -> None:
     """On both sides; the second time with another cache. Of before nothing is good, and a new ticket is."""
     for blocks in (8, 5):
@@ -286,37 +287,37 @@ def test_an_engine_that_sleeps(pair: Pair) -> None:
         assert lease.wait(WAIT_S) is LeaseOutcome.READ
 
 
-def test_errors_come_out_where_the_verb_was_called(inproc: Pair) -> None:
+def test_errors_come_out_where_the_verb_was_called(pair: Pair) -> None:
     with pytest.raises(RequestError, match="99"):
-        inproc.producer.serve_blocks(replace(OFFER, block_ids=[99]))
+        pair.producer.serve_blocks(replace(OFFER, block_ids=[99]))
     with pytest.raises(RequestError, match="ticket"):
-        inproc.consumer.start_load(LoadRequest("req", {}, [5, 6])).result(WAIT_S)
-    lease = inproc.offer()
+        pair.consumer.start_load(LoadRequest("req", {}, [5, 6])).result(WAIT_S)
+    lease = pair.offer()
     for bad_s in (float("inf"), float("nan"), 0.0, -1.0, 1e300):
         with pytest.raises(RequestError, match="deadline_s"):
-            inproc.consumer.load_blocks(load_request(lease, deadline_s=bad_s))
+            pair.consumer.load_blocks(load_request(lease, deadline_s=bad_s))
     for bad_s in (float("inf"), float("nan"), -1.0):
         with pytest.raises(UsageError, match="timeout_s"):
             lease.wait(bad_s)
     assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
 
 
-def test_many_threads_use_one_runtime(inproc: Pair) -> None:
+def test_many_threads_use_one_runtime(pair: Pair) -> None:
     def hand_over(index: int) -> LeaseOutcome:
-        lease = inproc.producer.serve_blocks(ServeRequest(f"r{index}", block_ids=[index], num_tokens=4))
-        inproc.consumer.load_blocks(LoadRequest(f"r{index}", ticket=lease.ticket, block_ids=[index]))
+        lease = pair.producer.serve_blocks(ServeRequest(f"r{index}", block_ids=[index], num_tokens=4))
+        pair.consumer.load_blocks(LoadRequest(f"r{index}", ticket=lease.ticket, block_ids=[index]))
         return lease.wait(WAIT_S)
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         assert set(threads.map(hand_over, range(8))) == {LeaseOutcome.READ}
 
 
-def test_a_cancelled_load_is_done_when_its_bytes_have_stopped(inproc: Pair) -> None:
-    lease = inproc.offer()
-    pending = inproc.start_held(lease)
+def test_a_cancelled_load_is_done_when_its_bytes_have_stopped(pair: Pair) -> None:
+    lease = pair.offer()
+    pending = pair.start_held(lease)
     pending.cancel()
     assert not pending.done
-    inproc.perform()
+    pair.perform()
     with pytest.raises(concurrent.futures.CancelledError):
         pending.result(WAIT_S)
     lease.revoke().wait(WAIT_S)

@@ -108,6 +108,7 @@ SLEEPING_TESTS = {
     "tests/runtime/test_growing_progress.py": "virtual time: what is tested is what has landed when some has passed",
     "tests/runtime/test_growing_looks.py": "virtual time: what is tested is what has landed when some has passed",
     "tests/runtime/test_extending.py": "virtual time: what is tested is what has landed when some has passed",
+    "tests/runtime/test_attendance.py": "virtual time: what is tested is that a lease stays while it passes",
     "tests/runtime/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
     "tests/test_logs.py": "virtual time: leases run out, and questions find nothing, while it passes",
     "tests/observe/observed.py": "virtual time: what is observed is when tokens were computed and when they landed",

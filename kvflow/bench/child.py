@@ -79,7 +79,7 @@ class Child:
         return pid
 
     def wait_ready(self) -> None:
-        """Until the rank is set up."""
+        """Wait until the rank is set up."""
         self._receive("setup")
         self.rest()
 

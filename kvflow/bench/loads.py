@@ -1,4 +1,4 @@
-"""Which way the bytes go, and which blocks a load moves. Pure."""
+"""Direction of the bytes, and the blocks that a load moves. Pure."""
 
 from __future__ import annotations
 

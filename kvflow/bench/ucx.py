@@ -59,7 +59,7 @@ def ucx_log() -> Iterator[UcxLog]:
 
 
 def read_path(log: str, size_bytes: int) -> ReadPath | None:
-    """How a process whose UCX wrote `log` reads pieces of this size from another process; None if it does not say."""
+    """Path by which a process whose UCX wrote `log` reads pieces of this size from another process; None if unsaid."""
     found = None
     owner, reading = "", False
     for cells in _rows(log):

@@ -38,7 +38,7 @@ class Scrape:
     at_s: float
     ranks: Mapping[RankName, Mapping[tuple[str, str], float]]
     problems: Mapping[str, str] = field(default_factory=dict)
-    """Why an endpoint has said nothing, by its URL."""
+    """Reasons why an endpoint has said nothing, by its URL."""
 
 
 def check_urls(urls: Sequence[str]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from kvflow.cli.scrape import RankName, Scrape, scrape
 _PHASES = ("queued", "handshake", "plan", "post", "wire", "verify", "notify")
 _FINE = ("loaded", "cancelled")
 _ENGINE_RANKS_MAX = 32
-"""With more ranks than that each engine is one row."""
+"""Ranks beyond which each engine is one row."""
 
 Values = Mapping[tuple[str, str], float]
 
@@ -130,7 +130,7 @@ def _row(name: str, ranks: int, now: Values, since: Values, elapsed_s: float) ->
 
 
 def _since(before: Scrape, now: Scrape, ranks: Sequence[RankName]) -> Values:
-    """By how much counters have grown, over ranks that were there before and have not begun anew."""
+    """Growth of counters, over ranks that were there before and have not begun anew."""
     grown = []
     for rank in ranks:
         old = before.ranks.get(rank)

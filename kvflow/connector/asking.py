@@ -88,25 +88,20 @@ class Asking:
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:
             return request is not None and request.state is _State.ASKED
-        if not self._worth(request, num_computed_tokens):
+        if len(request.keys) * self._block_tokens - num_computed_tokens < self._tokens_min:
             return False
         if self._first.setdefault(request.keys[0], request_id) == request_id:
             request.state = _State.ASKED
-            self._next.append(self._question(request_id, request, num_computed_tokens))
+            question = Question(
+                request_id=request_id,
+                keys=tuple(request.keys),
+                key_tokens=self._block_tokens,
+                cached_tokens=num_computed_tokens,
+                peers=request.peers,
+                hinted=request.hinted,
+            )
+            self._next.append(question)
         return True
-
-    def _worth(self, request: _Asker, num_computed_tokens: int) -> bool:
-        return len(request.keys) * self._block_tokens - num_computed_tokens >= self._tokens_min
-
-    def _question(self, request_id: str, request: _Asker, num_computed_tokens: int) -> Question:
-        return Question(
-            request_id=request_id,
-            keys=tuple(request.keys),
-            key_tokens=self._block_tokens,
-            cached_tokens=num_computed_tokens,
-            peers=request.peers,
-            hinted=request.hinted,
-        )
 
     def take(self) -> list[Question]:
         """The questions that leave with this step."""

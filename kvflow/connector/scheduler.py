@@ -243,14 +243,18 @@ class _Use:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Consumer:
     request_id: str
-    ticket: Ticket
-    others: tuple[Ticket, ...] = ()
+    tickets: tuple[Ticket, ...]
+    """Of one prompt, the best first."""
     use: _Use
     offered_tokens: int
     """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
     prompt: Sequence[int] | None = None
     """Token ids, for a rendezvous, whose ticket does not tell which prompt it is of."""
     state: ConsumerState = ConsumerState.EXPECTED
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.tickets[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -411,18 +415,16 @@ class ConnectorScheduler:
             known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
             if known is not None:
                 check_prompt(ticket, known, f"request {request_id!r}")  # whose it is may come, so nothing is given back
-            others = self._others(params, ticket, request_id)
+            tickets = self._tickets(params, ticket, request_id)
             use = self._use(ticket, request_id, sharing)
             most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
-            consumer = _Consumer(request_id=request_id, ticket=ticket, others=others, use=use, offered_tokens=0)
-            self._consumers[request_id] = consumer
-            use.readers.append(consumer)
+            consumer = self._expect(request_id, tickets, use)
             if ticket.awaited:  # what is the same on both sides is taken to be; the load finds out
                 consumer.offered_tokens, consumer.prompt = self._config.offered_of(most), request.prompt_token_ids
-                self._next.keep.append(Keep(request_id=request_id, ticket=ticket, others=others))
+                self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
             elif ticket.num_tokens <= most and ticket.offered_tokens:
                 consumer.offered_tokens = ticket.offered_tokens
-                self._next.keep.append(Keep(request_id=request_id, ticket=ticket, others=others))
+                self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
         elif self._config.offers(params):
             self._producers[request_id] = _Producer(
                 request_id=request_id,
@@ -431,39 +433,47 @@ class ConnectorScheduler:
                 serve_id=rendezvous_in(params),
             )
 
-    def adopt(self, request_id: str, ticket: Ticket) -> None:
-        """Give a prefix that a peer offers to a request that has come without a ticket, or as a producer.
+    def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _Use) -> _Consumer:
+        """A request that may read what these offer."""
+        consumer = self._consumers[request_id] = _Consumer(
+            request_id=request_id, tickets=tickets, use=use, offered_tokens=0
+        )
+        use.readers.append(consumer)
+        return consumer
+
+    def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
+        """Give a prefix that peers offer to a request that has come without a ticket, or as a producer.
 
         Args:
             request_id: of a request that has no blocks yet.
-            ticket: what the peer offers of its prompt, leased.
+            tickets: what each peer offers of its prompt, leased; as much by each, the best first.
 
         Raises:
             UsageError: the request has a ticket already.
         """
         if request_id in self._consumers:
             raise UsageError(f"request {request_id!r}: it has a ticket already")
-        use = _Use(shared=False)
-        consumer = _Consumer(request_id=request_id, ticket=ticket, use=use, offered_tokens=ticket.num_tokens)
-        use.readers.append(consumer)
-        self._consumers[request_id] = consumer
-        self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
+        consumer = self._expect(request_id, tickets, _Use(shared=False))
+        consumer.offered_tokens = consumer.ticket.num_tokens
+        self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
 
-    def give_back(self, request_id: str, ticket: Ticket) -> None:
-        """Give back what a peer offers to a request that has ended: its blocks are the peer's again at once.
+    def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
+        """Give back what is offered to a request, which reads nothing of it any more.
 
         Args:
             request_id: of the request.
-            ticket: what was offered.
+            tickets: what was offered.
+            last: whether no other request reads it: the blocks are their producer's again at once.
         """
-        self._next.release.append(Release(request_id=request_id, ticket=ticket))
+        if tickets[0].awaited or any(tickets[0].block_tables):
+            self._next.release.append(Release(request_id=request_id, tickets=tickets, last=last))
 
-    def _others(self, params: Mapping[str, Any], ticket: Ticket, request_id: str) -> tuple[Ticket, ...]:
-        """Further tickets of the same prompt. RequestError for what is none; PromptMismatch if one is of another."""
+    def _tickets(self, params: Mapping[str, Any], ticket: Ticket, request_id: str) -> tuple[Ticket, ...]:
+        """All tickets of a prompt. RequestError for what is none; PromptMismatch if one is of another prompt."""
         others = tuple(map(self._dialect.read_ticket, others_in(params)))
         for other in others:
             check_alike(ticket, other, f"request {request_id!r}")
-        return others
+        return (ticket, *others)
 
     def reject(self, request: EngineRequest) -> None:
         """A request with a ticket was refused before it could be added, or is over: nobody will read what is offered.
@@ -481,10 +491,7 @@ class ConnectorScheduler:
             return
         ticket, use = self._dialect.read_ticket(params), _Use(shared=False)
         if self._used_before(ticket, use) is use:
-            others = self._others(params, ticket, request.request_id)
-            self._release(
-                _Consumer(request_id=request.request_id, ticket=ticket, others=others, use=use, offered_tokens=0)
-            )
+            self.give_back(request.request_id, self._tickets(params, ticket, request.request_id))
 
     def _use(self, ticket: Ticket, request_id: str, sharing: Sharing) -> _Use:
         """The use of a request's ticket. RequestError if it cannot be, any more."""
@@ -558,8 +565,7 @@ class ConnectorScheduler:
         self._consumer_fires(request, ConsumerEvent.RECEIVE)
         receive = Receive(
             request_id=request_id,
-            ticket=request.ticket,
-            others=request.others,
+            tickets=request.tickets,
             block_tables=missing,
             release_if_failed=self._config.release_failed_loads,
             shared=request.use.shared,
@@ -663,7 +669,7 @@ class ConnectorScheduler:
     def _waits(self, keep: Keep) -> bool:
         """Whether its request has no blocks yet, and is no other one of the same name."""
         request = self._consumers.get(keep.request_id)
-        return request is not None and request.state is ConsumerState.EXPECTED and request.ticket is keep.ticket
+        return request is not None and request.state is ConsumerState.EXPECTED and request.tickets is keep.tickets
 
     def _consumer_finished(self, request: _Consumer) -> Finished:
         self._consumer_fires(request, ConsumerEvent.END)
@@ -830,13 +836,6 @@ class ConnectorScheduler:
         groups = zip(self._groups, tables, strict=True)
         return tuple(ids if complete or group.facts.kind is not GroupKind.STATE else () for group, ids in groups)
 
-    def _release(self, request: _Consumer) -> None:
-        if request.ticket.awaited or any(request.ticket.block_tables):
-            last = not request.use.readers
-            self._next.release.append(
-                Release(request_id=request.request_id, ticket=request.ticket, others=request.others, last=last)
-            )
-
     def _withdraw(self, request: _Producer) -> None:
         """End the lease of a prompt whose ticket nobody has."""
         save, request.saved = request.saved, None
@@ -856,7 +855,7 @@ class ConnectorScheduler:
         use.readers.remove(request)
         use.tried = use.tried or not unread or request.state is ConsumerState.LOCAL
         if unread or (use.shared and not use.readers):
-            self._release(request)
+            self.give_back(request.request_id, request.tickets, last=not use.readers)
 
     def _producer_fires(self, request: _Producer, event: ProducerEvent) -> None:
         request.state = fire(PRODUCER_TABLE, request.state, event)

@@ -17,21 +17,19 @@ BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """The request waits for blocks: keep what its ticket offers until it is received or released."""
+    """The request waits for blocks: keep what its tickets offer until it is received or released."""
 
     request_id: str
-    ticket: Ticket
-    others: tuple[Ticket, ...] = ()
-    """Of the same prompt, to be read if the first one's source fails."""
+    tickets: tuple[Ticket, ...]
+    """Of the same prompt: the next one is for when the source of the one before fails."""
 
 
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
-    """Load what the ticket offers into these blocks. The request waits until it is reported as received."""
+    """Load what the tickets offer into these blocks. The request waits until it is reported as received."""
 
     request_id: str
-    ticket: Ticket
+    tickets: tuple[Ticket, ...]
     block_tables: BlockTables
-    others: tuple[Ticket, ...] = ()
     num_tokens: int | None = None
     """Tokens that the offer has to be of, where the ticket does not say: a rendezvous."""
     prompt: tuple[int, ...] | None = None
@@ -83,11 +81,10 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """The request reads nothing for this ticket any more: tell its producer at once."""
+    """The request reads nothing for these tickets any more: tell their producers at once."""
 
     request_id: str
-    ticket: Ticket
-    others: tuple[Ticket, ...] = ()
+    tickets: tuple[Ticket, ...]
     last: bool = True
     """Whether no other request does; else nobody is told."""
 
@@ -123,8 +120,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a `Question`."""
 
     request_id: str
-    ticket: Ticket | None
-    """What a peer offers, leased; None if nobody has anything that is worth its load."""
+    tickets: tuple[Ticket, ...] = ()
+    """What peers offer, leased, as much by each, the best first; none if nobody has anything that is worth its load."""
 
 
 class Step(msgspec.Struct, kw_only=True):

@@ -278,7 +278,7 @@ class _Courier:
         for release in step.release:
             self._let_go(release.request_id)
             if release.last:
-                self._spawn(_release(runtime, release.ticket, *release.others))
+                self._release(runtime, release.tickets)
         for keep in step.keep:
             self._keep(runtime, keep)
         for request_id in step.withdraw:
@@ -312,11 +312,10 @@ class _Courier:
 
     async def _ask(self, runtime: Runtime, question: Question) -> None:
         begun_s = asyncio.get_running_loop().time()
-        outcome, offered = await self.peers.ask(runtime, question)
+        outcome, tickets, others = await self.peers.ask(runtime, question)
         took_s = asyncio.get_running_loop().time() - begun_s
-        best = offered.pop(0) if outcome is PrefixOutcome.FOUND else None
-        self.happened.append(Answered(Found(request_id=question.request_id, ticket=best), outcome, took_s))
-        await asyncio.gather(*(_release(runtime, ticket) for ticket in offered))
+        self.happened.append(Answered(Found(request_id=question.request_id, tickets=tickets), outcome, took_s))
+        self._release(runtime, others)
 
     async def recall(self, step: Step, runs: Sequence[Run]) -> None:
         """End leases that grow, and those of prefixes, and return when no read of them can succeed any more."""
@@ -337,7 +336,7 @@ class _Courier:
     def _keep(self, runtime: Runtime, keep: Keep) -> None:
         kept = ExitStack()
         try:
-            for ticket in (keep.ticket, *keep.others):
+            for ticket in keep.tickets:
                 kept.enter_context(runtime.keep_leases(ticket))
         except KVFlowError as error:
             kept.close()
@@ -363,7 +362,7 @@ class _Courier:
             await lease  # its blocks may be ours now, and are kept for a moment after its end
         request = LoadRequest(
             name_of(receive.request_id),
-            ticket=[receive.ticket, *receive.others] if receive.others else receive.ticket,
+            ticket=receive.tickets,
             block_ids=given_block_ids(receive.block_tables),
             after=after,
             deadline_s=_deadline_s(runtime, receive),
@@ -388,15 +387,15 @@ class _Courier:
         if error is not None and not isinstance(error, KVFlowError):
             raise error
         if load.cancelled() or error is not None:
-            self.peers.loaded(request_id, receive.ticket.engine_id, None)
             self.happened.append(LoadFailed(request_id, receive.block_tables, error))
             logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         else:
-            self.peers.loaded(request_id, receive.ticket.engine_id, load.result().total_s)
-            self.happened.append(Loaded(request_id, load.result()))
+            report = load.result()
+            self.happened.append(Loaded(request_id, report))
+            self.peers.learn(receive.tickets[0], report)
         nobody = load.cancelled() or (error is not None and receive.release_if_failed)  # will read it any more
         if nobody and not receive.shared:
-            await _release(runtime, receive.ticket, *receive.others)
+            self._release(runtime, receive.tickets)
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
         request = ServeRequest(
@@ -480,6 +479,10 @@ class _Courier:
             if current:
                 del self.offers[offer.request_id]
 
+    def _release(self, runtime: Runtime, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self._spawn(_release(runtime, ticket))
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self.tasks.add(task)
@@ -507,10 +510,9 @@ def _decline(runtime: Runtime, serve_id: str, reason: str) -> None:
         logger.warning("request %s: %s", serve_id, error)
 
 
-async def _release(runtime: Runtime, *tickets: Ticket) -> None:
-    """Tell producers that nothing will be read for their tickets. Their leases would run out without us too."""
-    for ticket in tickets:
-        try:
-            await runtime.release_blocks(ticket)
-        except KVFlowError as error:
-            logger.info("request %s: its producer was not told: %s", ticket.request_id, error)
+async def _release(runtime: Runtime, ticket: Ticket) -> None:
+    """Tell a producer that nothing will be read for its ticket. Its lease would run out without us too."""
+    try:
+        await runtime.release_blocks(ticket)
+    except KVFlowError as error:
+        logger.info("request %s: its producer was not told: %s", ticket.request_id, error)

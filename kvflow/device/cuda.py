@@ -22,7 +22,7 @@ DEVICE_ATTRIBUTES: Mapping[str, int] = {
 }
 """Attributes of a device that concern RDMA and peers."""
 WRITES_ORDERING_OWNER = 100
-"""From here on a NIC's writes are seen by the device that owns the memory once the host has seen their completion."""
+"""Least value with which a NIC's writes are seen by the owner of the memory once the host has seen their end."""
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
 _FLUSH_BY_HOST = 1

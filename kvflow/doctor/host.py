@@ -162,7 +162,7 @@ def check_open_files(name: str, host: Host, config: Config) -> Finding:
 
 
 def files_needed(config: Config) -> int:
-    """With as many peers, readers and connections as the config allows, and all peers asked at once."""
+    """Files open with as many peers, readers and connections as the config allows, and all peers asked at once."""
     limits = config.limits
     peers, readers = limits.peers_max * (PEER_FILES + QUESTION_FILES), limits.readers_max * READER_FILES
     return RUNTIME_FILES + peers + readers + limits.side_channel_connections_max * _ANSWER_FILES

@@ -1,4 +1,4 @@
-"""Whether two running engines would hand over, and each rule that says no (`kvflow doctor --pair`).
+"""Check of two running engines: would they hand over, and each rule that says no (`kvflow doctor --pair`).
 
 Both are asked, as a reader would ask them, for what they tell readers; then the rules of the handshake are applied to
 what the decode engine tells, in its place. Rank 0 of each is asked. What only the two can find out is whether they
@@ -24,7 +24,7 @@ _FIX = "make both sides equal in this, or let their router not pair them"
 
 
 class _RankShown:
-    """What one engine tells its readers."""
+    """One engine as it shows itself to its readers."""
 
     def __init__(self, at: Address, compatibility: messages.Compatibility, metadata: messages.Metadata) -> None:
         self.at = at

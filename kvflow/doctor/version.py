@@ -1,4 +1,4 @@
-"""Which versions are installed here: kvflow, and what it stands on. Nothing of that is imported to find out."""
+"""Versions installed here: kvflow, and what it stands on. Nothing of that is imported to find out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def installed(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """By name, kvflow first."""
+    """Versions by name, kvflow first."""
     stands_on = {package: installed(package) for package in ("nixl", "torch")}
     return {"kvflow": kvflow.__version__, **stands_on, "python": platform.python_version()}
 

@@ -31,7 +31,7 @@ WAITING_MAX = 256
 """Batches that wait to be read; what comes beyond them is missed, and replayed."""
 REPLAYED_WAITING_MAX = 1000
 REPLAY_S = 5.0
-"""How long each answer of a replay may take."""
+"""Time that each answer of a replay may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class EventSource:
 
 @dataclass(slots=True, kw_only=True)
 class SourceStatistics:
-    """What became of one source so far: `sequence` is the last batch's number, -1 before the first.
+    """Counts of one source so far: `sequence` is the last batch's number, -1 before the first.
 
     `replays` were asked for, `forgotten` counts how often all that it had told was given up, `refused` are messages
     that were no batch of events.
@@ -94,7 +94,7 @@ class _Follower:
         self._socket.close(0)
 
     async def follow(self) -> None:
-        """Until it is cancelled."""
+        """Follow until cancelled."""
         poller = zmq.asyncio.Poller()
         for socket in (self._monitor, self._socket):
             poller.register(socket, zmq.POLLIN)
@@ -170,7 +170,7 @@ class _Follower:
                 logger.info("KV events of %s: no replay: %r", self.source.holder, error)
 
     async def _replay(self, endpoint: str) -> bool:
-        """Whether all came that there was."""
+        """Ask for a replay: True if all came that there was."""
         with self._context.socket(zmq.DEALER) as socket:
             prepare(socket, endpoint, messages_max=REPLAYED_WAITING_MAX, bytes_max=BATCH_BYTES_MAX)
             socket.connect(endpoint)
@@ -253,7 +253,7 @@ class Subscriber:
             follower.close()
 
     def statistics(self) -> dict[str, SourceStatistics]:
-        """What became of each source so far.
+        """Counts of each source so far.
 
         Returns:
             One entry for each holder's name.

@@ -64,12 +64,12 @@ class Publisher:
 
     @property
     def endpoint(self) -> str:
-        """Where it publishes, with the port that it has."""
+        """Address at which it publishes, with the port that it has."""
         return self._endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where it answers replays, with the port that it has."""
+        """Address at which it answers replays, with the port that it has."""
         return self._replay_endpoint
 
     async def __aenter__(self) -> Self:

@@ -28,7 +28,7 @@ def sequence_bytes(sequence: int) -> bytes:
 
 
 def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int) -> None:
-    """Nothing lingers, and nobody sends it more than that."""
+    """Limit a socket: nothing lingers, and nobody sends it more than that."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, messages_max)
     socket.setsockopt(zmq.SNDHWM, messages_max)

@@ -84,6 +84,12 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_reads_failed", "Reads that the transport failed.", "", lambda now: {"": now.transport.reads_failed}),
     ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
     (
+        "kvflow_leases_deserted",
+        "Leases given back since their readers had died.",
+        "",
+        lambda now: {"": now.serving.deserted if now.serving else 0},
+    ),
+    (
         "kvflow_late_reads",
         "Reads of stock engines that ended after their lease: the text may be wrong.",
         "",

@@ -84,7 +84,7 @@ class PrometheusMetrics(Collector):
                 self._histograms[name].labels(*labels).observe(amount)
 
     def describe(self) -> list[Metric]:
-        """For the registry, when this is added to it.
+        """Metric families for the registry, when this is added to it.
 
         Returns:
             Nothing in advance: the gauges are not known before a runtime is watched.
@@ -92,7 +92,7 @@ class PrometheusMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry, with each scrape; from any thread.
+        """Metric families for the registry, with each scrape; from any thread.
 
         Returns:
             Gauges and counters of all watched runtimes, as they are now. One whose loop does not answer within a second

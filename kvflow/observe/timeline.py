@@ -123,7 +123,7 @@ def read_records(path: Path) -> Iterator[RecordLine]:
 
 TraceEvent: TypeAlias = dict[str, Any]
 _GROWTH = {"lease": "computed", "load": "landed"}
-"""Which detail has the moments at which tokens were there."""
+"""Details that have the moments at which tokens were there."""
 _Offer: TypeAlias = tuple[str, str]  # engine and its name for the request
 _Moment: TypeAlias = tuple[int, float]  # process of the timeline, Unix time
 
@@ -191,7 +191,7 @@ def _moments(line: RecordLine) -> list[Moment]:
 
 
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
-    """How much of each prompt had landed when its last token was computed, for loads of leases that grew.
+    """Share of each prompt that had landed when its last token was computed, for loads of leases that grew.
 
     Args:
         lines: of all engines' files, in any order.
@@ -219,7 +219,7 @@ def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
 
 
 def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment, float]]) -> Iterator[TraceEvent]:
-    """To each load from the latest lease of what it loads that began before the load ended: a load that asks by name
+    """Arrows to each load from the latest lease of what it loads that began before its end: one that asks by name
     may begin before its lease does, and when a line was written is known less exactly than its phases.
     """
     for number, (offer, (process, begin_s), ended_s) in enumerate(loads, 1):

@@ -1,4 +1,4 @@
-"""Where a replica of Ray Serve is and what it is called, the Config that follows, and how long it may drain. Pure.
+"""Place of a replica of Ray Serve: its address and name, the Config that follows, and how long it may drain. Pure.
 
 Serve stops a replica in three steps: it waits until no request is under way, looking every wait loop; it awaits
 `__del__`; it kills the process once `graceful_shutdown_timeout_s` have passed since the beginning. A lease that is open

@@ -103,7 +103,7 @@ class ReplicaRuntime:
         return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
 
     def metadata(self) -> dict[str, Any]:
-        """Who the replica is: for `record_replica_metadata`, and for who prewarms (`kvflow.ray.peers`).
+        """Address and name of the replica: for `record_replica_metadata`, and for who prewarms (`kvflow.ray.peers`).
 
         Returns:
             Engine, side channel's address, node and rank, in JSON types.
@@ -122,7 +122,7 @@ class ReplicaRuntime:
         }
 
     def routing_stats(self) -> dict[str, Any]:
-        """What is open and what is free now: for `record_routing_stats`.
+        """Counts of what is open and what is free now: for `record_routing_stats`.
 
         Returns:
             The state, and counts of free blocks, open leases and open loads, in JSON types.
@@ -137,7 +137,7 @@ class ReplicaRuntime:
         }
 
     def check(self) -> None:
-        """For `check_health`: raise if the runtime can do no more work, so that Serve replaces the replica.
+        """Raise if the runtime can do no more work, so that Serve replaces the replica: for `check_health`.
 
         Raises:
             RuntimeBroken: a service of the runtime died, or it was closed though the replica was not told to go.

@@ -22,7 +22,7 @@ from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
-from kvflow.errors import ConfigError, UsageError
+from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
@@ -98,7 +98,7 @@ class RegisteredCache:
         handshakes = Handshakes(context, local, telling)
         self.peers = Peers(context, foreign.handshakes(context, local, handshakes) if foreign else handshakes)
         self.own_reach = Reach(context, local, self.peers)
-        """To engines of our own make; `reach` may know others."""
+        """Reach of engines of our own make; `reach` may know others."""
         self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
@@ -108,11 +108,11 @@ class RegisteredCache:
         self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None
-        """Who answers readers of another make."""
+        """The service that answers readers of another make."""
         self.digests = DigestAnswers(context, local, self.serving.held, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
         self.sharing: SharedPrefixes | None = None
-        """Who answers questions for prefixes, if this cache is shared."""
+        """The service that answers questions for prefixes, if this cache is shared."""
         seeker = Seeker(context, local, self.own_reach, self.peers, self.remote_leases)
         leases = self.remote_leases
         means = Means(
@@ -141,6 +141,8 @@ class RegisteredCache:
             self.sharing = None
 
         def serve(request: ServeRequest, alone: bool) -> None:
+            if self.serving.news.turned_away:  # the shelf has looked for long
+                raise RequestError(f"request {request.request_id!r}: {self.serving.news.turned_away}")
             self.serving.serve(request, holds=False, alone=alone)
 
         leasing = Leasing(serve, self.serving.open_lease, self.serving.revoke)
@@ -188,8 +190,9 @@ class RegisteredCache:
             case messages.MetadataRequest():
                 if draining and not self.serving.serves(request.request_id):
                     return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
-                if request.caller is not None:
-                    self.readers.remember(request.caller)
+                caller = request.caller
+                if caller is not None and self.readers.remember(caller) and self.strangers is None:
+                    self.serving.attendance.introduced(request.reader, caller)
                 return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
 
 
@@ -200,14 +203,14 @@ class _RankMemory:
     groups: Sequence[CacheGroup]
     own: tuple[LayerSet, ...]
     device: CacheDevice
-    """Where those are."""
+    """The device that those are on."""
     staging: Sequence[HostBuffers]
     shown: tuple[LayerSet, ...]
     """Layers that peers are shown: the cache's or, with host staging, the host blocks'."""
 
     @property
     def filled(self) -> CacheDevice:
-        """Where loads go."""
+        """The cache's sets as loads fill them."""
         return CacheDevice(HOST) if self.staging else self.device
 
 

@@ -51,4 +51,4 @@ class Foreign(Protocol):
     def service(
         self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
     ) -> Service | None:
-        """Who answers their readers; None if nobody is to. ConfigError if they cannot be answered."""
+        """The service that answers their readers, None if there is none. ConfigError if they cannot be answered."""

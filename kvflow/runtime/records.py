@@ -30,19 +30,19 @@ RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What came of one source of a load that has several."""
+    """One source of a load that has several, and its outcome."""
 
     engine_id: str
     address: str
-    """Of the rank that its ticket names first."""
+    """Address of the rank that its ticket names first."""
     outcome: str
     """"loaded", "late", the name of the error's type, or "ended" if the load has ended before it was known."""
     error: str
-    """Why it has not given the prompt, or ""."""
+    """The reason why it has not given the prompt, or ""."""
     bytes: int
     """Bytes that were asked of it; only those of the one that has "loaded" count."""
     seconds: float
-    """From its turn to its end: until no byte of it could land any more."""
+    """Seconds from its turn to its end: until no byte of it could land any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class LoadRecord:
     error: str
     """The error's message, or ""."""
     phase: str
-    """In which it ended."""
+    """Phase in which it ended."""
     seconds: Mapping[str, float]
     peer_engine_id: str = ""
     """Empty, as all below, if it was refused: nothing of its request is known to be right."""
@@ -71,17 +71,17 @@ class LoadRecord:
     """The same, by the names of the cache's groups of layers."""
     descriptors: int = 0
     verification: str = "off"
-    """What came of comparing its bytes with the producer's, a `Verification`: "off", "verified", "repaired", "mismatch"
+    """Outcome of comparing its bytes with the producer's, a `Verification`: "off", "verified", "repaired", "mismatch"
     or "unverified"."""
     freshness: str = ""
-    """What vouches for the bytes of a load that reads, as in a `LoadReport`: "seal" or "deadline"; "" if it reads
+    """Proof of the bytes of a load that reads, as in a `LoadReport`: "seal" or "deadline"; "" if it reads
     nothing, or had ended before it knew from whom."""
     landed: Sequence[Moment] = ()
-    """Of a load of a lease that grows: when how many tokens of the prompt had landed, seconds from its beginning on."""
+    """Moments of a load of a lease that grows: how many tokens had landed when, in seconds from its beginning."""
     traceparent: str = ""
     """Trace context that the ticket carried (W3C), or ""."""
     attempts: Sequence[Attempt] = ()
-    """Of a load of several tickets, or with `again`: its sources, in the order of their turns."""
+    """Sources of a load of several tickets, or with `again`, in the order of their turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class LeaseRecord:
     request_id: str
     outcome: str
     reason: str = ""
-    """Why its prompt could not be computed, if its producer has said so."""
+    """The reason why its prompt could not be computed, if its producer has said so."""
     blocks: int
     blocks_by_group: Mapping[str, int]
     """The same, by the names of the cache's groups of layers."""
@@ -106,7 +106,7 @@ class LeaseRecord:
     seconds: Mapping[str, float]
     traceparent: str
     computed: Sequence[Moment] = ()
-    """Of a lease that grows: when how many tokens were computed, seconds from the offer on."""
+    """Moments of a lease that grows: how many tokens were computed when, in seconds from the offer."""
 
 
 class Observer(Protocol):
@@ -137,7 +137,7 @@ class Observers:
         self.all = listed
         self._forgiven = forgiven
         self._failures: dict[int, _Failures] = {}
-        """Of each that has raised, by its id."""
+        """Failures of each observer that has raised, by its id."""
         self._error: Exception | None = None
         """The first, if it is not forgiven."""
 
@@ -165,7 +165,7 @@ class Observers:
             self._tell(observer, observer.lease_ended, record)
 
     def close(self) -> None:
-        """No record comes any more. Raises what an observer has raised first, unless that is forgiven, or was told."""
+        """Take no more records. Raises what an observer has raised first, unless that is forgiven, or was told."""
         for observer in list(self._failures):
             self._log_rest(observer)
         error, self._error = self._error, None
@@ -193,13 +193,13 @@ class Observers:
 
 @dataclass(slots=True)
 class _Failures:
-    """How often one observer has raised."""
+    """Errors that one observer has raised."""
 
     count: int = 0
 
     @property
     def left_out(self) -> int:
-        """How many came after the last one that was logged."""
+        """Failures after the last one that was logged."""
         return self.count - (1 << self.count.bit_length() - 1)
 
 

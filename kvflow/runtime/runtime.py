@@ -422,7 +422,7 @@ class Runtime:
         return await self._require_store("restore_blocks").restore(request)
 
     def is_stored(self, key: bytes | str) -> bool:
-        """Whether there is an entry under a key, as far as is known without looking at its file.
+        """True if there is an entry under a key, as far as is known without looking at its file.
 
         Args:
             key: as it was given to `save_blocks`.
@@ -503,7 +503,7 @@ class Runtime:
         return self._observers.one_more(observer)
 
     def statistics(self) -> RuntimeStatistics:
-        """What is open now and what has happened so far. Legal in every state.
+        """Counts of what is open now and of what has happened so far. Legal in every state.
 
         Returns:
             A frozen copy.

@@ -27,7 +27,7 @@ _SENT = ("notifications_sent", "notifications_received", "notifications_failed")
 
 
 class RuntimeState(enum.StrEnum):
-    """Whether a runtime takes new work (OPEN), ends what it has (DRAINING, CLOSING), or can do nothing any more."""
+    """State of a runtime: takes new work (OPEN), ends what it has (DRAINING, CLOSING), or can do nothing any more."""
 
     NEW = "new"
     OPEN = "open"
@@ -64,7 +64,7 @@ class RuntimeStatistics:
     sharing: SharingStatistics | None = None
     """None where the cache is not shared. It counts anew with each `Runtime.share`."""
     prefixes: PrefixStatistics | None = None
-    """It counts anew with each registration."""
+    """Counts of shared prefixes, anew with each registration."""
 
 
 @dataclass(slots=True)

@@ -82,7 +82,7 @@ class Supervisor:
         """The loop that has opened it; None before."""
 
     def __str__(self) -> str:
-        """As log lines name it."""
+        """Name in log lines."""
         return f"{self.config.engine_id!r} ({self.rank})"
 
     @property

@@ -23,10 +23,10 @@ from kvflow.transport.files import Files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Where a runtime gets each of these from; the defaults are the real ones."""
+    """Sources of what a runtime gets from outside; the defaults are the real ones."""
 
     transport: Callable[[Config, str], Transport] = make_transport
-    """From the config and the agent's name."""
+    """Maker of the transport, from the config and the agent's name."""
     files: Callable[[Config, str], Files] = make_files
     """Maker of the mover of blocks to files, from config and agent's name; asked for where Config names a store."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
@@ -34,7 +34,7 @@ class World:
     """Finds the host that tickets name."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
-    """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""
+    """Random bytes, so many, in hexadecimal: incarnations and lease ids, which must not be guessed."""
     copier: Callable[[str], CopyThread] = CopyThread
     forgives: bool = True
     """An observer that raises is logged and no more. If not, as in tests, closing raises its error, too."""

@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
-    """What stands around SGLang's `get_kv_class`."""
+    """Wrapper of SGLang's `get_kv_class`."""
     if backend.value != NAME or kind.value == "kvargs":
         return original(backend, kind)
     from kvflow.sglang.bootstrap import KVFlowBootstrapServer

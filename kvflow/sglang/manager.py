@@ -1,4 +1,4 @@
-"""What one rank of a prefill or decode server has for all of its requests: pools, and who hears from decode servers.
+"""One rank of a prefill or decode server, for all of its requests: pools, and who hears from decode servers.
 
 SGLang's order is kept: a decode rank tells the prefill ranks of a room (`Wanted`), and then they begin to send. It
 names no addresses: a decode rank reads, so all it has to say is how much it has already, and the name under which it
@@ -40,7 +40,7 @@ SETTINGS = "KVFLOW_SGLANG_CONFIG"
 """Fields of `kvflow.Config` as JSON, for all ranks of a server."""
 
 _CARRIED = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
-"""How a server may be divided beside tensor and data parallelism."""
+"""Divisions of a server beside tensor and data parallelism that can be carried."""
 _WANTED = b"KVFLOW"
 _REFUSED_MAX = 1 << 12
 
@@ -48,18 +48,18 @@ Introduction: TypeAlias = "list[dict[str, Any]]"
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a decode rank tells a prefill rank about a room."""
+    """Message of a decode rank to a prefill rank about a room."""
 
     room: int
     name: str
     """The request id of its offers."""
     reader: str
-    """Which rank it is."""
+    """Name of the reading rank."""
     readers: int
-    """From how many ranks this prefill rank hears about the room."""
+    """Number of ranks from which this prefill rank hears about the room."""
     decode_prefix_len: int
     is_dummy: bool = False
-    """Whether it reads from another rank what is not cut."""
+    """True if it reads from another rank what is not cut."""
 
 
 class KVFlowManager(CommonKVManager):
@@ -85,12 +85,12 @@ class KVFlowManager(CommonKVManager):
             )
         self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
-        """Whether metadata is too much for a payload, as with hidden states: then it is the last of the pools."""
+        """True if metadata is too much for a payload, as with hidden states: then it is the last of the pools."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _agreed(secrets.token_hex(16))
         self.serials = itertools.count()
         self.senders: dict[int, Any] = {}
-        """By room: who serves it."""
+        """Senders by the room that they serve."""
         self._refused: collections.OrderedDict[int, str] = collections.OrderedDict()
         self._rooms_lock = threading.Lock()
         producer = mode == DisaggregationMode.PREFILL
@@ -126,7 +126,7 @@ class KVFlowManager(CommonKVManager):
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
     def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
-        """What a request brings in each pool; None of one in which it has nothing."""
+        """Items that a request brings in each pool; None of one in which it has nothing."""
         aux = [[aux_index]] if self.aux_moves else []
         prefix_pages = decode_prefix_len // self.kv_args.page_size
         states = zip(self.state_kinds, state_indices or [None] * len(self.state_kinds), strict=True)
@@ -228,9 +228,9 @@ class _Pool:
         self.name = buffers.name
         self.page_size = buffers.tokens
         self.cut = buffers.cut
-        """Whether the ranks of a server are one engine of kvflow's. Else each is one by itself, and is read whole."""
+        """True if the ranks of a server are one engine of kvflow's. Else each is one by itself, and is read whole."""
         self.shared_out = not (buffers.cut or buffers.alike)
-        """Whether a rank has a share that goes to no other tensor parallelism."""
+        """True if a rank has a share that goes to no other tensor parallelism."""
         place = f"dp{parallel.attn_dp_rank}" if self.cut else f"dp{parallel.attn_dp_rank}-tp{parallel.attn_tp_rank}"
         settings: dict[str, Any] = {
             "engine_id": f"sglang-{secret[:16]}-{place}-{buffers.name}",

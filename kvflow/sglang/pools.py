@@ -22,7 +22,7 @@ from kvflow.errors import ConfigError
 
 _WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 _DRAFTS = 1 << 13
-"""Where the numbers of a draft model's layers begin: above those of any model."""
+"""Number of the first layer of a draft model: above those of any model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +35,19 @@ class Buffers:
     item_sizes: Sequence[int]
     layers: Sequence[int]
     tokens: int
-    """Of an item that is cut by heads; 1 of what moves whole."""
+    """Tokens of an item that is cut by heads; 1 of what moves whole."""
     heads: int
-    """Of one rank; 0 where items are not cut by heads, and each rank has all of them."""
+    """Heads of one rank; 0 where items are not cut by heads, and each rank has all of them."""
     format: str
-    """What its bytes mean; both sides have the same."""
+    """Format of its bytes; both sides have the same."""
     cut: bool
-    """Whether another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
+    """True if another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
 
     alike: bool = False
-    """Of what is not cut: whether all ranks have the same, so that any one's will do. Else each has a share of its own,
+    """True if all ranks have the same of what is not cut, so that any one's will do. Else each has a share of its own,
     which goes to no other tensor parallelism."""
     host: bool = False
-    """Whether it is in host memory, wherever the others are."""
+    """True if it is in host memory, wherever the others are."""
 
     def group(self, device: str) -> CacheGroup:
         """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items.

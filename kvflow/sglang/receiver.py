@@ -24,7 +24,7 @@ from kvflow.sglang.manager import Wanted, wanted_message
 
 
 class KVFlowReceiver(CommonKVReceiver):
-    """What SGLang makes for each request of a decode server."""
+    """The receiver that SGLang makes for each request of a decode server."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self._loads: list[Load] = []
@@ -49,7 +49,7 @@ class KVFlowReceiver(CommonKVReceiver):
         return True
 
     def _problem(self) -> str | None:
-        """Why the pools of the prefill server do not go with ours, as far as it can be seen before they are asked."""
+        """The reason why the prefill server's pools do not go with ours, as far as can be seen before any question."""
         pools = self.kv_mgr.pools
         for info in self.bootstrap_infos:
             theirs = len(info.get(INTRODUCTION, ()))
@@ -174,7 +174,7 @@ def _names(pools: list[Any]) -> str:
 
 
 def _error_of(load: Load) -> BaseException | None:
-    """How a load has failed; None of one that has not, or not yet."""
+    """Failure of a load; None of one that has not failed, or not yet."""
     if not load.done:
         return None
     try:

@@ -21,7 +21,7 @@ from kvflow.sglang.manager import Wanted
 
 
 class KVFlowSender(CommonKVSender):
-    """What SGLang makes for each request of a prefill server."""
+    """The sender that SGLang makes for each request of a prefill server."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
         self._leases: list[Lease] = []
@@ -87,7 +87,7 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"it could not be offered: {error}")
 
     def _wanted(self) -> Wanted | None:
-        """What a decode rank has told of the room; None once it has given it up."""
+        """Message of a decode rank about the room; None once it has given it up."""
         told: dict[str, Wanted] = self.kv_mgr.transfer_infos.get(self.bootstrap_room, {})
         return next(iter(told.values()), None)
 
@@ -119,7 +119,7 @@ class KVFlowSender(CommonKVSender):
             self.conclude_state = None
 
     def give_up(self, reason: str) -> None:
-        """From any thread: the request will not be read. What was not offered yet is declined."""
+        """Give a request up, from any thread: it will not be read. What was not offered yet is declined."""
         with contextlib.suppress(KVFlowError):
             for lease in tuple(self._leases):
                 lease.fail(reason)

@@ -37,7 +37,7 @@ _LOOK_AGAIN_S = 2.0  # no engine restarts as fast
 
 
 class Whereabouts(NamedTuple):
-    """Where a stock engine listens, and how many tensor-parallel ranks and stages it is said to have."""
+    """Address of a stock engine, and how many tensor-parallel ranks and stages it is said to have."""
 
     address: str
     tp_size: int
@@ -57,11 +57,11 @@ def whereabouts(peer: Peer) -> Whereabouts | None:
 
 
 class Known(NamedTuple):
-    """What a rank was told of the stock engines that it reads from."""
+    """Facts that a rank was told of the stock engines that it reads from."""
 
     hashes: frozenset[str]
     learns: bool
-    """Whether the first hash beyond those that an engine shows is one of them from then on."""
+    """True if the first hash beyond those that an engine shows is one of them from then on."""
     tp_sizes: frozenset[int]
 
 
@@ -70,13 +70,13 @@ class StockConnection(Connection):
 
     line: Line
     split: int
-    """How many of its blocks are one of vLLM's, whose numbers parameters have."""
+    """Number of its blocks that are one of vLLM's, whose numbers parameters have."""
     reporters: int
-    """What we say in a notification of how many of us read."""
+    """Number of us that read, as we say it in a notification."""
     seen_s: float
-    """When it last showed that it lives."""
+    """Time at which it last showed that it lives."""
     told: messages.Metadata
-    """Whose agent it is, and all else that it has shown; its clock apart."""
+    """Metadata of the engine whose agent it is, in our words; its clock apart."""
 
 
 class KinConnection(StockConnection):
@@ -126,7 +126,7 @@ class StockHandshakes:
         return await self._own.ask(peer, request, timeout_s)
 
     async def lives(self, peer: Peer, connection: StockConnection) -> bool:
-        """Whether a rank is still the one that we know. Raises a PeerError; cancelling stops the asking."""
+        """True if a rank is still the one that we know. Raises a PeerError; cancelling stops the asking."""
         now_s = self._context.clock.now_s
         if now_s() - connection.seen_s < _LOOK_AGAIN_S:
             return True
@@ -183,7 +183,7 @@ class StockHandshakes:
     def _judged(
         self, peer: Peer, where: Whereabouts, shown: Shown, agent: AgentName
     ) -> tuple[messages.Metadata, tuple[Regions, ...]]:
-        """What a rank has shown, in our words, and its regions. Raises a PeerError."""
+        """Metadata of a rank in our words, and its regions. Raises a PeerError."""
         at, sizes = peer.at, (where.tp_size, where.pp_size)
         try:
             metadata = metadata_of(shown, agent, self.ours, rank=peer.rank, sizes=sizes)

@@ -43,7 +43,7 @@ async def reach_kin(
 
 
 def _own_ticket(ticket: StockTicket, rank: Rank, connection: Connection) -> Ticket:
-    """What the engine has offered, as far as it is known: who is asked for its lease says the rest."""
+    """Ticket for what the engine has offered, as far as it is known: who is asked for its lease says the rest."""
     groups, cut = connection.groups, connection.parallelism
     size, num_tokens = groups[0].block_size, ticket.num_tokens
     padding = -(-(num_tokens + ticket.left) // size) + num_tokens // -size

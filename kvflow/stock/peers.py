@@ -32,7 +32,7 @@ _NAME_CHARS_MAX = 1024
 
 
 def machine_id() -> str:
-    """Which run of which machine this is: processes that have the same one have the same clock."""
+    """Name of this run of this machine: processes that have the same one have the same clock."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except OSError:
@@ -60,7 +60,7 @@ class StockPeers:
     """The compatibility hashes of engines that are read from: whoever shows another one is refused. The first one is
     shown to readers. `kvflow doctor --stock` says which one an engine has."""
     learn_hash: bool = False
-    """Whether the first engine whose hash is not among them is believed, if its cache fits ours: its hash is the only
+    """True if the first engine whose hash is not among them is believed, if its cache fits ours: its hash is the only
     one that is learned. Nothing says then that it runs the same model, or means the same by its bytes."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[int, ...] = ()
@@ -68,11 +68,11 @@ class StockPeers:
     serve_version: str = ""
     """The version of vLLM whose engines read from this one, such as "0.32.0"; without it none is served."""
     attn_backend_name: str = ""
-    """What readers are shown, which compare it with theirs."""
+    """Name that readers are shown, which compare it with theirs."""
     region_names: tuple[str, ...] = ()
     """The same, of all layers in the order of their numbers; () shows none."""
     ranks: EngineRanks | None = None
-    """Of an engine of several ranks that is read by others: what its ranks know of each other."""
+    """Facts that the ranks of an engine of several ranks, which is read by others, know of each other."""
     on_late_read: Callable[[str], None] | None = None
     """Called, on the runtime's loop, with each request that a reader says to have read when its lease was over."""
 
@@ -103,7 +103,7 @@ class StockPeers:
 
     @property
     def serve_line(self) -> Line:
-        """Whose readers are served. ConfigError if they are not spoken with."""
+        """Line of versions whose readers are served. ConfigError if they are not spoken with."""
         try:
             return line_of(self.serve_version)
         except UnknownLine as error:

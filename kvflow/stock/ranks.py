@@ -20,21 +20,21 @@ from kvflow.errors import RequestError, UsageError
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _ALIKE = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "region_names", "region_group_ids")
-"""Of all ranks of an engine: readers look at the first one's."""
+"""Fields that are the same for all ranks of an engine: readers look at the first one's."""
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank shows, for its engine's other ranks."""
+    """Metadata that one rank shows, for its engine's other ranks."""
 
     engine_id: str
     tp_rank: int
     tp_size: int
     metadata: bytes
-    """As a reader gets it."""
+    """Metadata as a reader gets it."""
 
 
 class EngineRanks:
-    """What all ranks of an engine show stock readers: one object for each rank, given to its `StockPeers`.
+    """Cards that all ranks of an engine show stock readers: one object for each rank, given to its `StockPeers`.
 
         card = ranks.card  # once a cache is registered, on every rank
         ranks.show(cards)  # of all ranks, on every rank that tickets may name first
@@ -52,7 +52,7 @@ class EngineRanks:
 
     @property
     def card(self) -> bytes:
-        """What this rank shows of itself. UsageError before its cache is registered, or if readers are not served."""
+        """Card of this rank. UsageError before its cache is registered, or if readers are not served."""
         if self._own is None:
             raise UsageError("stock ranks: no cache is registered that stock readers are served from")
         return msgspec.msgpack.encode(self._own)
@@ -99,7 +99,7 @@ class EngineRanks:
             self._shown = {0: metadata}
 
     def metadata_of(self, tp_rank: int) -> bytes | None:
-        """What readers of a rank get.
+        """Metadata of a rank that its readers get.
 
         Args:
             tp_rank: which of the engine's ranks.

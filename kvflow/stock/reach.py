@@ -1,4 +1,4 @@
-"""From a stock producer's parameters to the ranks that a load reads from or reports to.
+"""The ranks that a load reads from or reports to, by a stock producer's parameters.
 
 The first rank is asked before any other: what it shows has to bear out how many ranks its engine is said to have, since
 a question about a rank that is not there ends its listener. So has each stage of a pipeline, for the next one: there is

@@ -37,7 +37,7 @@ _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class Pose(NamedTuple):
-    """What stock readers see in us."""
+    """This rank as stock readers see it."""
 
     compatibility_hash: str
     line: Line
@@ -49,7 +49,7 @@ class Pose(NamedTuple):
 
 @dataclass(slots=True)
 class _Tally:
-    """How many have told that they have read, of so many readers."""
+    """Readers that have told that they have read, of so many."""
 
     readers: int
     told: int = 0
@@ -71,7 +71,7 @@ class StockService:
         config, shown = context.config, encode_metadata(shown_of(ours, metadata, pose), pose.line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._tallies: OrderedDict[str, _Tally] = OrderedDict()
-        """Of leases that have been read by some of their readers, by lease id."""
+        """Tallies of leases that have been read by some of their readers, by lease id."""
         self.refused = 0
         """Questions that had no answer, and texts that said nothing."""
 
@@ -189,7 +189,7 @@ def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMe
 
 
 def _layout_name(regions: Regions, line: Line) -> str:
-    """What vLLM calls the order inside a block; before 0.29 by older names."""
+    """vLLM's name for the order inside a block; before 0.29 an older one."""
     block: BlockShape = regions.block
     heads_first = block.head_stride >= block.token_stride
     if line.number < (0, 29):

@@ -1,4 +1,4 @@
-"""What is known of stock requests: when their parameters came, of which life of a rank, and whether they were used."""
+"""Sights of stock requests: when their parameters came, of which life of a rank, and whether they were used."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sights:
         """The life of each rank, and when it was met, if there was another one before."""
 
     def of(self, ticket: StockTicket) -> Sight:
-        """What is known of a ticket's request; a first look at it is its arrival, unless it says when that was.
+        """Sight of a ticket's request; a first look at it is its arrival, unless it says when that was.
 
         Raises LeaseExpired if it has been read here, or arrived by another machine's clock.
         """
@@ -62,7 +62,7 @@ class Sights:
         return sight
 
     def told(self, sight: Sight) -> None:
-        """From now on nothing is read for this request."""
+        """Read nothing for this request from now on."""
         self._note(sight.key, None)
 
     def _note(self, key: _Key, sight: Sight | None) -> None:
@@ -71,7 +71,7 @@ class Sights:
             self._seen.popitem(last=False)
 
     def deadline_of(self, sight: Sight, peer: Peer, life: str, ticket: StockTicket) -> DeadlineProof:
-        """How long a rank may be believed for this request.
+        """Time until which a rank may be believed for this request.
 
         LeaseExpired if it is another life of that rank, or may be one: parameters can have been made `router_s` before
         they came, so those that come within that after a rank was met anew may be of its life before.
@@ -85,7 +85,7 @@ class Sights:
         return sight.deadlines[peer.rank]
 
     def _met_s(self, ticket: StockTicket, peer: Peer, life: str) -> float:
-        """When a rank was met that is another one than before; -inf for who was not known."""
+        """Time at which a rank was met that is another one than before; -inf for who was not known."""
         key = (ticket.engine_id, peer.address, peer.rank)
         known, met_s = self._met.get(key, (life, -math.inf))
         if known != life:

@@ -55,7 +55,7 @@ def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
 
 
 def assert_quiet(statistics: RuntimeStatistics) -> None:
-    """Nothing is under way: all blocks free, no load, lease, quarantine or read (invariant I5).
+    """Assert that nothing is under way: all blocks free, no load, lease, quarantine or read (invariant I5).
 
     Args:
         statistics: As `Runtime.statistics` gave them.

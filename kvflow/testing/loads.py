@@ -20,7 +20,7 @@ class _WatchedLoad(Load):
     waiting = 0
     """Tasks that await it, or the next progress of it."""
     cared_for = False
-    """Somebody has cancelled it, waited when it ended, or has taken what came of it."""
+    """True once somebody has cancelled it, waited when it ended, or has taken what came of it."""
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
         self.waiting += 1
@@ -88,7 +88,7 @@ class LoadWatch:
         return tuple(load for load in self._begun if not (load.cared_for or load.waiting))
 
     def assert_none_forgotten(self) -> None:
-        """No load is `forgotten`.
+        """Assert that no load is `forgotten`.
 
         Raises:
             AssertionError: One is; it names the first, and where it was begun.

@@ -21,7 +21,7 @@ class BlockShelf:
         self._runs: dict[bytes, tuple[int, ...]] = {}
         """The blocks of a prefix, by the key of its end."""
         self.pins: Counter[int] = Counter()
-        """How often each block is pinned for readers."""
+        """Pins of each block for readers."""
         self.asked = 0
         """Questions so far."""
 

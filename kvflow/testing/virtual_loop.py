@@ -36,7 +36,7 @@ _LIFE: ContextVar[Life | None] = ContextVar("kvflow_life", default=None)
 
 
 class Deadlock(AssertionError):
-    """Nothing is ready, no timer is set, and what the loop was to run is not done: it would wait forever."""
+    """Deadlock: nothing is ready, no timer is set, and what the loop was to run is not done: it would wait forever."""
 
 
 class LifeState(enum.StrEnum):

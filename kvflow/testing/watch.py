@@ -77,7 +77,7 @@ class _Slots:
         return torch.arange(start, stop).view(-1, self.size)
 
     def remember(self, block_ids: Sequence[int], tokens: int) -> None:
-        """So many tokens of the prompt are computed: take the digests of those that were not before."""
+        """Take the digests of tokens that are computed and were not before."""
         old, upto = self._digests, self._upto
         blocks = range(max(upto - self._first, 0) // self.size, max(-(-(tokens - self._first) // self.size), 0))
         self._upto = max(tokens, upto)
@@ -116,7 +116,7 @@ class OfferWatch:
         self._offered: dict[Lease, list[_Slots]] = {}
 
     def assert_unchanged(self) -> None:
-        """No offer has changed so far. Legal at any moment.
+        """Assert that no offer has changed so far. Legal at any moment.
 
         Raises:
             AssertionError: One has; it names the first place.
@@ -187,7 +187,7 @@ def _held(lease: Lease) -> HeldBlocks:
 
 
 def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> Iterator[int]:
-    """Which token of the prompt the first slot of a lease's blocks is for, by group: those of a window are its last."""
+    """Token of the prompt that the first slot of a lease's blocks is for, by group: those of a window are its last."""
     held, facts = _held(lease), lease.ticket.groups
     for group, cache in enumerate(caches):
         size = cache.layout.block_size if isinstance(cache, PatternCache) else 1
@@ -277,7 +277,7 @@ class BlockWatch:
         self._findings.assert_none()
 
     def assert_nothing_found(self) -> None:
-        """Nothing was wrong so far with what was taken and freed.
+        """Assert that nothing was wrong so far with what was taken and freed.
 
         Raises:
             AssertionError: Something was; it says what was found first.

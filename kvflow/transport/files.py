@@ -32,9 +32,9 @@ _SLEEP_SHARE = 8
 
 class Direction(enum.StrEnum):
     SAVE = "save"
-    """From memory to a file."""
+    """Save: from memory to a file."""
     RESTORE = "restore"
-    """From a file to memory."""
+    """Restore: from a file to memory."""
 
 
 class Settled(enum.Enum):
@@ -43,7 +43,7 @@ class Settled(enum.Enum):
     STOPPED = enum.auto()
     NOT_YET = enum.auto()
     NEVER = enum.auto()
-    """Not known before the thread has ended."""
+    """The end is not known before the thread has ended."""
 
 
 class MoveFailed(TransportError):
@@ -64,7 +64,7 @@ class Mover(Protocol):
         """A file that moves may touch. Raises TransportError."""
 
     def closing(self, fd: int) -> None:
-        """No move will touch it any more. Never raises."""
+        """Close the file, which no move will touch any more. Never raises."""
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         """Start a move between memory (local) and a file (remote: its offsets, and its descriptor as the device).
@@ -79,7 +79,7 @@ class Mover(Protocol):
         """Stop what was lost, while no other move is under way."""
 
     def close(self) -> None:
-        """No move is under way."""
+        """Close the file: no move is under way."""
 
 
 OnEnd = Callable[[TransportError | None], None]
@@ -124,7 +124,7 @@ class Files:
 
     @property
     def mover(self) -> Mover:
-        """On the thread: what moves."""
+        """The mover, made on the thread."""
         assert self._mover is not None, "it is open"
         return self._mover
 
@@ -164,7 +164,7 @@ class Files:
         self._under_way.add(move)
 
     async def aclose(self, last_job: Callable[[], None]) -> None:
-        """Once no move is under way run `last_job`, and end the mover and the thread. Closing twice is fine."""
+        """End the mover and the thread once no move is under way, after `last_job`. Closing twice is fine."""
         self._closing = True
         thread = self._thread
         if thread is None:
@@ -231,7 +231,7 @@ class Files:
         return True
 
     def _settle(self, mover: Mover) -> None:
-        """Nothing else is under way: stop what was lost, and begin what waits for that."""
+        """Stop what was lost, as nothing else is under way, and begin what waits for that."""
         assert self._thread is not None, "it runs"
         settled = mover.settle()
         if settled is Settled.NOT_YET:

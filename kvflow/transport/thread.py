@@ -40,7 +40,7 @@ class OwnerThread:
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Wakes of the thread, one for all jobs that came until it is taken: putting one costs a system call."""
         self._called = False
-        """There is an entry that the thread has not taken yet."""
+        """True while there is an entry that the thread has not taken yet."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
@@ -87,7 +87,7 @@ class OwnerThread:
             self._calls.put(None)
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
-        """From the thread: run `callback` on the loop, unless the loop is gone and nobody waits any more."""
+        """Run `callback` on the loop, from the thread, unless the loop is gone and nobody waits any more."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:

@@ -81,14 +81,13 @@ class RequestPrefixes:
         self._block_tokens = groups[0].facts.block_size
         self._shares = extra.share_prefixes and not why
         self._shelving: Shelving | None = None
-        self._asking: Asking | None = None
-        if extra.pulls_prefixes and not why:
-            self._asking = Asking(
-                extra.prefix_peers or (),
-                block_tokens=self._block_tokens,
-                tokens_min=extra.prefix_tokens_min,
-                hinted=bool(extra.prefix_events),
-            )
+        self._pulls = extra.pulls_prefixes and not why
+        self._asking = Asking(
+            extra.prefix_peers or (),
+            block_tokens=self._block_tokens,
+            tokens_min=extra.prefix_tokens_min,
+            hinted=bool(extra.prefix_events),
+        )
 
     def bind(self, pool: BlockPool) -> None:
         """The pool is there."""
@@ -117,13 +116,13 @@ class RequestPrefixes:
     def add(self, asked: Asked) -> None:
         """A request has come. Peers are asked unless it has a ticket of a prefill engine."""
         params = asked.kv_transfer_params
-        asks = self._asking is not None and not self._scheduler.takes(params or {})
+        asks = self._pulls and not self._scheduler.takes(params or {})
         if self._shelving is None and not asks:
             return
         keys = self._keys(asked, asked.num_prompt_tokens)
         if self._shelving is not None:
             self._shelving.add(asked.request_id, keys)
-        if self._asking is not None and asks and not asked.request.skip_reading_prefix_cache:
+        if asks and not asked.request.skip_reading_prefix_cache:
             try:
                 source = source_in(params)
             except RequestError as error:
@@ -138,7 +137,7 @@ class RequestPrefixes:
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """Whether the request's question to its peers is under way, or leaves with the next step."""
-        return self._asking is not None and self._asking.waits(request_id, num_computed_tokens)
+        return self._asking.waits(request_id, num_computed_tokens)
 
     def build_step(
         self,
@@ -151,28 +150,23 @@ class RequestPrefixes:
         """Put into a step what its workers have to know, and to ask."""
         if self._shelving is not None:
             self._shelving.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
-        if self._asking is not None:
-            step.questions = self._asking.take()
+        step.questions = self._asking.take()
 
     def answered(self, found: Iterable[Found]) -> None:
         """What peers have answered."""
         for one in found:
-            waits = self._asking is not None and self._asking.answered(one.request_id, found=one.ticket is not None)
-            if one.ticket is not None and waits:
-                self._scheduler.adopt(one.request_id, one.ticket)
-            elif one.ticket is not None:
-                self._scheduler.give_back(one.request_id, one.ticket)
+            waits = self._asking.answered(one.request_id, found=bool(one.tickets))
+            if one.tickets:
+                (self._scheduler.adopt if waits else self._scheduler.give_back)(one.request_id, one.tickets)
 
     def over(self, request_ids: Iterable[str]) -> None:
         """Loads of requests have ended, or will not be made."""
-        if self._asking is not None:
-            for request_id in request_ids:
-                self._asking.over(request_id)
+        for request_id in request_ids:
+            self._asking.over(request_id)
 
     def finished(self, asked: Asked, block_ids: Sequence[Sequence[int]]) -> None:
         """A request has ended, and still has its blocks."""
-        if self._asking is not None:
-            self._asking.finished(asked.request_id)
+        self._asking.finished(asked.request_id)
         if self._shelving is not None:
             request = asked.request
             computed = min(request.num_computed_tokens, request.num_tokens - 1)

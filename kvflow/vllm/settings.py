@@ -20,6 +20,7 @@ from kvflow.connector.settings import checked_fields
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
 from kvflow.kv_events import EventSource
+from kvflow.runtime.prefix.requests import PEERS_MAX
 from kvflow.vllm.layout import Group
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Extra:
         checks.seconds(self.prefix_wait_s, "prefix_wait_s", error=ConfigError)
         if self.recompute_s_per_token is not None:
             checks.seconds(self.recompute_s_per_token, "recompute_s_per_token", error=ConfigError)
+        checks.count(self.prefix_peers or (), "prefix_peers", most=PEERS_MAX, error=ConfigError)
         for peer in self.prefix_peers or ():
             split_address(peer, what="prefix_peers")
 

@@ -112,7 +112,9 @@ def test_each_experiment_leaves_a_line_however_it_ends(tmp_path: Path) -> None:
     assert "of the whole time" in lines[0]["why"]
 
 
+@pytest.mark.thorough
 def test_experiments_are_chosen_by_name_and_say_so_without_a_device(tmp_path: Path) -> None:
+    """Thorough: see `test_each_experiment_leaves_a_line_however_it_ends` of this file."""
     code, _, said = run_experiments(tmp_path, "tests/gpu", "--collect-only", "--only", "e2, E0")
     assert (code, said.count("test_the_machine"), said.count("test_the_cost_of_a_piece")) == (0, 1, 1), said
     assert "test_the_way_of_reads" not in said
@@ -236,14 +238,15 @@ def test_work_of_a_cuda_device_is_launched_behind_its_pause_and_before_its_event
     assert cuda.told == [f"sleep of 200000000 on {name}", f"work on {name}", f"record on {name}"]
 
 
-OTHERS = [pytest.param(f"E{number}", marks=pytest.mark.thorough) for number in (0, 1, 2, 3, 4, 5, 7, 8, 9, 11)]
-
-
+@pytest.mark.thorough
 @pytest.mark.nixl
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["E6", *OTHERS])
+@pytest.mark.parametrize("name", [f"E{number}" for number in (*range(10), 11)])
 def test_experiments_can_be_tried_on_a_cpu(name: str, tmp_path: Path) -> None:
-    """So that their code is not dead; what experiments are made of is the same in all."""
+    """So that their code is not dead; what experiments are made of is the same in all.
+
+    Thorough: see `test_each_experiment_leaves_a_line_however_it_ends` of this file.
+    """
     _, (line,), said = run_experiments(tmp_path, "tests/gpu", "--only", name)
     assert (line["experiment"], line["device"], line["ending"]) == (name, "cpu", "passed"), said
     assert len(line["found"]) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,11 +21,15 @@ from kvflow.connector.worker import Answered, Happening, Loaded, LoadFailed
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.policy.states import ProducerState
 from kvflow.core.prefix.keys import prefix_keys
+from kvflow.core.protocol.messages import PREFIX_OF
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.kv_events import BlockStored
+from kvflow.runtime.load.load import LoadReport
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixRequest
+from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
+from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork
 from tests.connector.test_worker import (
     BLOCK_SIZE,
@@ -35,6 +40,7 @@ from tests.connector.test_worker import (
     load_ended,
     make,
     settled_afterwards,
+    spare_of,
     steps,
 )
 from tests.support.tests_support import any_ticket, each
@@ -80,8 +86,8 @@ def test_a_prefix_is_loaded_as_any_ticket_is(pair: Pair) -> None:
     holder, reader = pair.prefill, pair.decode
     answer = ask(reader, question(holder))
     assert answer.outcome is PrefixOutcome.FOUND
-    assert answer.found.ticket is not None
-    reader.scheduler.adopt("d", answer.found.ticket)
+    assert answer.found.tickets
+    reader.scheduler.adopt("d", answer.found.tickets)
     assert reader.scheduler.num_new_matched_tokens("d", 0) == Matched(8, True)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
     loaded = reader.until(load_ended)
@@ -98,8 +104,8 @@ def test_a_prefix_is_loaded_as_any_ticket_is(pair: Pair) -> None:
 def test_only_what_is_not_cached_is_read(pair: Pair) -> None:
     reader = pair.decode
     answer = ask(reader, question(pair.prefill, cached=4))
-    assert answer.found.ticket is not None
-    reader.scheduler.adopt("d", answer.found.ticket)
+    assert answer.found.tickets
+    reader.scheduler.adopt("d", answer.found.tickets)
     assert reader.scheduler.num_new_matched_tokens("d", 4) == Matched(4, True)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 4)
     assert isinstance(reader.until(load_ended), Loaded)
@@ -113,20 +119,21 @@ def test_what_is_reused_before_it_was_read_is_a_miss(pair: Pair) -> None:
     """The holder's step does not wait for its reader, and writes at once."""
     holder, reader = pair.prefill, pair.decode
     answer = ask(reader, question(holder))
-    assert answer.found.ticket is not None
+    assert answer.found.tickets
     holder.worker.prepare(Step(reused=(2,)))
     assert sorted(holder.worker.shared()) == ["found", "reclaimed"]
     for layer in holder.kv_caches.values():
         layer[:, 2] = 7.0
-    reader.scheduler.adopt("d", answer.found.ticket)
+    reader.scheduler.adopt("d", answer.found.tickets)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
     assert isinstance(reader.until(load_ended), LoadFailed)
     assert reader.scheduler.num_new_matched_tokens("d", 0) == Matched(0, False)
     reader.scheduler.request_finished("d", completed=True)
     again = ask(reader, question(holder, request_id="e"))
-    assert again.found.ticket is not None
-    assert again.found.ticket.num_tokens == 4, "the other block is there still"
-    reader.scheduler.give_back("e", again.found.ticket)
+    assert again.found.tickets
+    assert again.found.tickets[0].num_tokens == 4, "the other block is there still"
+    reader.scheduler.give_back("e", again.found.tickets)
+    reader.step()
 
 
 def test_nothing_and_nobody(pair: Pair) -> None:
@@ -138,18 +145,18 @@ def test_nothing_and_nobody(pair: Pair) -> None:
 
 def test_what_is_offered_to_a_request_that_has_ended_is_given_back(pair: Pair) -> None:
     answer = ask(pair.decode, question(pair.prefill))
-    assert answer.found.ticket is not None
-    pair.decode.scheduler.give_back("d", answer.found.ticket)
+    assert answer.found.tickets
+    pair.decode.scheduler.give_back("d", answer.found.tickets)
     pair.decode.step()  # the fixture sees whether it was
 
 
 def test_a_request_that_ends_before_it_has_blocks_gives_its_prefix_back(pair: Pair) -> None:
     answer = ask(pair.decode, question(pair.prefill))
-    assert answer.found.ticket is not None
-    pair.decode.scheduler.adopt("d", answer.found.ticket)
+    assert answer.found.tickets
+    pair.decode.scheduler.adopt("d", answer.found.tickets)
     pair.decode.step()
     with pytest.raises(UsageError, match="it has a ticket already"):
-        pair.decode.scheduler.adopt("d", answer.found.ticket)
+        pair.decode.scheduler.adopt("d", answer.found.tickets)
     assert not pair.decode.scheduler.request_finished("d", completed=False).hold_blocks
     pair.decode.step()
 
@@ -158,8 +165,8 @@ def test_a_prompt_that_is_computed_for_a_reader_may_begin_with_a_prefix(pair: Pa
     reader = pair.decode
     reader.scheduler.add(Request("d", 12, PREFILL))
     answer = ask(reader, question(pair.prefill))
-    assert answer.found.ticket is not None
-    reader.scheduler.adopt("d", answer.found.ticket)
+    assert answer.found.tickets
+    reader.scheduler.adopt("d", answer.found.tickets)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
     assert isinstance(reader.until(load_ended), Loaded)
     reader.step(("d", 12), blocks=(5, 6, 7))
@@ -174,6 +181,85 @@ def test_a_prompt_that_is_computed_for_a_reader_may_begin_with_a_prefix(pair: Pa
     pair.prefill.scheduler.request_finished("d", completed=True)
 
 
+# --- more than one holder
+
+
+@pytest.fixture
+def trio(pair: Pair) -> Iterator[tuple[Pair, Engine]]:
+    """One more engine has the same two blocks, in blocks 3 and 4."""
+    with spare_of(pair) as spare:
+        spare.worker.share([PagedGroup(GroupFacts(name="kv", block_size=BLOCK_SIZE))], BLOCK_SIZE)
+        begin(spare, Step(shelved=[Shelved(parent=b"", keys=tuple(KEYS[:2]), block_tables=((3, 4),))]))
+        yield pair, spare
+
+
+def adopted(reader: Engine, *holders: Engine) -> tuple[Ticket, ...]:
+    """The request "d" asks these, and has blocks for the 8 tokens that they offer."""
+    answer = ask(reader, question(*holders))
+    reader.scheduler.adopt("d", answer.found.tickets)
+    return answer.found.tickets
+
+
+def holders_of(trio: tuple[Pair, Engine], tickets: Sequence[Ticket]) -> list[Engine]:
+    """In the order of their tickets."""
+    by_id = {engine.runtime.config.engine_id: engine for engine in (trio[0].prefill, trio[1])}
+    return [by_id[ticket.engine_id] for ticket in tickets]
+
+
+def test_a_holder_that_fails_is_followed_by_the_next(trio: tuple[Pair, Engine]) -> None:
+    reader = trio[0].decode
+    tickets = adopted(reader, trio[0].prefill, trio[1])
+    _, second = holders_of(trio, tickets)
+    reader.transport.faults.fail_next.append(TransportError("scripted"))
+    reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
+    loaded = reader.until(load_ended)
+    assert isinstance(loaded, Loaded)
+    assert [(one.engine_id, one.outcome) for one in loaded.report.attempts] == [
+        (tickets[0].engine_id, "TransferFailed"),
+        (tickets[1].engine_id, "loaded"),
+    ]
+    fill = float(next(iter(second.kv_caches.values())).flatten()[0])
+    for layer in reader.kv_caches.values():
+        assert (layer[:, [5, 6]] == fill).all()
+        assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
+    reader.scheduler.request_finished("d", completed=True)
+
+
+def test_what_a_holder_has_reused_by_the_time_of_the_load_is_read_from_the_next(trio: tuple[Pair, Engine]) -> None:
+    reader = trio[0].decode
+    first, second = holders_of(trio, tickets := adopted(reader, trio[0].prefill, trio[1]))
+    first.worker.prepare(Step(reused=(2, 4)))
+    reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
+    loaded = reader.until(load_ended)
+    assert isinstance(loaded, Loaded)
+    assert [one.outcome for one in loaded.report.attempts] == ["LeaseExpired", "loaded"]
+    assert loaded.report.attempts[-1].engine_id == tickets[1].engine_id == second.runtime.config.engine_id
+    reader.scheduler.request_finished("d", completed=True)
+
+
+def test_a_request_that_waits_for_blocks_keeps_what_every_holder_offers(trio: tuple[Pair, Engine]) -> None:
+    reader = trio[0].decode
+    holders = holders_of(trio, adopted(reader, trio[0].prefill, trio[1]))
+    reader.step()
+    for _ in steps():
+        renewed = [engine.runtime.statistics().serving for engine in holders]
+        if all(one is not None and one.renewals for one in renewed):
+            break
+    assert all(one is not None and one.renewals for one in renewed)
+    assert not reader.scheduler.request_finished("d", completed=False).hold_blocks
+    reader.step()  # the fixtures see that both have their blocks again
+
+
+def test_who_has_less_than_another_gives_nothing(trio: tuple[Pair, Engine]) -> None:
+    pair, spare = trio
+    spare.worker.prepare(Step(reused=(4,)))
+    (ticket,) = adopted(pair.decode, pair.prefill, spare)
+    assert (ticket.engine_id, ticket.num_tokens) == ("holder", 8)
+    pair.decode.scheduler.request_finished("d", completed=False)
+    pair.decode.step()
+    spare.until_settled()  # it was given back
+
+
 # --- whom a worker asks
 
 
@@ -182,47 +268,76 @@ class Peers:
     """What each peer offers, in tokens; None does not answer."""
 
     offers: dict[str, int | None]
-    asked: list[str] = field(default_factory=list)
+    asked: list[tuple[str, ...]] = field(default_factory=list)
 
     async def seek_prefix(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        (peer,) = request.peers
-        assert isinstance(peer, str)
-        self.asked.append(peer)
-        tokens = self.offers[peer]
-        if tokens is None:
+        peers = cast("tuple[str, ...]", request.peers)
+        self.asked.append(peers)
+        if None in (self.offers[peer] for peer in peers):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.Event().wait(), request.answer_within_s)
-        if not tokens:
-            return ()
-        ticket = any_ticket(engine_id=peer).without_leases(request_id="x", block_ids=(), num_tokens=tokens, ttl_s=1.0)
-        return (PrefixOffer(peer=peer, ticket=ticket, num_tokens=tokens, queued_bytes=0, round_trip_s=0.01),)
+        found = [(self.offers[peer] or 0, peer) for peer in peers if self.offers[peer]]
+        return tuple(self._offer(peer, tokens) for tokens, peer in sorted(found, key=lambda one: -one[0]))
+
+    def _offer(self, peer: str, tokens: int) -> PrefixOffer:
+        ticket = any_ticket(engine_id=peer).without_leases(
+            request_id=f"{PREFIX_OF}x", block_ids=(), num_tokens=tokens, ttl_s=1.0
+        )
+        return PrefixOffer(peer=peer, ticket=ticket, num_tokens=tokens, queued_bytes=0, round_trip_s=0.01)
 
 
-async def asked(peers: PrefixPeers, runtime: Peers, *, cached: int = 0) -> tuple[PrefixOutcome, list[str]]:
-    outcome, tickets = await peers.ask(cast(Runtime, runtime), question(*runtime.offers, cached=cached))
-    return outcome, [ticket.engine_id for ticket in tickets]
+def named(tickets: Sequence[Ticket]) -> list[str]:
+    return [ticket.engine_id for ticket in tickets]
 
 
-async def test_the_longest_run_comes_first() -> None:
-    runtime = Peers({"a": 4, "b": 12, "c": 0, "d": 8})
-    assert await asked(PrefixPeers(), runtime) == (PrefixOutcome.FOUND, ["b", "d", "a"])
+async def asked(peers: PrefixPeers, runtime: Peers, *, cached: int = 0) -> tuple[PrefixOutcome, list[str], list[str]]:
+    outcome, tickets, others = await peers.ask(cast(Runtime, runtime), question(*runtime.offers, cached=cached))
+    return outcome, named(tickets), named(others)
 
 
-async def test_who_does_not_answer_is_left_out_for_longer_each_time() -> None:
-    runtime, peers = Peers({"dead": None, "alive": 0}), PrefixPeers(wait_s=0.01)
-    assert await asked(peers, runtime) == (PrefixOutcome.LATE, [])
-    assert await asked(peers, runtime) == (PrefixOutcome.LATE, [])
-    assert runtime.asked == ["dead", "alive", "alive"]
-    pauses = []
-    for _ in range(7):
-        pauses.append(peers._late["dead"].pause_s)
-        peers._late["dead"].until_s = 0.0  # it is over
-        await asked(peers, runtime)
-    assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    runtime.offers["dead"] = 4
-    peers._late["dead"].until_s = 0.0
-    assert await asked(peers, runtime) == (PrefixOutcome.FOUND, ["dead"])
-    assert not peers._late
+async def test_of_those_with_the_longest_run_all_are_sources() -> None:
+    runtime = Peers({"a": 4, "b": 12, "c": 0, "d": 8, "e": 12})
+    assert await asked(PrefixPeers(), runtime) == (PrefixOutcome.FOUND, ["b", "e"], ["d", "a"])
+    runtime = Peers({f"tcp://a:{at}": 4 for at in range(1, 70)})
+    _, tickets, others = await asked(PrefixPeers(), runtime)
+    assert (len(tickets), len(others)) == (16, 48), "of a load's sources, and of a question's peers, there are so many"
+
+
+async def test_nothing_is_late_if_somebody_was_waited_for_in_vain() -> None:
+    assert await asked(PrefixPeers(wait_s=60.0), Peers({"a": 0})) == (PrefixOutcome.NOTHING, [], [])
+    assert await asked(PrefixPeers(wait_s=0.01), Peers({"a": 0, "dead": None})) == (PrefixOutcome.LATE, [], [])
+    assert await asked(PrefixPeers(wait_s=0.01), Peers({"a": 4, "dead": None})) == (PrefixOutcome.FOUND, ["a"], [])
+
+
+def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
+    """Until its answer is there: one that is frozen costs one question."""
+    reader, holder = pair.decode, pair.prefill
+    frozen, released = threading.Event(), threading.Event()
+    peers = reader.worker._courier.peers
+    assert ask(reader, question(holder, keys=OTHER)).outcome is PrefixOutcome.NOTHING, "it is connected now"
+    peers.wait_s = 1.0
+    at = question(holder)
+    holder.runtime.start(lambda _: _freeze(frozen, released))
+    try:
+        assert frozen.wait(60.0)
+        assert ask(reader, at).outcome is PrefixOutcome.LATE
+        assert ask(reader, at).outcome is PrefixOutcome.NOTHING
+    finally:
+        released.set()
+    peers.wait_s = 60.0
+    for _ in steps():
+        answer = ask(reader, at)
+        if answer.outcome is PrefixOutcome.FOUND:
+            break
+    assert answer.outcome is PrefixOutcome.FOUND
+    reader.scheduler.give_back("d", answer.found.tickets)
+    reader.step()
+
+
+async def _freeze(frozen: threading.Event, released: threading.Event) -> None:
+    """Keep a runtime's loop from running, as a process that is stopped."""
+    frozen.set()
+    released.wait()
 
 
 def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair) -> None:
@@ -237,19 +352,31 @@ def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair
     assert ask(reader, question(pair.prefill, keys=OTHER)).outcome is PrefixOutcome.NOTHING
 
 
-async def test_those_that_events_name_are_asked_too_unless_a_router_has_named_one() -> None:
+async def test_those_that_events_name_are_asked_first_unless_a_router_has_named_one() -> None:
     runtime = Peers({"a": 4, "hinted": 12, "less": 8, "nothing new": 0})
     peers = PrefixPeers()
     for holder, blocks in (("hinted", 3), ("less", 2), ("nothing new", 1)):
         event = BlockStored(block_hashes=range(blocks), token_ids=PROMPT[: blocks * BLOCK_SIZE], block_size=BLOCK_SIZE)
         peers._map.apply(holder, event)
     one = question("a", cached=4)
-    outcome, tickets = await peers.ask(cast(Runtime, runtime), replace(one, hinted=True))
-    assert outcome is PrefixOutcome.FOUND
-    assert [ticket.engine_id for ticket in tickets] == ["hinted", "less", "a"]
-    assert runtime.asked == ["a", "hinted", "less"]
+    outcome, tickets, others = await peers.ask(cast(Runtime, runtime), replace(one, hinted=True))
+    assert (outcome, named(tickets), named(others)) == (PrefixOutcome.FOUND, ["hinted"], ["less", "a"])
     await peers.ask(cast(Runtime, runtime), one)
-    assert runtime.asked[3:] == ["a"]
+    assert runtime.asked == [("hinted", "less", "a"), ("a",)]
+
+
+def report_of(total_s: float, tokens: int = 8, *, attempts: Sequence[Attempt] = ()) -> LoadReport:
+    return LoadReport(
+        request_id="d",
+        bytes=1,
+        blocks=1,
+        tokens=tokens,
+        descriptors=1,
+        sources=(),
+        notified=True,
+        seconds={"wire": total_s},
+        attempts=attempts,
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,9 +387,23 @@ async def test_what_is_computed_sooner_is_not_loaded(
     total_s: float | None, recompute_s_per_token: float | None, expected: str
 ) -> None:
     runtime, peers = Peers({"a": 12}), PrefixPeers(recompute_s_per_token=recompute_s_per_token)
-    assert await asked(peers, runtime, cached=4) == (PrefixOutcome.FOUND, ["a"]), "nothing was measured yet"
-    peers.loaded("d", "a", total_s)
-    assert await asked(peers, runtime) == (PrefixOutcome(expected), ["a"])
+    assert await asked(peers, runtime, cached=4) == (PrefixOutcome.FOUND, ["a"], []), "nothing was measured yet"
+    if total_s is not None:
+        peers.learn(runtime._offer("a", 12).ticket, report_of(total_s))
+    found = (["a"], []) if expected == "found" else ([], ["a"])
+    assert await asked(peers, runtime) == (PrefixOutcome(expected), *found)
+
+
+async def test_what_loads_take_is_learned_of_prefixes_and_by_who_has_given_them() -> None:
+    runtime, peers = Peers({"a": 12, "b": 12}), PrefixPeers(recompute_s_per_token=0.5)
+    ticket = runtime._offer("a", 12).ticket
+    peers.learn(any_ticket(engine_id="a"), report_of(99.0))  # a hand-over, maybe of a few tokens
+    peers.learn(ticket, report_of(99.0, tokens=0))
+    left = Attempt(engine_id="a", address="", outcome="LeaseExpired", error="", bytes=0, seconds=1.0)
+    gave = Attempt(engine_id="b", address="", outcome="loaded", error="", bytes=1, seconds=80.0)
+    peers.learn(ticket, report_of(99.0, attempts=[left, gave]))
+    assert (await asked(peers, Peers({"a": 12})))[0] is PrefixOutcome.FOUND
+    assert (await asked(peers, Peers({"b": 12})))[0] is PrefixOutcome.SLOWER
 
 
 # --- which requests ask
@@ -390,4 +531,4 @@ def test_what_cannot_be_a_source(given: object) -> None:
 def test_what_is_said_of_them() -> None:
     assert repr(asking("tcp://a:1")) == "<Asking 0 requests>"
     assert repr(Shelving(BLOCK_SIZE, lambda _: None)) == "<Shelving 0 blocks of 0 requests and former ones>"
-    assert Found(request_id="r", ticket=None).ticket is None
+    assert Found(request_id="r").tickets == ()

@@ -182,7 +182,7 @@ def test_the_blocks_that_are_not_computed_are_received(offered: int, external: i
     connector.add(consumer(10, ticket))
     connector.update_after_alloc("r", [7, 8, 9], external)
     (receive,) = step_of(connector).receive
-    assert (receive.request_id, receive.ticket, receive.block_tables) == ("r", ticket, (missing,))
+    assert (receive.request_id, receive.tickets, receive.block_tables) == ("r", (ticket,), (missing,))
     assert step_of(connector) == Step()
 
 
@@ -262,7 +262,7 @@ def matched(connector: ConnectorScheduler, names: str = "abc", computed: int = 0
 def release_count(connector: ConnectorScheduler) -> int:
     """How often a step tells the producer that its blocks are free."""
     step = step_of(connector)
-    assert all(release.ticket.request_id == "remote" for release in step.release)
+    assert all(release.tickets[0].request_id == "remote" for release in step.release)
     return sum(release.last for release in step.release)
 
 
@@ -842,14 +842,14 @@ class Engine(RuleBasedStateMachine):
             assert not any(blocks & self.leases[other].keys() for other in self.out & self.leases.keys())
             self.loads[receive.request_id] = blocks
             assert receive.shared == self.alive[receive.request_id].shares
-            assert receive.ticket.request_id not in self.told
+            assert receive.tickets[0].request_id not in self.told
             if not receive.shared:
-                self.tell(receive.ticket)
+                self.tell(receive.tickets[0])
         for release in step.release:
-            read = any(self.alive[name].ticket == release.ticket for name in self.loads)
+            read = any(self.alive[name].ticket == release.tickets[0] for name in self.loads)
             assert not (read and release.last)
             if release.last:
-                self.tell(release.ticket)
+                self.tell(release.tickets[0])
         for request_id in step.abandon:
             assert request_id in self.loads
         for save in step.save:
@@ -1268,7 +1268,7 @@ def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
     connector.introduce(grouped_ticket((), 0, "introduction"))
     connector.add(Request("r", 10, {"do_remote_prefill": True}))
     (keep,) = step_of(connector).keep
-    assert keep.ticket is theirs
+    assert keep.tickets == (theirs,)
     assert connector.num_new_matched_tokens("r", 0) == Matched(10, True)
     with pytest.raises(RequestError, match="odd"):
         connector.add(Request("odd", 10, {"do_remote_prefill": True, "odd": 1}))

@@ -774,7 +774,8 @@ def test_a_prompt_that_cannot_be_offered_is_declined(pair: Pair) -> None:
     pair.prefill.step(("r", 5), blocks=[1, 2])
     assert isinstance(failed(pair.decode).error, PrefillFailed)
     faults.hold = False
-    pair.prefill.until(load_ended, meanwhile=pair.prefill.transport.perform)
+    on_loop(pair.prefill.runtime, pair.prefill.transport.perform)
+    pair.prefill.until(load_ended)
     for request_id in ("busy", "r"):
         pair.prefill.scheduler.request_finished(request_id, completed=False)
     pair.decode.until(lease_ended)

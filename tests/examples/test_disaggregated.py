@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import disaggregated_chat
 import pytest
 import torch
 from disaggregated import example, router
@@ -47,7 +49,7 @@ pytestmark = [pytest.mark.nixl, pytest.mark.timeout(600)]
 def test_the_chat_runs_as_it_stands(run_python: RunPython) -> None:
     """Over tcp, with a block size that does not divide the prompt: `dev.py demo` runs it over shared memory.
 
-    Thorough: see `test_any_ranks_go_on_from_any_ranks` of this file.
+    Thorough: see `test_what_lies_before_windows_is_not_moved` of this file.
     """
     block_size = 7
     options = {"transport": "tcp", "tokens": 12, "block-size": block_size}
@@ -101,18 +103,21 @@ def test_names_what_is_not_installed(run_python: RunPython) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "least"),
-    [("--tokens", "1", 2), pytest.param("--block-size", "0", 1, marks=pytest.mark.thorough)],
+    [("--tokens", "1", 2), ("--block-size", "0", 1)],
 )
-def test_refuses_counts_that_prove_nothing(run_python: RunPython, option: str, value: str, least: int) -> None:
-    demo = run_python(str(CHAT), option, value)
-    assert demo.returncode == 2
-    assert f"{option}: {value} is less than {least}" in demo.stderr
+def test_refuses_counts_that_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str, least: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chat", option, value])
+    with pytest.raises(SystemExit, match="2"):
+        disaggregated_chat.main()
+    assert f"{option}: {value} is less than {least}" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("smollm2_packages")
 def test_the_engines_of_several_ranks_run_as_they_stand(run_python: RunPython) -> None:
-    """Thorough: see `test_any_ranks_go_on_from_any_ranks` of this file."""
+    """Thorough: see `test_what_lies_before_windows_is_not_moved` of this file."""
     shown = run_python(str(HETERO), "--tokens", "24")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert shown.stderr == ""
@@ -176,16 +181,12 @@ async def ready_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesse
         yield engine
 
 
-@pytest.mark.parametrize(
-    ("transport", "prefill_tp", "decode_tp"),
-    [
-        ("shm", 1, 1),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("shm", 2, 4), ("tcp", 4, 2))),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("transport", "prefill_tp", "decode_tp"), [("shm", 1, 1), ("shm", 2, 4), ("tcp", 4, 2)])
 async def test_any_ranks_go_on_from_any_ranks(
     settings: Settings, tiny: Model, transport: str, prefill_tp: int, decode_tp: int
 ) -> None:
+    """Thorough: see `test_what_lies_before_windows_is_not_moved` of this file."""
     set_worker_environment(transport)
     async with (
         ready_engine(settings("prefill-0", shard=SHARDS[prefill_tp])) as prefill,
@@ -243,7 +244,7 @@ def test_ranks_that_disagree_are_an_error() -> None:
 async def test_wrong_answers_are_noticed(settings: Settings, tiny: Model, tmp_path: Path) -> None:
     """A prefill engine with other weights leaves other keys and values: the comparison must see it.
 
-    Thorough: see `test_any_ranks_go_on_from_any_ranks` of this file.
+    Thorough: see `test_what_lies_before_windows_is_not_moved` of this file.
     """
     other = with_other_weights(tiny.checkpoint, tmp_path)
     async with (

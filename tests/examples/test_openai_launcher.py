@@ -14,11 +14,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from openai_server import launcher
+from openai_server.command import main
 from openai_server.launcher import HEALTH_TIMEOUT, Keeper, ServiceSettings, start_service
 from openai_server.starts import CANNOT_START, CannotListenError, StartError, Starts, listen_at
-from tiny_model import EXAMPLES, Model, RunPython
+from tiny_model import Model
 
-SERVER = EXAMPLES / "openai_server"
 HERE = "127.0.0.1"
 
 # What the launcher starts instead of workers. It notes its starts, and answers that it is well.
@@ -239,16 +239,16 @@ class TestCommands:
         "words",
         [
             ("serve",),
-            pytest.param(("prefill", "--name", "p"), marks=pytest.mark.thorough),
-            pytest.param(("router", "--prefill", "p=http://x", "--decode", "d=http://y"), marks=pytest.mark.thorough),
+            ("prefill", "--name", "p"),
+            ("router", "--prefill", "p=http://x", "--decode", "d=http://y"),
         ],
         ids=lambda words: words[0],
     )
     def test_a_taken_port_is_said_in_a_line(
-        self, tiny: Model, run_python: RunPython, taken: int, words: tuple[str, ...]
+        self, tiny: Model, capsys: pytest.CaptureFixture[str], taken: int, words: tuple[str, ...]
     ) -> None:
-        done = run_python(str(SERVER), *words, "--port", str(taken), "--checkpoint", str(tiny.checkpoint))
-        assert (done.returncode, done.stderr) == (
+        code = main([*words, "--port", str(taken), "--checkpoint", str(tiny.checkpoint)])
+        assert (code, capsys.readouterr().err) == (
             CANNOT_START,
             f"error: cannot listen at 127.0.0.1:{taken}: Address already in use; "
             "end what listens there, or choose another port with --port\n",
@@ -258,17 +258,13 @@ class TestCommands:
         ("words", "message"),
         [
             (("--port", "70000"), r"argument --port: expected 0 to 65535, got '70000'"),
-            pytest.param(
-                ("--checkpoint", "/nowhere"),
-                r"there is no unpacked model in '/nowhere'; the command `unpack` makes one",
-                marks=pytest.mark.thorough,
-            ),
+            (("--checkpoint", "/nowhere"), r"there is no unpacked model in '/nowhere'; the command `unpack` makes one"),
         ],
         ids=["port", "checkpoint"],
     )
     def test_what_cannot_be_right_is_said_before_anything_starts(
-        self, run_python: RunPython, words: tuple[str, ...], message: str
+        self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
     ) -> None:
-        done = run_python(str(SERVER), "serve", *words)
-        assert done.returncode == 2
-        assert re.search(message, done.stderr)
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", *words])
+        assert re.search(message, capsys.readouterr().err)

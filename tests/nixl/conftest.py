@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engine_process import TRANSPORTS, Engines
+from engine_main import EngineSetup
+from engine_process import TRANSPORTS, EngineProcess, Engines
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -17,3 +18,11 @@ def transport(request: pytest.FixtureRequest) -> str:
 def engines(transport: str) -> Iterator[Engines]:
     with Engines(TRANSPORTS[transport]) as engines:
         yield engines
+
+
+@pytest.fixture(scope="module")
+def spare(transport: str) -> Iterator[EngineProcess]:
+    """One that no test of the module harms; its blocks hold 7 at first."""
+    with Engines(TRANSPORTS[transport]) as engines:
+        (spare,) = engines.start(EngineSetup(engine_id="spare", fill=7.0, config={"cancel_grace_s": 0.1}))
+        yield spare

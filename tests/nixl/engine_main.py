@@ -29,6 +29,7 @@ from steered_loop import SteeredLoop
 import kvflow
 from kvflow.runtime.world import World
 from kvflow.testing import LoopClock
+from kvflow.transport.nixl import agents
 from tests.gpu.device import open_device
 
 BLOCK_SIZE = 16
@@ -73,11 +74,15 @@ class EngineSetup:
     """Its rank's heads: so many from `first_head` on."""
     config: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
+    parks: bool = True
+    """Whether reads that are stuck can be given up."""
 
 
 def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str]) -> None:
     """What the process runs: until told to quit, or until the test's end is gone."""
     os.environ.update(environment)
+    if not setup.parks:
+        agents._PARKED_MAX = 0
     if setup.namespace is not None:
         enter_namespace(setup.namespace)
     with asyncio.Runner(loop_factory=SteeredLoop if setup.steered else uvloop.new_event_loop) as runner:

@@ -23,7 +23,11 @@ SLICES_BEFORE_FAULT = 8
 LIMITS, GRACE = {"slice_bytes_max": BLOCK_BYTES}, {"cancel_grace_s": 0.1}
 PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=GRACE, limits=LIMITS, steered=True)
 CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=GRACE, limits=LIMITS, steered=True)
-SPARE = EngineSetup(engine_id="spare", fill=7.0, config=GRACE, limits=LIMITS)
+
+
+MET_BEFORE = pytest.mark.parametrize(
+    "met_before", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["never met", "met before"]
+)
 
 
 class Victim(StrEnum):
@@ -78,9 +82,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_process_dies_or_stops(engines: Engines, transport: str, case: Case) -> None:
-    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.thorough if case.moment is Moment.AFTER else ()) for case in CASES],
+    ids=str,
+)
+def test_a_process_dies_or_stops(engines: Engines, spare: EngineProcess, transport: str, case: Case) -> None:
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
     victim = {Victim.PRODUCER: producer, Victim.CONSUMER: consumer}[case.victim]
     hand_over(producer, consumer, "warm up")
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
@@ -130,9 +138,9 @@ def strike(case: Case, consumer: EngineProcess, victim: EngineProcess, ticket: M
 
 
 @pytest.mark.parametrize("victim", list(Victim))
-def test_a_process_closes_during_a_read(engines: Engines, victim: Victim) -> None:
+def test_a_process_closes_during_a_read(engines: Engines, spare: EngineProcess, victim: Victim) -> None:
     """In order, so its exit code is 0; the other one goes on."""
-    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
     hand_over(producer, consumer, "warm up")
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
     consumer.stall(after_reads=SLICES_BEFORE_FAULT)
@@ -166,15 +174,15 @@ def test_a_stopped_producer_cannot_be_met(engines: Engines) -> None:
     assert producer.call("outcome", request_id="r") == "read"
 
 
-def test_a_killed_producer_cannot_be_met(engines: Engines) -> None:
-    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+def test_a_killed_producer_cannot_be_met(engines: Engines, spare: EngineProcess) -> None:
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
     producer.kill()
     assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
     assert_healthy(consumer, spare)
 
 
-@pytest.mark.parametrize("met_before", [False, True], ids=["never met", "met before"])
+@MET_BEFORE
 def test_a_restarted_producer_satisfies_no_old_ticket(engines: Engines, met_before: bool) -> None:
     """Same name, same port, other incarnation."""
     producer, consumer = engines.start(PRODUCER, CONSUMER)
@@ -191,7 +199,7 @@ def test_a_restarted_producer_satisfies_no_old_ticket(engines: Engines, met_befo
     hand_over(producer, consumer, "newer", value=2.0)
 
 
-@pytest.mark.parametrize("met_before", [False, True], ids=["never met", "met before"])
+@MET_BEFORE
 def test_a_restarted_consumer_is_served(engines: Engines, met_before: bool) -> None:
     producer, consumer = engines.start(PRODUCER, CONSUMER)
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
@@ -204,10 +212,10 @@ def test_a_restarted_consumer_is_served(engines: Engines, met_before: bool) -> N
     assert_healthy(producer, consumer)
 
 
-@pytest.mark.parametrize("transport", ["tcp"])
-def test_a_cancelled_load_quarantines_what_may_still_land(engines: Engines, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+def test_a_cancelled_load_quarantines_what_may_still_land(engines: Engines, spare: EngineProcess) -> None:
     """The producer is stopped, so the reads that were posted are as good as endless until it is back."""
-    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
     hand_over(producer, consumer, "warm up")
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
     producer.stop()

@@ -41,7 +41,7 @@ def loaded(engine: EngineProcess, request_id: str, ticket: dict[str, object], bl
     return values
 
 
-@pytest.mark.parametrize("farewell", [True, False])
+@pytest.mark.parametrize("farewell", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_nothing_of_before_is_read_as_good_and_a_new_ticket_works(engines: Engines, farewell: bool) -> None:
     producer, consumer = engines.pair()
     kept: list[dict[str, int]] = []

@@ -29,6 +29,7 @@ ON_CUDA = (
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
+STAGING = ["auto", pytest.param("always", marks=pytest.mark.thorough)]
 LATE_S = 0.2
 MIB = 1 << 20
 
@@ -94,10 +95,14 @@ CUTS = [
     Cut("staged at the consumer", {}, STAGED),
     Cut("staged on both sides", STAGED, STAGED),
 ]
+FAST_CUT = "NHD to HND, scratch"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cut", [pytest.param(cut, id=cut.id) for cut in CUTS])
+@pytest.mark.parametrize(
+    "cut",
+    [pytest.param(cut, id=cut.id, marks=() if cut.id == FAST_CUT else pytest.mark.thorough) for cut in CUTS],
+)
 def test_every_byte_has_its_place_between_caches_that_differ(started: Engines, device: str, cut: Cut) -> None:
     producer, consumer = started.start(
         EngineSetup(**{"engine_id": "producer", "device": device, "fill": 1.0, **cut.producer}),
@@ -112,8 +117,10 @@ def test_every_byte_has_its_place_between_caches_that_differ(started: Engines, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("staging", ["auto", "always"])
-@pytest.mark.parametrize("own_stream", [False, True], ids=["default_stream", "own_stream"])
+@pytest.mark.parametrize("staging", STAGING)
+@pytest.mark.parametrize(
+    "own_stream", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["default_stream", "own_stream"]
+)
 def test_blocks_that_are_computed_late_are_not_read_early(
     started: Engines, device: str, staging: str, own_stream: bool
 ) -> None:
@@ -128,7 +135,7 @@ def test_blocks_that_are_computed_late_are_not_read_early(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("staging", ["auto", "always"])
+@pytest.mark.parametrize("staging", STAGING)
 def test_bytes_do_not_land_before_the_last_owner_has_written(started: Engines, device: str, staging: str) -> None:
     producer, consumer = pair(started, device, own_stream=True, config={"staging": staging})
     hand_over(producer, consumer, "connects")

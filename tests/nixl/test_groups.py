@@ -67,6 +67,12 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+FAST = ("tp 2 to 1, other block sizes and orders", "through host buffers and scratch")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if name in FAST else pytest.mark.thorough, id=name) for name, row in ROWS.items()],
+)
 async def test_every_token_of_every_window_arrives(row: HandOver) -> None:
     await run(row)

@@ -29,7 +29,9 @@ def test_blocks_arrive_and_leases_end(engines: Engines) -> None:
     assert statistics["blocks"]["free"] == NUM_BLOCKS
 
 
-@pytest.mark.parametrize("hold_gil", [False, True], ids=["loop", "interpreter"])
+@pytest.mark.parametrize(
+    "hold_gil", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["loop", "interpreter"]
+)
 def test_a_load_goes_on_while_the_producer_is_busy(engines: Engines, hold_gil: bool) -> None:
     """Progress of a transfer depends on neither the producer's loop nor its GIL (I6), once a connection exists."""
     producer, consumer = engines.pair()

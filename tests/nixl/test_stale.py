@@ -8,18 +8,20 @@ from random import Random
 from typing import Any
 
 import pytest
+from budgets import budget
 from engine_main import EngineSetup
 from engine_process import Engines
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
-BATCHES, BATCHES_MAX, BATCH_SIZE = 10, 100, 100
+BATCHES, BATCHES_MAX, BATCH_SIZE = budget(5, 10), 100, 100
 BLOCKS_EACH = 2
 FIRST_TTL_S = 0.08
 TTL_STEP = 1.5
 REUSED = -2.0
 
 
+@pytest.mark.budget
 def test_a_load_around_its_leases_end_gets_the_offered_bytes_or_nothing(engines: Engines) -> None:
     load_around_their_leases_ends(engines)
 

@@ -129,7 +129,7 @@ async def a_pair(verb: Verb, staging: str) -> AsyncIterator[Coroutine[Any, Any, 
         (awaited, "never"),
         pytest.param(verified, "never", marks=pytest.mark.thorough),
         (kept, "never"),
-        (prewarmed, "never"),
+        pytest.param(prewarmed, "never", marks=pytest.mark.thorough),
         (failed, "always"),
     ],
 )

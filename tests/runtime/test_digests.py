@@ -26,7 +26,7 @@ MASK = (1 << 64) - 1
 EXAMPLE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=24)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
-many = examples(40, 200)
+many = examples(20, 200)
 
 
 def cache_of(recipe: Recipe, seed: int = 1) -> Cache:

@@ -110,7 +110,7 @@ async def test_one_question_for_each_extend_and_each_advance_at_most() -> None:
         assert channel.asked[-1] is asked_of(channel)[-1]
 
 
-@examples(40, 250)
+@examples(20, 250)
 @given(data=st.data(), family=st.sampled_from(list(FAMILIES)), extends=st.booleans())
 def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: str, extends: bool) -> None:
     """Each rank gets its blocks, all at first or some at a time, and computes, in its own time; nothing of a token is

@@ -29,7 +29,7 @@ from tests.support.reference_model import Engine, Look, Model
 from tests.support.tests_support import PATIENT, WAIT_S, limited, until
 
 pytestmark = pytest.mark.timeout(600)
-family = examples(20, 55, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+family = examples(12, 55, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 
 attentions = st.one_of(
     st.just(FULL),

@@ -151,14 +151,14 @@ async def test_a_load_keeps_its_lease_open_for_as_long_as_it_takes(timed: TimedP
     assert timed.serving.renewals == timed.loading.renewals > 300 / 30
 
 
-async def test_renewals_begin_at_half_of_the_time_left_and_go_on_at_thirds(timed: TimedPair) -> None:
+async def test_a_reader_says_soon_that_it_is_there_and_renews_at_thirds(timed: TimedPair) -> None:
     task, seen = await timed.hold(timed.offer([3])), []
     for second in range(60):
         timed.reader_clock.advance(1.0)
         if timed.loading.renewals > len(seen):
             seen.append(second + 1)
     await settle()
-    assert seen == [15, 25, 35, 45, 55]
+    assert seen == [1, 11, 21, 31, 41, 51]
     await timed.let_go(task)
 
 
@@ -189,12 +189,12 @@ async def test_a_load_that_has_ended_renews_no_more(timed: TimedPair) -> None:
     lease = timed.offer([3], reader_count=2)
     task = await timed.hold(lease)
     await timed.pass_time(20.0)
-    assert timed.loading.renewals == 1
+    assert timed.loading.renewals == 2
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await timed.let_go(task)
     await timed.pass_time(60.0)
-    assert (await lease, timed.loading.renewals) == (LeaseOutcome.EXPIRED, 1)
+    assert (await lease, timed.loading.renewals) == (LeaseOutcome.EXPIRED, 2)
 
 
 @pytest.mark.parametrize(("bytes_max", "sent"), [(4096, 1), (400, 1), (220, 2), (1, 8)])
@@ -205,7 +205,7 @@ async def test_a_peer_gets_one_message_for_all_its_leases(
     monkeypatch.setattr(messages, "NOTIFICATION_BYTES_MAX", bytes_max)
     async with timed_pair(BASE) as timed:
         tasks = [await timed.hold(timed.offer([block], f"req-{block}"), [block]) for block in range(8)]
-        timed.reader_clock.advance(16.0)
+        timed.reader_clock.advance(1.0)
         await settle()
         assert (timed.loading.renewals, timed.transport.statistics.notifications_sent) == (8, sent)
         assert timed.serving.renewals == (8 if bytes_max > 1 else 0)
@@ -216,12 +216,14 @@ async def test_a_peer_gets_one_message_for_all_its_leases(
 async def test_a_lease_that_has_time_is_not_renewed_with_others(timed: TimedPair) -> None:
     first, second = timed.offer([3], "first"), timed.offer([4], "second", ttl_s=300.0)
     tasks = [await timed.hold(lease, [index]) for index, lease in enumerate((first, second))]
-    timed.reader_clock.advance(60.0)
+    timed.reader_clock.advance(45.0)
     await settle()
-    assert timed.loading.renewals == 5  # of the first, at 15, 25, ... s
-    timed.reader_clock.advance(60.0)  # the second one goes with those of the first: half of its pause early
+    assert (
+        timed.loading.renewals == 5 + 1
+    )  # of the first, at 0.25, 10.25, ... s; the second one has said that it is there
+    timed.reader_clock.advance(10.0)  # the second one goes with the first: half of its pause early
     await settle()
-    assert timed.loading.renewals == 5 + 6 + 1
+    assert timed.loading.renewals == 5 + 1 + 2
     for task in tasks:
         await timed.let_go(task)
 

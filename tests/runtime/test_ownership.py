@@ -309,7 +309,7 @@ WAYS = ["reading", "in_run", "kept_after_run", "asking", "loop_closed", "loop_le
     "transport", [pytest.param("inproc", marks=pytest.mark.thorough), pytest.param("nixl", marks=pytest.mark.nixl)]
 )
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in ("reading", "loop_closed") else pytest.mark.thorough) for way in WAYS]
+    "way", [pytest.param(way, marks=() if way == "reading" else pytest.mark.thorough) for way in WAYS]
 )
 def test_a_program_that_forgets_to_close_leaves_nothing_and_ends_by_itself(way: str, transport: str) -> None:
     command = [sys.executable, "-W", "default::ResourceWarning", str(FORGETFUL), way, transport]

@@ -336,6 +336,26 @@ async def test_a_shelf_that_lies_or_fails_costs_a_miss(given: Any) -> None:
         sharing.close()
 
 
+async def test_a_run_that_a_shelf_gives_twice_ends_for_both_readers() -> None:
+    async with fleet(pinned_blocks_max=8) as them:
+        (holder,) = them.holders
+        holder.sharing.close()
+        run = Run((0, 1), 2 * TOKENS)
+        shelf = LyingShelf(run)
+        sharing = holder.runtime.share(shelf, pinned_blocks_max=8)
+        for _ in range(2):
+            (offer,) = await them.reader.runtime.seek_prefix(them.request())
+            assert offer.num_tokens == 2 * TOKENS
+        assert (sharing.statistics.runs, sharing.pinned_blocks) == (2, 2)
+        sharing.end(Run((0, 1), 2 * TOKENS))
+        assert sharing.statistics.runs == 2, "another object"
+        for _ in range(2):
+            sharing.end(run)
+            assert (sharing.statistics.runs, sharing.pinned_blocks) == (0, 0)
+        assert sharing.statistics.reclaimed == 2
+        assert shelf.unpinned == [run, run]
+
+
 async def test_two_sources_for_one_prompt() -> None:
     """A prefix from one, the rest from the engine that has computed all of it; one outcome."""
     async with fleet(2, pinned_blocks_max=8) as them:

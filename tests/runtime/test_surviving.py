@@ -195,6 +195,21 @@ async def test_who_is_late_is_left_once_nothing_of_it_can_land() -> None:
 
 
 @in_virtual_time
+async def test_who_is_late_holds_nothing_where_its_reads_can_be_given_up() -> None:
+    async with trio(replace(PATIENT, cancel_grace_s=0.1)) as made:
+        await made.warm()
+        made.transport.faults.hold = made.transport.faults.gives_up = True
+        load = made.start(made.both())
+        await until(lambda: made.posted == ["second"])
+        made.transport.faults.hold = False
+        made.transport.perform()
+        report = await load
+        made.assert_all_of(made.second)
+        assert made.outcomes(report.attempts) == [("first", "late"), ("second", "loaded")]
+        assert "no read of it has ended for" in report.attempts[0].error
+
+
+@in_virtual_time
 async def test_a_source_that_never_settles_ends_the_load_at_its_deadline_with_its_quarantine() -> None:
     async with trio(replace(PATIENT, cancel_grace_s=0.1)) as made:
         await made.warm()

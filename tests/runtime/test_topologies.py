@@ -48,7 +48,7 @@ RANKS_MAX = 16  # of both engines together
 
 # Passing takes seconds; finding a small counterexample may take the five minutes that Hypothesis gives itself.
 pytestmark = pytest.mark.timeout(600)
-family = examples(48, 95, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+family = examples(24, 95, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 
 _STYLES = (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST, KVStyle.APART, KVStyle.FUSED)
 
@@ -237,7 +237,7 @@ def test_the_right_bytes_move(drawn: st.SearchStrategy[HandOver], data: st.DataO
     run_virtual(run(data.draw(drawn), InprocCluster().world()))
 
 
-@examples(24, 95, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+@examples(12, 95, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 @given(case=hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2)), every_rank=st.booleans())
 def test_a_prefix_is_pulled_by_every_topology_from_every_other(case: HandOver, every_rank: bool) -> None:
     """Keys for each token: so neither block size is that of the other, and the last block may be partly filled."""

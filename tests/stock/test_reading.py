@@ -145,7 +145,13 @@ async def test_what_is_not_read_is_given_back() -> None:
         await producer.until(lambda: producer.freed == [["hit", "aborted"]])
 
 
-@pytest.mark.parametrize(("theirs", "ours_size"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 4), (4, 8)])
+@pytest.mark.parametrize(
+    ("theirs", "ours_size"),
+    [
+        *((1, 2), (2, 1), (2, 2), (4, 2)),
+        *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((1, 4), (8, 4), (4, 8))),
+    ],
+)
 async def test_engines_are_cut_as_they_like(theirs: int, ours_size: int) -> None:
     peers = replace(PEERS, tp_sizes=(8,))
     async with stock_producer(tp_size=theirs) as producer, AsyncExitStack() as stack:

@@ -121,7 +121,10 @@ async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockC
                 assert tensor[mine, 2, 1, 0].item() == pytest.approx(value_of(layer, theirs, 2) + 0.01)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(2, 1), (2, 2), (1, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(2, 1), (2, 2), (1, 2), *(pytest.param(*more, marks=pytest.mark.thorough) for more in ((4, 2), (2, 4)))],
+)
 async def test_one_listener_answers_for_all_ranks(ours: int, theirs: int) -> None:
     """Whatever the sizes: each rank's lease is open until all of its readers have told that rank."""
     async with engine(ours) as ranks:

@@ -16,8 +16,8 @@ from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE
 from kvflow.testing.simulator.sharing import STRIKES
 
 ROOT = Path(__file__).parents[2]
-SEEDS = budget(96, 192)
-SEEDS_PER_TEST = 96
+SEEDS_PER_TEST = budget(48, 96)
+SEEDS = budget(48, 192)
 SEEDS_TWICE = budget(2, 8)
 
 PRINT_DIGESTS = f"""
@@ -35,7 +35,7 @@ def test_no_promise_is_broken(first: int) -> None:
         assert result.violation is None, describe(result)
         counts += result.counts
     assert counts["load: ok"] > 8 * SEEDS_PER_TEST, f"the workload mostly fails: {counts}"
-    if first == 0:
+    if first == 0 and SEEDS_PER_TEST == 96:
         assert not every_kind() - set(counts), "a workload in which something never happens"
 
 
@@ -82,16 +82,12 @@ def test_a_seed_is_the_same_every_time() -> None:
 @pytest.mark.budget
 def test_a_seed_is_the_same_in_another_process() -> None:
     """Hashes of texts differ between processes, and so do addresses."""
-    outputs = set()
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(
-            [sys.executable, "-c", PRINT_DIGESTS],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        outputs.add(done.stdout)
-    assert outputs == {" ".join(str(simulate(seed).digest) for seed in range(SEEDS_TWICE)) + "\n"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT_DIGESTS],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == " ".join(str(simulate(seed).digest) for seed in range(SEEDS_TWICE)) + "\n"

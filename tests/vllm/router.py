@@ -11,18 +11,22 @@ the tests use that one.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import uvicorn
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from kvflow.connector.parameters import params_of_several
 
 PARAMS = {
     "do_remote_decode": True,
@@ -42,11 +46,13 @@ def prefill_request(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class Router:
-    """Takes the engines of each side in turn."""
+    """Takes the engines of each side in turn. What one prefill engine, or several, cannot do is done by the next."""
 
-    def __init__(self, prefillers: list[str], decoders: list[str]) -> None:
-        self._prefillers: Iterator[httpx.AsyncClient] = itertools.cycle(map(_client, prefillers))
+    def __init__(self, prefillers: list[str], decoders: list[str], copies: int) -> None:
+        self._prefillers = list(map(_client, prefillers))
         self._decoders: Iterator[httpx.AsyncClient] = itertools.cycle(map(_client, decoders))
+        self._turns = itertools.cycle(range(len(prefillers)))
+        self._copies = copies
         self._counts = {"prefill_instances": len(prefillers), "decode_instances": len(decoders)}
 
     def app(self) -> Starlette:
@@ -58,23 +64,41 @@ class Router:
     async def _health(self, _: Request) -> JSONResponse:
         return JSONResponse({"status": "ok", **self._counts})
 
-    async def _complete(self, request: Request) -> StreamingResponse:
-        body, path = await request.json(), request.url.path
-        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}", "X-Request-Id": str(uuid.uuid4())}
-        answer = await next(self._prefillers).post(path, json=prefill_request(body), headers=headers)
-        answer.raise_for_status()
-        if params := answer.json().get("kv_transfer_params"):
-            body["kv_transfer_params"] = params
-        return StreamingResponse(_stream(next(self._decoders), path, body, headers), media_type="application/json")
+    async def _complete(self, request: Request) -> Response:
+        body, path, turn = await request.json(), request.url.path, next(self._turns)
+        engines, answer = [*self._prefillers[turn:], *self._prefillers[:turn]], Response(status_code=503)
+        for start in range(0, len(engines), self._copies):
+            headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}", "X-Request-Id": str(uuid.uuid4())}
+            asked = (_prefill(one, path, body, headers) for one in engines[start : start + self._copies])
+            params = [one for one in await asyncio.gather(*asked) if one is not None]
+            if params:
+                given = params[0] if len(params) == 1 else params_of_several(params)
+                more = {"kv_transfer_params": given} if given else {}
+                answer = await _decode(next(self._decoders), path, {**body, **more}, headers)
+                if answer.status_code != 500:
+                    break
+        return answer
 
 
-async def _stream(
-    decoder: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]
-) -> AsyncIterator[bytes]:
-    async with decoder.stream("POST", path, json=body, headers=headers) as answer:
-        answer.raise_for_status()
-        async for chunk in answer.aiter_bytes():
-            yield chunk
+async def _prefill(
+    engine: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]
+) -> dict[str, Any] | None:
+    """What the prefill side answers with; None if it has failed."""
+    try:
+        answer = (await engine.post(path, json=prefill_request(body), headers=headers)).raise_for_status()
+    except httpx.HTTPError:
+        return None
+    return answer.json().get("kv_transfer_params") or {}
+
+
+async def _decode(engine: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
+    request = engine.build_request("POST", path, json=body, headers=headers)
+    answer = await engine.send(request, stream=True)
+    if answer.status_code != 200:
+        return Response(await answer.aread(), answer.status_code, media_type="application/json")
+    return StreamingResponse(
+        answer.aiter_bytes(), media_type="application/json", background=BackgroundTask(answer.aclose)
+    )
 
 
 def _client(url: str) -> httpx.AsyncClient:
@@ -88,6 +112,7 @@ def main() -> None:
     for side, port in (("prefiller", 8100), ("decoder", 8200)):
         parser.add_argument(f"--{side}-hosts", f"--{side}-host", nargs="+", default=["localhost"])
         parser.add_argument(f"--{side}-ports", f"--{side}-port", nargs="+", type=int, default=[port])
+    parser.add_argument("--copies", type=int, default=1, help="prefill engines that compute a prompt at once")
     options = parser.parse_args()
     sides = (
         [f"http://{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
@@ -96,7 +121,7 @@ def main() -> None:
             (options.decoder_hosts, options.decoder_ports),
         )
     )
-    uvicorn.run(Router(*sides).app(), host=options.host, port=options.port, log_level="warning")
+    uvicorn.run(Router(*sides, options.copies).app(), host=options.host, port=options.port, log_level="warning")
 
 
 if __name__ == "__main__":

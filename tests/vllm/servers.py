@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOME = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
 MODEL = HOME / "smollm2"
 MODELS = HOME / "tiny"
+ROUTER = str(ROOT / "tests" / "vllm" / "router.py")
 NAME = "smollm2"
 UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usual
 DOWN_WITHIN_S = 60.0
@@ -206,16 +207,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def proxied(producer: Server, consumer: Server) -> Iterator[httpx.Client]:
-    """A client of a router in front of both; it may be vLLM's own (KVFLOW_VLLM_PROXY)."""
-    program = os.environ.get("KVFLOW_VLLM_PROXY", str(ROOT / "tests" / "vllm" / "router.py"))
+def proxied(
+    producers: Sequence[Server], consumer: Server, *, router: str | None = None, options: Sequence[str] = ()
+) -> Iterator[httpx.Client]:
+    """A client of a router in front of all; of vLLM's own (KVFLOW_VLLM_PROXY) unless the test names one."""
+    program = router or os.environ.get("KVFLOW_VLLM_PROXY", ROUTER)
     port = free_port()
-    options = ["--port", str(port)]
-    for side, server in (("prefiller", producer), ("decoder", consumer)):
-        options += [f"--{side}-hosts", "127.0.0.1", f"--{side}-ports", str(server.port)]
-    process = subprocess.Popen([sys.executable, program, *options], stdout=subprocess.DEVNULL)
+    options = ["--port", str(port), *options]
+    for side, servers in (("prefiller", producers), ("decoder", [consumer])):
+        ports = [str(server.port) for server in servers]
+        options += [f"--{side}-hosts", *["127.0.0.1"] * len(ports), f"--{side}-ports", *ports]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, program, *options], env=environment, stdout=subprocess.DEVNULL)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300.0) as client:
             deadline_s = time.monotonic() + UP_WITHIN_S
             while not _answers(client, "/healthcheck"):
                 assert process.poll() is None, f"{program} has ended"

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from kvflow import Ticket
 from tests.vllm.conftest import Site
-from tests.vllm.servers import MODELS, NAME, Server, Setup, free_port, prefill
+from tests.vllm.servers import MODELS, NAME, Server, Setup, free_port, prefill, rendezvous
 from tests.vllm.test_models import OPTIONS, TP2, in_multi, prompt_of
 
 EXTERNAL = {"source": "external_kv_transfer"}
@@ -60,6 +61,7 @@ class Counted:
         metric = self._server.metric
         return {
             "external": metric(BY_SOURCE, **EXTERNAL),
+            "asked": metric(QUESTIONS),
             "found": metric(QUESTIONS, outcome="found"),
             "nothing": metric(QUESTIONS, outcome="nothing"),
             "late": metric(QUESTIONS, outcome="late"),
@@ -291,7 +293,7 @@ def test_a_holder_that_is_full_of_others_gives_its_blocks_to_them(site: Site) ->
 # --- what becomes of holders
 
 
-def test_a_frozen_holder_costs_one_question_and_is_asked_again_when_it_goes_on(site: Site) -> None:
+def test_a_frozen_holder_is_waited_for_now_and_then_and_asked_again_when_it_goes_on(site: Site) -> None:
     holder, reader = site.have(HOLDER, replace(READER, extra=extra_of("reader", "holder", prefix_wait_s=2.0)))
     first, *others = family(members=6)
     expected = [alone(holder, prompt) for prompt in others]
@@ -304,8 +306,9 @@ def test_a_frozen_holder_costs_one_question_and_is_asked_again_when_it_goes_on(s
         for nth in (1, 2, 3):
             reader.post("/reset_prefix_cache")
             assert reader.ids(others[nth]) == expected[nth]
-        until(reader, counted, "late", 3)
+        until(reader, counted, "asked", 4)
         assert counted.found == 1
+        assert counted.late >= 1
     finally:
         holder.signal(signal.SIGCONT)
     for _ in range(100):
@@ -342,6 +345,38 @@ def test_holders_that_stop_and_go_in_the_middle_of_pulls(site: Site) -> None:
 
     holder, reader = pulls_while(site, stop_and_go)
     settle(holder, reader)
+
+
+def test_a_holder_that_dies_before_it_was_read_is_followed_by_the_next(site: Site) -> None:
+    """Requests wait for blocks when it does: what both have offered is kept, and half of them would read from it. The
+    blocks are those of a prompt that is received from a server that is asked to compute it only then.
+    """
+    narrow = replace(READER, extra=extra_of("reader", "holder", "both"), blocks=70)
+    doomed, other, reader = site.have(HOLDER, BOTH, narrow)
+    families = [family() for _ in range(6)]
+    expected = [alone(other, second) for _, second in families]
+    for first, _ in families:
+        for server in (doomed, other):
+            server.ids(first, 1)
+    counted, offered = Counted(reader), doomed.metric(RUNS, outcome="found")
+    short, long = prompt_of(40, next(_seeds)), prompt_of(1500, next(_seeds))
+    params = prefill(other, short)
+    reader.ids(short, kv_transfer_params=params)
+    to_compute, to_receive = rendezvous(Ticket.from_params(params), ttl_s=120.0)
+    with ThreadPoolExecutor(7) as pool:
+        hog = pool.submit(reader.ids, long, 1, kv_transfer_params=to_receive)
+        reader.wait_metric("vllm:num_requests_waiting", 1)
+        answers = [pool.submit(reader.ids, second) for _, second in families]
+        while doomed.metric(RUNS, outcome="found") < offered + 6:
+            doomed.ids(prompt_of(3), 1)
+        doomed.kill()
+        assert not any(one.done() for one in (hog, *answers))
+        other.complete(long, 1, kv_transfer_params=to_compute)
+        assert [answer.result() for answer in answers] == expected
+    until(reader, counted, "loads", 8)
+    assert (counted.failed, counted.loads) == (0, 8)
+    assert counted.external == len(short) + len(long) + 6 * 992
+    settle(other, reader)
 
 
 def test_a_holder_that_is_killed_in_the_middle_of_pulls_and_restarted_under_its_address(site: Site) -> None:

@@ -105,6 +105,7 @@ def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have()
         ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),
         ({"prefix_peers": "tcp://a:1"}, "kv_connector_extra_config: prefix_peers: Expected `array.*, got `str`"),
         ({"prefix_peers": ["a:1"]}, "prefix_peers: .*'a:1'"),
+        ({"prefix_peers": ["tcp://a:1"] * 65}, "prefix_peers: expected at most 64 entries, got 65"),
         ({"prefix_tokens_min": 0}, "prefix_tokens_min: expected a whole number from 1 on"),
         ({"prefix_wait_s": 0}, "prefix_wait_s: expected seconds above 0"),
         ({"recompute_s_per_token": -1.0}, "recompute_s_per_token: expected seconds above 0"),
@@ -143,7 +144,7 @@ def test_who_shares_also_serves(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
         made = prefixes(share_prefixes=True, prefix_peers=["tcp://a:1"], spec=MambaSpec(**STATE))
     assert not made._shares
-    assert made._asking is None
+    assert not made._pulls
     made.bind(SimpleNamespace())
     shared = prefixes(share_prefixes=True)
     with caplog.at_level("WARNING"):

@@ -213,7 +213,7 @@ def known(params: dict[str, Any]) -> dict[str, Any]:
 def assert_routed(producer: Server, consumer: Server, story: list[int]) -> None:
     """Answers that come at once, and in a stream, through a router."""
     before, prompts = consumer.metric(SOURCES, source="external_kv_transfer"), [story[-length:] for length in LENGTHS]
-    with proxied(producer, consumer) as router:
+    with proxied([producer], consumer) as router:
         for prompt in prompts:
             body = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0, "min_tokens": 0}
             answer = router.post("/v1/completions", json=body)

@@ -1,4 +1,4 @@
-"""From samples to medians, ratios, and what kvflow promises about speed. Pure."""
+"""Samples to medians, ratios, and what kvflow promises about speed. Pure."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ ContenderT = TypeVar("ContenderT", bound=Hashable)
 
 
 def rounds_of_pair(rounds: int, pairs: int, pair: int) -> range:
-    """Which of the rounds are for the pairs opened at turn `pair`. SettingsError if some would have none."""
+    """Rounds that are for the pairs opened at turn `pair`. SettingsError if some would have none."""
     if rounds < pairs:
         raise SettingsError(f"--rounds: {rounds} rounds are too few for --pairs {pairs}")
     return range(pair * rounds // pairs, (pair + 1) * rounds // pairs)

@@ -1,4 +1,4 @@
-"""Which layout an attention backend gives its cache: one table, each row with the source it was read from.
+"""Layouts of the caches of attention backends: one table, each row with the source it was read from.
 
 An engine names its backend (vLLM's FLASH_ATTN, ...), or the class that allocates the cache where all its backends
 share one (SGLang's pools, TensorRT-LLM's manager). The name does not settle the shape alone: vLLM has changed most

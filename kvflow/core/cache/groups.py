@@ -37,7 +37,7 @@ DEFAULT_NAME = "kv"
 
 
 class GroupKind(enum.StrEnum):
-    """Which of a prompt's tokens the layers of a group attend to, and so which blocks there are to move."""
+    """Part of a prompt's tokens that the layers of a group attend to, and so which blocks there are to move."""
 
     FULL = "full"
     """All of them."""

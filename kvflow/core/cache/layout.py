@@ -40,7 +40,7 @@ PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothi
 
 
 class KVStyle(enum.StrEnum):
-    """Where a layer holds K and V. B blocks, N tokens of a block, H heads, D head elements (N and H may be swapped)."""
+    """Place of K and V in a layer. B blocks, N tokens of a block, H heads, D head elements (N and H may be swapped)."""
 
     KV_FIRST = "kv_first"  # one tensor (2, B, N, H, D)
     BLOCKS_FIRST = "blocks_first"  # one tensor (B, 2, N, H, D)
@@ -339,7 +339,7 @@ def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> 
 
 
 def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Which layers of the model these are: as given, else by their names, else by position."""
+    """Numbers of these layers in the model: as given, else by their names, else by position."""
     if given is None:
         found = [_LAYER_INDEX.findall(name) for name in names]
         indices = tuple(int(numbers[0]) for numbers in found if len(numbers) == 1)

@@ -172,7 +172,7 @@ class StatePart:
 
     layout: StateLayout
     at: int
-    """Which tensor."""
+    """Index of the tensor."""
     segment: Segment
     start: int
     """Start of the segment on the axis."""

@@ -1,4 +1,4 @@
-"""Once per peer: which of our regions are read from which of theirs, and which pieces of a block are one read.
+"""Pairing of regions, once per peer: which of ours are read from which of theirs, in which pieces of a block.
 
 Both sides describe a block by strides (`layout.BlockShape`), so NHD and HND, head slices, K and V together or apart
 and layers split differently are all one question: which runs of bytes are contiguous on both sides? The answer is a
@@ -40,7 +40,7 @@ class LayersOf(NamedTuple):
 
 
 class SetPair(NamedTuple):
-    """Which set of our layers is read from theirs, and the groups whose block ids say where the blocks are."""
+    """One set of our layers, theirs that it is read from, and the groups whose block ids say where the blocks are."""
 
     local_set: int
     local_group: int
@@ -63,7 +63,7 @@ class RegionMap:
     local_stride: int
     remote_stride: int
     local_step: int
-    """From one chunk of a block to the next."""
+    """Step from one chunk of a block to the next."""
     remote_step: int
     local_offsets: Int64Array
     remote_offsets: Int64Array

@@ -1,4 +1,4 @@
-"""Once per load: from block ids to descriptors, which bytes to read from where to where, as numpy arrays.
+"""Block ids to descriptors, once per load: which bytes to read from where to where, as numpy arrays.
 
 `match_chunks` finds out which chunk of tokens of their blocks belongs where in ours, whatever the two block sizes are
 and however far the last block is filled. `plan_read` multiplies the chunks with the region pairs that `block_map` found
@@ -56,7 +56,7 @@ class Descriptors:
         local_device: Device,
         remote_device: Device,
     ) -> Descriptors:
-        """From columns."""
+        """Descriptors made from columns."""
         length = np.asarray(sizes, dtype=np.uint64)
         table = np.empty((2, len(length), 3), dtype=np.uint64)
         table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length
@@ -181,7 +181,7 @@ class Chunks:
     tokens: int
     """Tokens to read of each chunk."""
     first: int = 0
-    """Which chunk of the prompt chunk 0 is, as `match_chunks` makes them: in prompt order."""
+    """Number of chunk 0 within the prompt, as `match_chunks` makes them: in prompt order."""
 
     def __len__(self) -> int:
         return len(self.local_ids)
@@ -204,11 +204,11 @@ class Chunks:
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
     def to(self, local_ids: BlockIds) -> Chunks:
-        """With other blocks of ours."""
+        """The same chunks with other blocks of ours."""
         return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
-        """With the ids of a rank's blocks in place of positions."""
+        """The same chunks with the ids of a rank's blocks in place of positions."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(self.local_ids, ours, block_ids[self.remote_ids], theirs, self.tokens, self.first)
 
@@ -224,7 +224,7 @@ def match_chunks(
     whole: bool = True,
     what: str = "load",
 ) -> tuple[Chunks, ...]:
-    """Which chunks fill `local_ids`, the last of our blocks that the offered tokens take; the rest are cached already.
+    """Chunks that fill `local_ids`, the last of our blocks that the offered tokens take; the rest are cached already.
 
     `offered` blocks hold the prompt from its first token on, `num_tokens` says how far; those of a window (not
     `whole`) hold the prompt's end up to there. One block size divides the other. Tokens before `needed_from` are read

@@ -97,7 +97,7 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Fact = ""
     kv_format: Fact = PLAIN
     group: Count = 0
-    """Which of the rank's groups: whose block ids say where the layers' blocks are."""
+    """Index of the rank's group whose block ids say where the layers' blocks are."""
     part: Fact = ""
     """The segment and tensor of state per request; its units are counted as heads are."""
 
@@ -147,7 +147,7 @@ class HeadSource(NamedTuple):
     local_start: int
     """The first of our KV heads that come from there."""
     remote_start: int
-    """Which of its KV heads that is."""
+    """Index of the first of its KV heads."""
     heads: int
     """Heads to read; 0 if we only report to it."""
     reporters: int
@@ -155,7 +155,7 @@ class HeadSource(NamedTuple):
 
 
 class ReportShare(NamedTuple):
-    """Which share of a rank's lease we report as read, as a fraction. 0/1: this rank needs no release from us."""
+    """Share of a rank's lease that we report as read, as a fraction. 0/1: this rank needs no release from us."""
 
     numerator: int
     denominator: int
@@ -184,7 +184,7 @@ def stages_max(ours: Sequence[CacheShare]) -> int:
 
 
 def heads_held(share: CacheShare, kv_heads: int) -> range:
-    """Which of the model's `kv_heads` a rank holds; of MLA's latent the one that there is."""
+    """KV heads of the model's `kv_heads` that a rank holds; of MLA's latent the one that there is."""
     return range(1) if share.latent else _heads(share.tp_rank, share.tp_size, kv_heads)
 
 
@@ -207,7 +207,7 @@ def in_common(
 
 
 def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> list[str]:
-    """Why blocks cannot be planned between two ranks, one "field: ours X, theirs Y" each; empty if they can."""
+    """Reasons why blocks cannot be planned between two ranks, one "field: ours X, theirs Y" each; empty if they can."""
     pairs = [pair[2:] for pair in in_common(ours, theirs)] or [(ours[0], theirs[0])]
     found = [_apart("tp_size", ours[0].tp_size, theirs[0].tp_size)]
     found += (_apart("block_size", mine.block_size, other.block_size) for mine, other in pairs)
@@ -283,7 +283,7 @@ def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
 
 
 def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> ReportShare:
-    """Which share we report to a rank when we are done with its lease.
+    """Share that we report to a rank when we are done with its lease.
 
     Counted in layers, each divided by its reporters: the stages of one engine split its layers, so the shares of all
     who report to a rank add up to 1. A rank that has no layer of ours is released by others.

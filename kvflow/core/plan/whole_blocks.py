@@ -40,7 +40,7 @@ COSTS: Mapping[tuple[str, bool], PathCosts] = {
     ("cuda", True): PathCosts(4e-6, 0.003e-9, 0.001e-9),
     ("cuda", False): PathCosts(0.25e-6, 0.02e-9, 0.001e-9),
 }
-"""By the kind of memory that is read into, and whether the peer is on this host."""
+"""Costs by the kind of memory that is read into, and whether the peer is on this host."""
 
 
 class ScratchShape(NamedTuple):

@@ -1,4 +1,4 @@
-"""When a peer that fails may be asked again: a circuit breaker per peer, as a value and the functions that change it.
+"""Circuit breaker per peer: a value and the functions that change it say when one that fails may be asked again.
 
 Exponential back-off with jitter: each failure in a row that counts keeps the peer from being asked for twice as long as
 the one before, up to a limit, less up to half of that by chance, so that readers of one dead producer do not come back

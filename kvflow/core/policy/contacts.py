@@ -79,7 +79,7 @@ class Contacts:
         return self._leaving
 
     def due_s(self, now_s: float) -> float:
-        """When the next preemption is due; infinity if none is unless something changes."""
+        """Time at which the next preemption is due; infinity if none is unless something changes."""
         if not self._waiting or self._leaving is not None:
             return float("inf")
         if not all(one.wanted for one in self._under_way):

@@ -17,7 +17,7 @@ _PAUSE_SHARE = 0.02
 
 
 class DeviceEvent(Protocol):
-    """Something that a device does at some time, such as a `torch.cuda.Event` that has been recorded."""
+    """Event of a device, which happens at some time, such as a `torch.cuda.Event` that has been recorded."""
 
     def query(self) -> bool:
         """Ask whether it has happened; never waits, and may be called on any thread.
@@ -49,7 +49,7 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
 
 
 class Watch:
-    """Somebody who waits for an event."""
+    """Wait of somebody for an event."""
 
     def __init__(self, event: DeviceEvent, on_end: OnEnd, since_s: float) -> None:
         self._event = event

@@ -15,7 +15,7 @@ import enum
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -24,6 +24,7 @@ from kvflow.core.policy.states import LEASE_TABLE, LeaseEvent, LeaseState, fire
 _RECENT_MAX = 1 << 12
 _SPARE_REMINDERS = 64
 _WHOLE_MAX = 1 << 32
+_CAME_MAX = 256
 
 
 class Counted(enum.StrEnum):
@@ -35,7 +36,7 @@ class Counted(enum.StrEnum):
     DUPLICATE = "duplicate"
     """The reader has said so before."""
     MALFORMED = "malformed"
-    """Nothing that can be true."""
+    """A notification that cannot be true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +49,12 @@ class LeaseTerms:
     reader_count: int
     """Engines, each of whose ranks reads its share; 0: one rank, whatever its share."""
     holds_blocks: bool
-    """There is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
+    """True if there is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
 
 
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
-    """A lease in the book. Only the book changes it."""
+    """A lease in the book. Only the book changes it, but for who has come."""
 
     terms: LeaseTerms
     offered_s: float
@@ -65,6 +66,8 @@ class LeaseEntry:
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
     """Readers that have read, each with its share of an engine's reading."""
+    came: dict[str, float] = field(default_factory=dict)
+    """Readers that have said that they are at it, and when first."""
     ended_s: float = 0.0
     """Set when it ends: its blocks are held from then on,"""
     free_s: float = 0.0
@@ -73,6 +76,23 @@ class LeaseEntry:
     @property
     def is_open(self) -> bool:
         return self.state is LeaseState.OFFERED
+
+    def note_came(self, reader: str, now_s: float) -> None:
+        """A reader is at it; one more than can be remembered has it never taken for deserted."""
+        if len(self.came) < _CAME_MAX:
+            self.came.setdefault(reader, now_s)
+
+    @property
+    def awaited(self) -> list[str]:
+        """Readers that have come, and have not read."""
+        return [name for name in self.came if name not in self.readers]
+
+    def is_deserted(self, has_died: Callable[[str], bool]) -> bool:
+        """True if as many engines have come as it is for, and of their ranks all that have not read have died."""
+        engines = {name.rpartition("/")[0] for name in (*self.came, *self.readers)}
+        known = self.terms.reader_count <= len(engines) and len(self.came) < _CAME_MAX
+        awaited = self.awaited
+        return known and bool(awaited) and all(map(has_died, awaited))
 
 
 class LeaseBook:
@@ -88,7 +108,7 @@ class LeaseBook:
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
         """A heap. Some of it is out of date: leases that have ended, and moments that renewals have moved."""
         self._held: deque[LeaseEntry] = deque()
-        """In the order of their ends, and so of the ends of their holds."""
+        """Entries in the order of their ends, and so of the ends of their holds."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:

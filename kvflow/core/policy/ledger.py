@@ -65,7 +65,7 @@ class BlockLedger:
                 total += group.num_blocks // group.split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
         self._kept: list[BlockIds] = []
-        """What loads keep: those very arrays."""
+        """Blocks that loads keep: those very arrays."""
 
     def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
         """Block ids as somebody gives them, by group, and their entries.
@@ -159,7 +159,7 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
-        """No byte can land in these blocks any more."""
+        """Give back the blocks of a load: no byte can land in them any more."""
         assert (self._use[ids] < _FREE).all(), "ended the load of a block that is not in flight"
         self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _FREE
 

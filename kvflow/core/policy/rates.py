@@ -9,7 +9,7 @@ _NEWEST = 0.3  # weight of the last load
 
 
 class LoadRates:
-    """What loads have taken. Of more than a thousand engines those that were read last are remembered."""
+    """Rates that loads have had. Of more than a thousand engines those that were read last are remembered."""
 
     def __init__(self) -> None:
         self._s_per_token: OrderedDict[str, float] = OrderedDict()

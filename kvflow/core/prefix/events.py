@@ -44,11 +44,11 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lora_id: int | None = None
     """An adapter's number, if the blocks were computed with one."""
     medium: str | None = None
-    """Where they are: "GPU" is the cache that the engine computes with, also on CPU."""
+    """Medium they are on: "GPU" is the cache that the engine computes with, also on CPU."""
     lora_name: str | None = None
     """An adapter's name."""
     extra_keys: Annotated[list[_ExtraKeys | None], Meta(max_length=BLOCKS_MAX)] | None = None
-    """What else the blocks depend on, a list or None for each: a cache salt as text, a picture as (identifier, offset
+    """Further keys of the blocks, a list or None for each: a cache salt as text, a picture as (identifier, offset
     from the block's beginning)."""
     group_idx: int | None = None
     """The cache group, where a cache has several."""
@@ -67,7 +67,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nothing is left in the prefix cache."""
+    """Clearing of the whole prefix cache."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,4 +1,4 @@
-"""Who has a prefix, as the KV events of engines tell it: a hint, which may be wrong.
+"""Map of who has which prefix, as the KV events of engines tell it: a hint, which may be wrong.
 
 Events name blocks by hashes of the engine's own and carry the tokens, so kvflow's keys are computed here. A block's key
 takes all tokens before it: a block whose parent is not known is passed over. So is one that depends on what its event
@@ -125,7 +125,7 @@ class _Cached:
 
 
 class PrefixMap:
-    """Which engines have how much of a prefix, fed by their KV events. It asks nobody: what it says may be wrong.
+    """Map of engines to how much of a prefix they have, fed by their KV events. It may be wrong, and asks nobody.
 
     Args:
         salt: That of the keys that it is asked for: a map answers for one salt.
@@ -152,7 +152,7 @@ class PrefixMap:
         return sum(len(cached.blocks) for cached in self._holders.values())
 
     def holders(self, keys: Sequence[bytes], key_tokens: int) -> list[tuple[str, int]]:
-        """Who has the prefix, as far as is known.
+        """Holders of the prefix, as far as is known.
 
         Args:
             keys: Those of `prefix_keys`, by the map's salt.
@@ -203,10 +203,8 @@ class PrefixMap:
         elif event.medium in self._media:
             cached = self._holders.setdefault(holder, _Cached())
             if isinstance(event, BlockStored):
-                blocks, piece = (
-                    self._storing(cached, event),
-                    max(1, PIECE_TOKENS // max(event.block_size, PIECE_TOKENS // _PIECE_BLOCKS)),
-                )
+                blocks = self._storing(cached, event)
+                piece = max(1, PIECE_TOKENS // max(event.block_size, PIECE_TOKENS // _PIECE_BLOCKS))
             else:
                 blocks, piece = cached.removing(event), _PIECE_BLOCKS
             while sum(1 for _ in islice(blocks, piece)) and self._holders.get(holder) is cached:
@@ -260,7 +258,7 @@ class PrefixMap:
 
 
 def _tells_all(event: BlockStored) -> bool:
-    """Whether the keys of its blocks can be computed from it, and mean that the blocks are there."""
+    """True if the keys of its blocks can be computed from it, and mean that the blocks are there."""
     names, told = len(event.block_hashes), event.extra_keys
     return (
         event.kv_cache_spec_kind in KEEP_ALL

@@ -1,4 +1,4 @@
-"""Whom a reader means, and where: ranks of remote engines as tickets name them, and errors that name them."""
+"""Ranks of remote engines as tickets name them, and errors that name them."""
 
 from __future__ import annotations
 

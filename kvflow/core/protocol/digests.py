@@ -29,7 +29,7 @@ import numpy.typing as npt
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 DEFINITION = 1
-"""Which definition of a digest this is; a producer that knows another one refuses the question."""
+"""Number of this definition of a digest; a producer that knows another one refuses the question."""
 
 WORD_BYTES = 8
 _MASK = (1 << 64) - 1

@@ -63,13 +63,13 @@ REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 LEASE_ID_CHARS = 32
 PREFIX_OF = "kvflow-prefix/"
-"""What the names of leases of prefixes begin with, so that no reader can take the name of an engine's own request."""
+"""Beginning of the names of leases of prefixes: no reader can take the name of an engine's own request."""
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _ADDRESS_MAX = (1 << 63) - 1
 _PARTS = (("K", "V"), ("KV",), ("latent",))
 AGENT_METADATA_BYTES_MAX = 1 << 26
 LEASE_IDS_MAX = 1 << 20
-"""In one notification."""
+"""Lease ids in one notification."""
 KEYS_MAX = 1 << 10
 """Keys of a prefix in one question: so it is answered in one short turn of a loop, however long the prefix is."""
 NOTIFICATION_BYTES_MAX = 4 << 10
@@ -99,7 +99,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     version: Count
     fingerprint: Digest
     question: Count = 0
-    """Which question of its connection that is, or which one it answers; 0 from a peer that does not number them."""
+    """Number of the question on its connection, or of the one answered; 0 from a peer that does not number them."""
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,14 +150,14 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to tell when the asked rank goes, and where: the reader's own side channel."""
+    """Reader to tell when the asked rank goes: its own side channel."""
 
     target: Target
     address: NetAddress
 
 
 class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_metadata"):
-    """Who are you, and where is your cache?"""
+    """Question who a rank is, and where its cache lies."""
 
     reader: Reader
     target: Target
@@ -178,7 +178,7 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
-    """Which lease of yours holds these blocks of a request? For ranks that the reader's ticket does not name."""
+    """Question for the lease that holds these blocks of a request, to ranks that the reader's ticket does not name."""
 
     reader: Reader
     target: Target
@@ -215,7 +215,7 @@ class DigestPart(msgspec.Struct, frozen=True, array_like=True):
     """Layers, heads and tokens to digest: all numbers are the model's and the prompt's, none a rank's own."""
 
     part: Fact
-    """Which segment of state, or "": as in a `CacheShare`."""
+    """Segment of state, or "": as in a `CacheShare`."""
     layers: Layers
     head: Count
     """The first head."""
@@ -232,14 +232,14 @@ DigestParts: TypeAlias = Annotated[tuple[DigestPart, ...], Meta(max_length=DIGES
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_digests"):
-    """Which digests do these bytes of an open lease have? See `core.protocol.digests`."""
+    """Question for the digests of these bytes of an open lease. See `core.protocol.digests`."""
 
     reader: Reader
     target: Target
     request_id: RequestName
     lease_id: LeaseId
     definition: Count
-    """Which definition of a digest the reader computes."""
+    """Number of the definition of a digest that the reader computes."""
     parts: DigestParts
 
 
@@ -284,7 +284,7 @@ class SeekRequest(msgspec.Struct, frozen=True, kw_only=True, tag="seek"):
     """See `core.prefix.keys`: number i is that of the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size
     alone: bool = True
-    """Whether nobody but this rank is to read what is offered."""
+    """True if nobody but this rank is to read what is offered."""
 
 
 class WhoRequest(msgspec.Struct, frozen=True, kw_only=True, tag="who"):
@@ -392,9 +392,9 @@ class LeaseNews(enum.StrEnum):
     COMPLETE = "complete"
     """All of it can be read, and it has its payload if one was promised."""
     ENDED = "ended"
-    """No read of it can succeed any more."""
+    """The lease is over: no read of it can succeed any more."""
     FAILED = "failed"
-    """No read of it can succeed: its prompt could not be computed."""
+    """The prompt could not be computed: no read of it can succeed."""
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
@@ -404,7 +404,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
     more_block_ids: BlockTables = ()
     payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
     reason: Reason = ""
-    """Why it has failed."""
+    """The reason why it has failed."""
 
 
 class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
@@ -412,7 +412,7 @@ class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
 
     ended: bool
     failed: Reason | None = None
-    """Why its prompt will never be there, if that is so."""
+    """The reason why its prompt will never be there, if that is so."""
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
@@ -435,7 +435,7 @@ class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
-    """No, and why. The facts are set when the fingerprints differ."""
+    """Refusal of a question, with its reason. The facts are set when the fingerprints differ."""
 
     reason: Reason
     version: Count

@@ -36,7 +36,7 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
-"""What the blocks of a prompt depend on besides its tokens, in the field's words, by the place where it begins."""
+"""Keys that the blocks of a prompt depend on besides its tokens, in the field's words, by the place where it begins."""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:

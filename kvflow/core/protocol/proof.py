@@ -52,7 +52,7 @@ SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
 _WIPED = bytes(SEAL_SIZE_BYTES)
 FAILED = (1 << 32) - 1
-"""In place of how many tokens are missing: the lease has ended because its prompt could not be computed."""
+"""Word in place of how many tokens are missing: the lease has ended because its prompt could not be computed."""
 _SECRET_BYTES = 12  # of an id; the rest of its word also counts
 _WORD_COUNTS = SEAL_SIZE_BYTES // 4
 
@@ -223,7 +223,7 @@ class SealProof:
         self.grows = grows
         """Tokens may not be there yet when a read of them is due."""
         self.seen_s = -math.inf
-        """When the last fetch was posted that has found the lease open: so it was then."""
+        """Time at which the last fetch was posted that has found the lease open: so it was then."""
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
@@ -245,7 +245,7 @@ class SealProof:
         return 0 if self.over or self._seen is None else num_tokens - self._seen
 
     def anew(self) -> SealProof:
-        """For another read under the same lease: nothing was seen yet."""
+        """A fresh proof for another read under the same lease: nothing was seen yet."""
         return SealProof(
             grows=self.grows,
             not_expired_before_s=self._not_expired_before_s,

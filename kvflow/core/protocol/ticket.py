@@ -252,7 +252,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def leases(self) -> dict[tuple[int, int], RankLease]:
-        """By (pp_rank, tp_rank)."""
+        """Leases by (pp_rank, tp_rank)."""
         return dict(zip(map(_PLACE_OF, self.ranks), self.ranks, strict=True))
 
     def find(self, rank: Rank) -> RankLease | None:

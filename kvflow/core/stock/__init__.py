@@ -1,1 +1,1 @@
-"""What vLLM's own NixlConnector says on the wire: messages, texts, parameters, regions, and how long offers last."""
+"""Wire of vLLM's own NixlConnector: messages, texts, parameters, regions, and how long offers last."""

@@ -1,4 +1,4 @@
-"""How long a reader may believe what a stock producer offers: by arithmetic, since nothing there can be looked at.
+"""Deadlines of what a stock producer offers: by arithmetic, since nothing there can be looked at.
 
 A stock producer keeps a prompt's blocks for `lease_s` from the end of its request, tells nobody when that was, and
 frees them without a word. A reader knows when the parameters came to it. So if the router took less than `router_s`
@@ -27,7 +27,7 @@ from kvflow.errors import ConfigError
 
 
 class Arrival(NamedTuple):
-    """When parameters came, on the clock of a machine; other machines' clocks say nothing about it."""
+    """Time at which parameters came, on the clock of a machine; other machines' clocks say nothing about it."""
 
     machine: str
     now_s: float
@@ -35,10 +35,10 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is assumed of stock producers and routers, in seconds. ConfigError for terms under which nothing lasts."""
+    """Assumptions about stock producers and routers, in seconds. ConfigError for terms under which nothing lasts."""
 
     lease_s: float = 30.0
-    """How long a producer keeps what it has offered: its `kv_lease_duration`."""
+    """Time for which a producer keeps what it has offered: its `kv_lease_duration`."""
     router_s: float = 5.0
     """Parameters reach this engine within so much of the end of their request."""
     settle_s: float = 10.0
@@ -56,17 +56,17 @@ class Terms:
 
     @property
     def extension_s(self) -> float:
-        """What a heartbeat gives; vLLM counts in whole seconds."""
+        """Seconds that a heartbeat gives; vLLM counts in whole seconds."""
         return float(int(self.lease_s) * 2 // 3)
 
     @property
     def heartbeat_s(self) -> float:
-        """From one heartbeat to the next."""
+        """Seconds from one heartbeat to the next."""
         return max(self.lease_s / 6, 0.05)
 
 
 class DeadlineProof:
-    """What one load's read knows of a stock producer's lease: it stands where `SealProof` stands for one with a seal.
+    """Proof of one load's read from a stock producer: it stands where `SealProof` stands for one with a seal.
 
     `unsent` tells how many messages could not be sent so far.
     """
@@ -88,11 +88,11 @@ class DeadlineProof:
 
     def __init__(self, arrived_s: float, terms: Terms, now_s: Callable[[], float], unsent: Callable[[], int]) -> None:
         self.asked = True
-        """There is no seal to fetch."""
+        """True: there is no seal to fetch."""
         self.grows = False
         self.seen_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
-        """Until then, on our clock, the blocks are held, as far as is known."""
+        """Time on our clock until which the blocks are held, as far as is known."""
         self._settled_s = arrived_s + terms.settle_s
         self._terms = terms
         self._now_s = now_s
@@ -120,12 +120,12 @@ class DeadlineProof:
 
     @property
     def looking(self) -> bool:
-        """There is nothing to look at."""
+        """False, ever: there is nothing to look at."""
         return False
 
     @property
     def over(self) -> bool:
-        """Nothing tells of it before the end."""
+        """False, ever: nothing tells of it before the end."""
         return False
 
     @property
@@ -146,11 +146,11 @@ class DeadlineProof:
         return Step.FRESH if self._now_s() < self.surely_until_s() else Step.STALE
 
     def anew(self) -> DeadlineProof:
-        """For another read under the same lease."""
+        """A fresh proof for another read under the same lease."""
         return self
 
     def fetching(self) -> None:
-        """No seal is ever fetched."""
+        """Never called: no seal is ever fetched."""
         raise AssertionError("a stock producer has no seals")
 
     def heard(self, tokens_missing: int | None, posted_s: float) -> None:

@@ -26,7 +26,7 @@ _BLOCK_MAX = (1 << 31) - 1
 
 
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
-    """What a stock producer's parameters offer: a prompt's blocks, and nothing that could prove them.
+    """Offer of a stock producer, by its parameters: a prompt's blocks, and nothing that could prove them.
 
     `block_ids` count vLLM's own blocks, of which a rank may hold several as one. Its engine's block size and heads, as
     a `Ticket` has them, are not known before a rank has been asked, nor are its groups: `needed_blocks` says which of
@@ -36,11 +36,11 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     least_line: str
     """The first release line that makes such parameters."""
     arrived: Arrival | None = None
-    """When they came to this engine; None if nobody noted that."""
+    """Time at which they came to this engine; None if nobody noted that."""
     params: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """As they came."""
+    """Parameters as they came."""
     left: int = 0
-    """How many of the offered tokens are not taken, from the last one on: `num_tokens` is without them."""
+    """Offered tokens that are not taken, from the last one on: `num_tokens` is without them."""
 
     @cached_property
     def offered_tokens(self) -> int:
@@ -60,7 +60,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
 
 
 def is_stock(params: Mapping[str, Any]) -> bool:
-    """Whether a request's parameters ask for a load, and none of a kvflow engine's."""
+    """True if a request's parameters ask for a load, and none of a kvflow engine's."""
     request_id = params.get("remote_request_id")
     ours = "kvflow" in params or (isinstance(request_id, str) and MARK in request_id)
     return not ours and "remote_block_ids" in params
@@ -122,7 +122,7 @@ def read_stock(
 
 
 def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int) -> tuple[tuple[int, ...], ...]:
-    """Of what is offered, the blocks that hold what the tokens need, for each group as its ranks count them.
+    """Offered blocks that hold what the tokens need, for each group as its ranks count them.
 
     `groups` are a rank's, `split` of whose blocks are one of vLLM's. vLLM lists a prompt's blocks up to its last token:
     all of them, or for a window as many as it may reach back, and null blocks (0) where it has given some back.
@@ -161,7 +161,7 @@ def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split
 
 
 def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int) -> Sequence[int]:
-    """Of a group's table, which ends with the prompt's last block, the ids of the blocks that its tokens need."""
+    """Ids of the blocks that the tokens need, of a group's table, which ends with the prompt's last block."""
     size, tokens = facts.block_size * split, ticket.num_tokens
     behind = -(-(tokens + ticket.left) // size) - len(ids)
     return ids[facts.first_needed(tokens) // size - behind : -(-tokens // size) - behind]
@@ -220,7 +220,7 @@ def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:
 
 
 def _arrival(value: object) -> Arrival | None:
-    """When parameters came, as anybody may have noted it: a time that is none would be compared with true ones."""
+    """Time at which parameters came, as anybody may have noted it: what is none would be compared with times."""
     if value is not None:
         fits = isinstance(value, Arrival) and type(value.machine) is str and type(value.now_s) in (int, float)
         if not fits or not abs(value.now_s) <= checks.SECONDS_MAX:  # type: ignore[attr-defined]
@@ -259,6 +259,6 @@ def _tables(value: object, block_ids_max: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the parameters, to give them on."""
+    """Parameters as far as they are known, to give them on."""
     known = {*line_of("0.33").params}
     return {key: value for key, value in given.items() if key in known}

@@ -1,4 +1,4 @@
-"""What a stock rank's metadata means in kvflow's words, and ours in a stock reader's: layers, blocks, heads, memory.
+"""Metadata of a stock rank in kvflow's words, and ours in a stock reader's: layers, blocks, heads, memory.
 
 A stock rank says how many bytes a block has, not of how many heads: that follows from our own cache, of the same model.
 Nor does it say which layers share a region, where several groups of layers are laid over the same memory: it names the
@@ -30,7 +30,7 @@ from kvflow.limits import SEAL_HOLD_S_MAX
 HEADS_FIRST = ("LBHNC", "HND")
 TOKENS_FIRST = ("LBNHC", "NHD")
 SHARED = -1
-"""What stands for the group of a region that layers of several groups lie in."""
+"""Mark in place of the group, for a region that layers of several groups lie in."""
 _LAYOUTS = (*HEADS_FIRST, *TOKENS_FIRST)
 _MEMORY = {"DRAM": "cpu", "VRAM": "cuda"}
 _NUMBER = re.compile(r"\d+")
@@ -49,7 +49,7 @@ class OurSet(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Of one head of one token, K and V."""
+        """Bytes of one head of one token, K and V."""
         return self.regions.block.run * len(self.regions.parts)
 
     @property
@@ -66,13 +66,13 @@ class OurRegion(NamedTuple):
     layer: int
     """The first of its layers, by which it is named."""
     at: tuple[int, int]
-    """Where that is: which set, and which layer of it."""
+    """Place of that: which set, and which layer of it."""
     group: int
-    """That of all its layers, or SHARED."""
+    """Group of all its layers, or SHARED."""
 
 
 class OurCache(NamedTuple):
-    """What of our own rank a stock one is compared with."""
+    """Our own rank's cache, as a stock one is compared with it."""
 
     sets: tuple[OurSet, ...]
     groups: tuple[GroupFacts, ...]
@@ -83,7 +83,7 @@ class OurCache(NamedTuple):
 
     @property
     def regions(self) -> tuple[OurRegion, ...]:
-        """In a stock rank's order: by their first layers."""
+        """Regions in a stock rank's order: by their first layers."""
         found: dict[int, OurRegion] = {}
         for layer, which, nth in sorted(self._layers()):
             group, base = self.sets[which].share.group, self.base_of(which, nth)
@@ -93,7 +93,7 @@ class OurCache(NamedTuple):
         return tuple(found.values())
 
     def base_of(self, which: int, nth: int) -> int:
-        """Where the blocks of a set's layer begin."""
+        """Address at which the blocks of a set's layer begin."""
         regions = self.sets[which].regions
         return int(regions.bases[nth * len(regions.parts)])
 
@@ -206,7 +206,7 @@ def expanded(ids: Sequence[int], split: int) -> tuple[int, ...]:
 
 
 def unread(found: StockMetadata) -> list[str]:
-    """Why no cache like this one is read, whatever ours is; empty if it may be."""
+    """Reasons why no cache like this one is read, whatever ours is; empty if it may be."""
     layout = found.kv_cache_layout
     problems = {
         f"dcp_size {found.dcp_size}, pcp_size {found.pcp_size}: only 1 is read from": found.dcp_size * found.pcp_size
@@ -221,7 +221,7 @@ def unread(found: StockMetadata) -> list[str]:
 
 
 def _places(found: StockMetadata, ours: OurCache, *, whole: bool) -> dict[int, int]:
-    """Which of their regions is which of ours, by the address of ours. Unfit unless they are laid out alike.
+    """Regions of theirs by the address of ours. Unfit unless they are laid out alike.
 
     A stage of several (not `whole`) has some of the layers.
     """
@@ -264,7 +264,7 @@ def _text(numbers: Collection[int]) -> str:
 
 
 def _heads(found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:
-    """Of one rank, for these of its regions. Unfit if they differ, or have no whole number of heads."""
+    """KV heads of one rank, for these of its regions. Unfit if they differ, or have no whole number of heads."""
     sizes = {found.block_lens[place] for place in places}
     if len(sizes) > 1:
         raise Unfit(f"blocks of different sizes: {sorted(sizes)[:8]} bytes for layers that are alike here")

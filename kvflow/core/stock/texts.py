@@ -19,9 +19,9 @@ _HEARTBEAT = "HB:"
 _PUSHED = "PUSH_REG:"
 _ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
-"""Of those that are sent."""
+"""Size of texts that are sent."""
 HEARD_BYTES_MAX = 1 << 22
-"""Of those that come: a stock reader names all requests that wait there for one producer in one heartbeat, by ids with
+"""Size of texts that come: a stock reader names all requests that wait there for one producer at once, by ids with
 a spare behind them."""
 _HEARD_IDS_MAX = 1 << 14
 
@@ -34,18 +34,18 @@ class ReadText(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """These requests' blocks are needed still."""
+    """Requests whose blocks are needed still."""
 
     request_ids: tuple[str, ...]
 
 
 def is_text(payload: bytes) -> bool:
-    """Whether a notification is a stock reader's, if it is anybody's."""
+    """True if a notification is a stock reader's, if it is anybody's."""
     return not payload or payload[0] not in _ARRAYS
 
 
 def can_be_told(request_id: str) -> bool:
-    """Whether a text can name this request, so that a stock producer takes it for no other."""
+    """True if a text can name this request, so that a stock producer takes it for no other."""
     plain = request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= REQUEST_ID_CHARS_MAX
     return plain and "," not in request_id and not request_id.startswith((_HEARTBEAT, _PUSHED))
 
@@ -74,7 +74,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 
 
 def decode_text(payload: bytes) -> ReadText | Heartbeat:
-    """What a stock reader says, by the ids that requests have here. WireError for anything else: nothing of it ends
+    """Text of a stock reader, by the ids that requests have here. WireError for anything else: nothing of it ends
     anything here.
     """
     if len(payload) > HEARD_BYTES_MAX:

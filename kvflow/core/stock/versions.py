@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 
 class Counting(enum.StrEnum):
-    """What number a reader says behind the id of what it has read. The producer waits for as many notifications as
+    """Number that a reader says behind the id of what it has read. The producer waits for as many notifications as
     there are readers of one of its ranks, and learns that from it."""
 
     ENGINE = "engine"
-    """How many tensor-parallel ranks the reader's engine has."""
+    """Number of the tensor-parallel ranks that the reader's engine has."""
     RANK = "rank"
-    """How many of them read from that rank."""
+    """Number of those that read from that rank."""
 
 
 class Line(NamedTuple):
@@ -34,7 +34,7 @@ class Line(NamedTuple):
     params: tuple[str, ...]
     """The keys of `kv_transfer_params` that a producer makes."""
     factors: tuple[str, ...]
-    """What goes into the compatibility hash."""
+    """Factors of the compatibility hash."""
 
     @property
     def number(self) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def line_that_shows(metadata: Collection[str]) -> Line:
 
 
 def _last_with(names_of: Callable[[Line], tuple[str, ...]], found: Collection[str]) -> Line:
-    """Of the lines that have nothing but what was found the last, or the first that is like it."""
+    """The last of the lines that have nothing but what was found, or the first that is like it."""
     known = [line for line in LINES if set(names_of(line)) <= set(found)] or [LINES[0]]
     most = names_of(known[-1])
     return next(line for line in known if set(names_of(line)) == set(most))

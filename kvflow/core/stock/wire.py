@@ -38,14 +38,14 @@ _Many = Meta(max_length=REGIONS_MAX)
 
 
 class RankQuestion(NamedTuple):
-    """Which rank's metadata is asked for."""
+    """Question for a rank's metadata."""
 
     pp_rank: int
     tp_rank: int
 
 
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank shows of itself: vLLM's NixlAgentMetadata, as far as its line has it."""
+    """Metadata that a rank shows: vLLM's NixlAgentMetadata, as far as its line has it."""
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS_MAX)]
     agent_metadata: bytes
@@ -73,7 +73,7 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def packs_layers(self) -> bool:
-        """Whether a region holds several layers, each in a part of its blocks."""
+        """True if a region holds several layers, each in a part of its blocks."""
         return bool(self.packed_member_layouts) or not all(map(_is_one, self.region_members))
 
 
@@ -83,9 +83,9 @@ class Shown(NamedTuple):
     compatibility_hash: str
     metadata: StockMetadata
     fields: frozenset[str]
-    """Which fields the metadata has, be they known or not."""
+    """Fields that the metadata has, be they known or not."""
     clock_s: float
-    """What the listener's clock showed."""
+    """Time that the listener's clock showed."""
 
 
 _One = Annotated[list[Name], Meta(max_length=1)]
@@ -123,7 +123,7 @@ def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:
 
 
 def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> list[bytes]:
-    """Both frames of a listener's answer."""
+    """Frames of a listener's answer."""
     payload = _Payload(compatibility_hash=compatibility_hash, agent_metadata_bytes=metadata)
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
 
@@ -188,7 +188,7 @@ def _check(metadata: StockMetadata) -> None:
 
 
 def _is_one(names: msgspec.Raw) -> bool:
-    """Whether a region has one layer, or says nothing of any."""
+    """True if a region has one layer, or says nothing of any."""
     try:
         msgspec.msgpack.decode(names, type=_One)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

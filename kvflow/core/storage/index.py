@@ -1,4 +1,4 @@
-"""Which entries a store has, and who makes room for whom.
+"""Entries of a store, and who makes room for whom.
 
 Entries have an order: the one that was saved or restored longest ago is the first to go, after those that could not be
 read, which nobody finds any more. One that is being read never goes. What is being written counts with its whole size
@@ -26,9 +26,9 @@ class Entry:
     size_bytes: int
     readers: int = 0
     aside: bool = False
-    """It could not be read: it takes room, and is not found."""
+    """True once it could not be read: it takes room, and is not found."""
     dropped: bool = False
-    """It is no entry any more: its bytes count until nobody reads it."""
+    """True once it is no entry any more: its bytes count until nobody reads it."""
 
 
 class StoreIndex:

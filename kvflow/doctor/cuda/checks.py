@@ -110,7 +110,7 @@ def left_out(tls: str) -> tuple[str, ...]:
 
 
 def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
-    """How RDMA takes GPU memory: by nvidia_peermem, or by dma-buf. gdrcopy is no part of it: the UCX of NIXL's
+    """Way in which RDMA takes GPU memory: by nvidia_peermem, or by dma-buf. gdrcopy is no part of it: the UCX of NIXL's
     wheels has no gdr_copy, and a read does not need it."""
     ways = [
         *(["nvidia_peermem is loaded"] if cuda.peermem else []),

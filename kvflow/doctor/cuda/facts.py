@@ -31,7 +31,7 @@ VARIABLES = (
 )
 """Variables of the environment that say how CUDA memory is made and moved."""
 HOST_PID_NAMESPACE = "pid:[4026531836]"
-"""That of the machine itself: the number is fixed in Linux (PROC_PID_INIT_INO)."""
+"""PID namespace of the machine itself: the number is fixed in Linux (PROC_PID_INIT_INO)."""
 _IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
 _SMI_TIMEOUT_S = 30
 _BUILDS = ("nixl-cu12", "nixl-cu13")

@@ -94,7 +94,7 @@ def read_nvlinks(text: str) -> dict[int, int]:
 
 
 def read_nearness(text: str) -> dict[str, dict[str, str]]:
-    """For each GPU of the matrix of `nvidia-smi topo -m` how near each RDMA device is, by its name: PIX, PXB, ..."""
+    """Nearness of each RDMA device to each GPU of the matrix of `nvidia-smi topo -m`, by its name: PIX, PXB, ..."""
     text = _ESCAPES.sub("", text)
     names = dict(_NIC_NAME.findall(text))
     rows = [line.split("\t") for line in text.splitlines()]

@@ -53,7 +53,7 @@ Heard: TypeAlias = "list[bytes] | zmq.Event"
 
 @dataclass(frozen=True, slots=True)
 class ListenerWay:
-    """To a listener: its address in numbers and, with CURVE, its public key and our pair."""
+    """Address of a listener, in numbers, and with CURVE its public key and our pair."""
 
     endpoint: str
     server_key: bytes = b""
@@ -317,7 +317,7 @@ def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 
 def _number_of(frames: Sequence[bytes]) -> int:
-    """Which question an answer is for; 0 if it does not say."""
+    """Number of the question that an answer is for; 0 if it does not say."""
     try:
         return messages.decode_header(frames[0]).question
     except messages.WireError:

@@ -75,7 +75,7 @@ class Keyring:
         return self._allowlist.keys.get(engine_id)
 
     async def engine_of(self, key: bytes) -> str | None:
-        """Whose public key that is; None if it is not in the folder."""
+        """Engine whose public key that is; None if it is not in the folder."""
         await self._refresh()
         return self._allowlist.engines.get(key)
 

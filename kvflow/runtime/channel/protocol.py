@@ -39,9 +39,9 @@ class ListenerStatistics:
     refused: int
     """Answered with a reason."""
     dropped: int
-    """Not answered: no message of ours, or nobody took the answer."""
+    """Messages not answered: none of ours, or nobody took the answer."""
     over_rate: int = 0
-    """Not answered, because their sender asks too often."""
+    """Messages not answered because their sender asks too often."""
     rejected: int = 0
     """Connections that never came to a message: a key that is not in the allowlist, or no peer of ours at all."""
     connections: int = 0
@@ -54,7 +54,7 @@ class Listener(Protocol):
     """A rank's side channel, bound; `port` is the real one."""
 
     strangers: AnswerStranger | None
-    """Who answers messages of another make, if anybody does."""
+    """Callback that answers messages of another make, if there is one."""
 
     @property
     def port(self) -> int: ...
@@ -89,4 +89,4 @@ class SideChannel(Protocol):
         """Close everything at once, without the loop, which is gone."""
 
     def close(self) -> None:
-        """Nothing will be asked any more; questions under way may still be answered. Closing twice is fine."""
+        """Ask nothing any more; questions under way may still be answered. Closing twice is fine."""

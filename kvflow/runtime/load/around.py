@@ -1,4 +1,4 @@
-"""What goes around a load's read, where it is asked for: an event before it, a comparison after it."""
+"""Wrappers of a load's read, where they are asked for: an event before it, a comparison after it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Verifying:
         self._verifier = verifier
 
     def drawn(self) -> bool:
-        """Whether one more load is of the share that is verified."""
+        """Draw one more load: True if it is of the share that is verified."""
         return self._verifier.drawn()
 
     async def read(self, load: Load, work: Work, read: Callable[[], Awaitable[bool]]) -> bool:
-        """Whether the lease has covered it. Raises ChecksumMismatch, or why a load that has to be verified is not.
+        """True if the lease has covered it. Raises ChecksumMismatch, or why a load that has to be verified is not.
 
         Its blocks stay claimed all the time.
         """
@@ -76,7 +76,7 @@ class Verifying:
         return True
 
     async def _read_and_compare(self, work: Work, read: Callable[[], Awaitable[bool]]) -> str:
-        """What differs, "" if nothing. Raises LeaseEnded or NotCompared when no read is under way any more."""
+        """Difference, "" if there is none. Raises LeaseEnded or NotCompared when no read is under way any more."""
         async with self._verifier.asking(work.ticket.request_id, work.sources, work.tables) as comparison:
             work.enter("wire")
             if not await read():
@@ -85,7 +85,7 @@ class Verifying:
             return await comparison.difference()
 
     def _not_verified(self, load: Load, work: Work, problem: NotCompared) -> None:
-        """What was read could not be compared: raises what follows from that, if the load must not go on."""
+        """A read that could not be compared: raises what follows from that, if the load must not go on."""
         if work.verification is Verification.MISMATCH:
             why = f"what was read is not what is offered, and then could not be compared: {problem}"
             raise work.failure(load, ChecksumMismatch, why) from problem

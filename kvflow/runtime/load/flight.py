@@ -44,7 +44,7 @@ from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
 Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
-"""Told how a read has ended; RuntimeBroken if that will never be known."""
+"""Callback told how a read has ended; RuntimeBroken if that will never be known."""
 
 
 _FADE = 63 / 64  # of the longest read that is known of a peer, with each that is shorter
@@ -71,7 +71,7 @@ class CopyGroup(NamedTuple):
     release: Callable[[], None] | None = None
     """Runs on the loop once nothing can touch the group's buffers any more."""
     on_land: Callable[[float, float], None] | None = None
-    """Told, once all of it is in the cache, when that was, and when its first read was posted."""
+    """Callback told, once all of it is in the cache, when that was, and when its first read was posted."""
 
 
 class CopyFailed(Exception):
@@ -89,12 +89,14 @@ class _Running:
 
 
 class Posts(Protocol):
-    """What posts reads: the `Poller`, and the moves of a store."""
+    """The object that posts reads: the `Poller`, and the moves of a store."""
 
     @property
     def behind(self) -> bool: ...
 
     def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None: ...
+
+    def give_up_reads(self, heard: Callable[..., None]) -> None: ...
 
 
 class Poller:
@@ -118,6 +120,11 @@ class Poller:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
         self._under_way[self._transport.post_read(agent, descriptors)] = told
 
+    def give_up_reads(self, heard: Callable[..., None]) -> None:
+        """Have those reads end of which a part of `heard` is told, where the transport can (`Transport.give_up`)."""
+        told = self._under_way.items()
+        self._transport.give_up([read for read, one in told if isinstance(one, partial) and one.func == heard])
+
     async def run(self) -> None:
         """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
         try:
@@ -131,7 +138,7 @@ class Poller:
                 self.settle(stopped=False)
 
     def wait_for_transport(self) -> None:
-        """When this ends its reads are not lost yet: the transport is about to be closed, which waits for them."""
+        """Leave reads to the transport, which is about to be closed and waits for them: they are not lost yet."""
         self._patient = True
 
     def settle(self, *, stopped: bool) -> None:
@@ -162,9 +169,9 @@ class Words:
 
     def __init__(self, count: int) -> None:
         self.table = SealTable(count)
-        """What has been fetched."""
+        """Seals as they were fetched."""
         self.address = self.table.address(0)
-        """Of the first word."""
+        """Address of the first word."""
         self._free = list(range(count - 1, -1, -1))
         self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
         """A heap."""
@@ -176,7 +183,7 @@ class Words:
 
     @property
     def waiting(self) -> int:
-        """How many loads wait."""
+        """Number of loads that wait."""
         return sum(not turn.done() for *_, turn in self._queue)
 
     @property
@@ -184,7 +191,7 @@ class Words:
         return self.table.count - len(self._free)
 
     def take(self, sources: Sequence[Source]) -> bool:
-        """Whether each of them has a word now: there are enough, and nobody waits."""
+        """Give each source a word: True if there are enough, and nobody waits."""
         if self._queue or len(self._free) < len(sources):
             return False
         for source in sources:
@@ -205,7 +212,7 @@ class Words:
             raise
 
     def give_back(self, sources: Sequence[Source]) -> None:
-        """They need theirs no more: wipe them, and admit who waits."""
+        """Take words back that are needed no more: wipe them, and admit who waits."""
         for source in sources:
             self.table.words[source.word] = 0
             self._free.append(source.word)
@@ -226,18 +233,18 @@ class Words:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gear:
-    """What all flights of a runtime share."""
+    """Parts that all flights of a runtime share."""
 
     ledger: BlockLedger
     words: Words
-    """Where seals are fetched to."""
+    """Words that seals are fetched to."""
     queue: FairQueue
     """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
     poller: Posts
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Of one load at once, and as many copies; 2 hides the completion latency of the first."""
+    """Reads of one load at once, and as many copies; 2 hides the completion latency of the first."""
     digests: DigestGear
 
 
@@ -256,7 +263,7 @@ class Flight:
         priority: int,
         gear: Gear,
     ) -> None:
-        """Of who is admitted: each source has a word (`Words.take`), which is the flight's from now on."""
+        """A flight that was admitted: each source has a word (`Words.take`), which is the flight's from now on."""
         try:
             gear.ledger.begin_load(ids)
         except BlocksBusy:
@@ -266,18 +273,18 @@ class Flight:
         self.state = TransferState.PENDING
         self.post_s = self.queued_s = 0.0
         self.heard_s = 0.0
-        """When one of its reads has ended last, or began while there was none."""
+        """Time at which one of its reads has ended last, or began while there was none."""
         self.descriptor_count = self.size_bytes = 0
         self.waits = False
-        """Whether a read waits for its permit, or did so when it was cancelled."""
+        """True while a read waits for its permit, or did so when it was cancelled."""
         self.failed: Source | None = None
-        """Whose read failed first."""
+        """The source whose read failed first."""
         self._ids = ids
         self._sources = sources
         self._priority = priority
         self._gear = gear
         self.on_safe: Callable[[Flight], None] | None = None
-        """Told once the blocks are safe, if somebody wants to know."""
+        """Callback told once the blocks are safe, if somebody wants to know."""
         self._under_way = 0
         """Reads and copies that cannot be taken back."""
         self._lost: list[_Running] = []
@@ -285,7 +292,7 @@ class Flight:
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
-        """For who waits until the blocks are safe, or until that can never be known."""
+        """Future of who waits until the blocks are safe, or until that can never be known."""
         for source in sources:
             source.connection.users += 1
 
@@ -294,12 +301,12 @@ class Flight:
 
     @property
     def safe(self) -> bool:
-        """Whether no byte can land in the blocks any more."""
+        """True once no byte can land in the blocks any more."""
         return transfer_blocks_safe(self.state)
 
     @property
     def lost(self) -> BaseException | None:
-        """Why it will never be known when its last read has stopped; None unless that is so."""
+        """The reason why it will never be known when its last read has stopped; None unless that is so."""
         return self._end.exception() if self._end is not None and self._end.done() else None
 
     async def settled(self) -> None:
@@ -314,11 +321,11 @@ class Flight:
 
     @property
     def reading(self) -> bool:
-        """Whether reads or copies are under way."""
+        """True while reads or copies are under way."""
         return self._under_way > 0
 
     def head(self, source: Source) -> Piece:
-        """Where a source's seal is, and the word of ours that it is fetched to."""
+        """Address of a source's seal, and the word of ours that it is fetched to."""
         return Piece(self._gear.words.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def fly(self, reads: Iterable[Read]) -> bool:
@@ -358,6 +365,10 @@ class Flight:
         assert self.state is TransferState.READING, "it has flown"
         self.state = _LANDED
         self._give_back()
+
+    def give_up(self) -> None:
+        """Nobody answers: have its reads end, if that can be before somebody does."""
+        self._gear.poller.give_up_reads(self._heard)
 
     async def stop(self, grace_s: float) -> bool:
         """End the flight whatever it is doing: wait up to `grace_s` for posted reads. Whether the blocks are safe.
@@ -409,7 +420,7 @@ class Flight:
         await self.below(self._under_way + 1)
 
     def nudge(self) -> None:
-        """Something has happened that somebody may wait for: a read or a copy has ended, the last one perhaps."""
+        """Wake who waits, as something has happened: a read or a copy has ended, the last one perhaps."""
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
         stopping = self.state is TransferState.STOPPING or self.state is TransferState.QUARANTINED
@@ -418,7 +429,7 @@ class Flight:
             self._give_back()
 
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
-        """Something beside its reads has gone wrong: it ends as if one of them had."""
+        """Fail for a reason beside its reads: it ends as if one of them had failed."""
         if self._error is None:
             self._error, self.failed = error, source
         self.nudge()
@@ -439,7 +450,7 @@ class Flight:
         return fresh, again
 
     async def _look_again(self, sources: Sequence[Source]) -> bool:
-        """Whether their leases are open now, when every byte has landed."""
+        """Look at the seals once more: True if their leases are open now, when every byte has landed."""
         for source in sources:
             await self.look(source)
         await self.below(1)
@@ -532,7 +543,7 @@ class Flight:
         fetches_seal: bool,
         event: ReadEnded | RuntimeBroken,
     ) -> None:
-        """From the poller: a read has stopped, or it will never be known when."""
+        """Callback of the poller: a read has stopped, or it will never be known when."""
         gear = self._gear
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
@@ -615,7 +626,7 @@ class Flight:
         self.nudge()
 
     def _give_back(self) -> None:
-        """No byte can land any more: give back what was claimed, once."""
+        """Give back what was claimed, once, as no byte can land any more."""
         gear = self._gear
         gear.ledger.end_load(self._ids)
         gear.words.give_back(self._sources)

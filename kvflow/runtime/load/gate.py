@@ -16,7 +16,7 @@ _PAUSE_MAX_S = 5e-3
 
 
 class Gate:
-    """How many loads start at once: a burst of them starts over many turns of the loop, and never holds it.
+    """Bound on the loads that start at once: a burst starts over many turns of the loop, and never holds it.
 
     Starting one takes a tenth of a millisecond, in which nothing else runs. Who comes alone does not notice. While many
     reads wait to be started no more loads begin, so that the loop is idle at times: the thread that starts them gets
@@ -25,18 +25,18 @@ class Gate:
 
     def __init__(self, poller: Posts) -> None:
         self.paused = False
-        """Whether loads wait until fewer reads do: `resume` once that may be so."""
+        """True while loads wait until fewer reads do: `resume` once that may be so."""
         self._poller = poller
         self._next_turn: asyncio.Handle | None = None
         self._since_s = -math.inf
         self._left = 0
-        """How many more may start at once, until `TURN_S` after `_since_s`."""
+        """Loads that may still start at once, until `TURN_S` after `_since_s`."""
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
         """A heap: by priority, then who had a turn before, then who came first."""
         self._numbers = itertools.count()
 
     def at_once(self, now_s: float) -> bool:
-        """Whether a load may start now; else its turn has to `come`."""
+        """True if a load may start now; else its turn has to `come`."""
         if self._waiting:
             return False
         if now_s - self._since_s >= TURN_S:

@@ -35,17 +35,17 @@ _SPEED_SHARE = 0.25  # of a new measurement in what is known
 
 @dataclass(slots=True, eq=False)
 class _Growing:
-    """What a load knows of one source's lease, beside its seal."""
+    """One source's lease as a load knows it, beside its seal."""
 
     source: Source
     followed: Followed | None = None
     speed: float = 0.0
     """Bytes per second of its reads, as far as is known."""
     due: bool = True
-    """Whether its seal is to be looked at."""
+    """True if its seal is to be looked at."""
 
     def there(self, num_tokens: int) -> int:
-        """How many of the lease's tokens may be read by now."""
+        """Tokens of the lease that may be read by now."""
         there = self.source.proof.there(num_tokens)
         return there if self.followed is None else min(there, self.followed.known_tokens)
 
@@ -97,12 +97,12 @@ class GrowingLoads:
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Number of slices so far."""
         return self._count
 
 
 def _told(work: Work, source: Source) -> None:
-    """There is an answer."""
+    """Take note of an answer."""
     if work.grown is not None:
         work.grown(source)
 
@@ -130,7 +130,7 @@ class _Carrier:
             self._timer.cancel()
 
     async def groups(self) -> AsyncGenerator[CopyGroup, None]:
-        """What is there and worth a read, when it is.
+        """Groups that are there and worth a read, as they come.
 
         If all is there before any of it was read, and that goes straight, it is read as if it had never grown.
         """
@@ -165,7 +165,7 @@ class _Carrier:
         frontier.note_landed(one, now_s)
 
     def _due(self) -> bool:
-        """Whether a look could be posted now."""
+        """True if a look could be posted now."""
         return any(one.due and not one.source.proof.looking for one in self._growing.values())
 
     async def _look(self, frontier: Frontier) -> None:
@@ -198,13 +198,13 @@ class _Carrier:
         self._flight.nudge()
 
     def _told(self, source: Source) -> None:
-        """There is an answer of its rank."""
+        """Take note of an answer of its rank."""
         if (one := self._growing.get(source)) is not None:
             one.due = True
         self._flight.nudge()
 
     def _take_news(self) -> None:
-        """What is told of the leases that are read; at first any token is of interest."""
+        """Take in the news of the leases that are read; at first any token is of interest."""
         news = self._work.news
         for one in news.followed if news is not None else ():
             if one.source in self._growing:
@@ -213,7 +213,7 @@ class _Carrier:
 
 
 class Growth:
-    """When what has grown is worth a read, of one load.
+    """Decision when what has grown is worth a read, of one load.
 
     Loads of leases that advance in step would all read in the same turn of the loop, so their first reads differ.
     """
@@ -225,11 +225,11 @@ class Growth:
         self._share = 0.5 + (number * _GOLDEN) % 1.0
 
     def there(self, lane: Lane, growing: dict[Source, _Growing]) -> int:
-        """How many tokens may be read from all ranks of a lane."""
+        """Tokens that may be read from all ranks of a lane."""
         return min(growing[source].there(self._num_tokens) for source in lane.sources)
 
     def due(self, lanes: Sequence[Lane], growing: dict[Source, _Growing]) -> list[Lane]:
-        """What is to be read now: all of what is complete, and the rest if it is worth a read.
+        """Tokens to be read now: all of what is complete, and the rest if it is worth a read.
 
         If nothing is, the ranks are asked to tell when that may have changed.
         """
@@ -257,7 +257,7 @@ class Growth:
 
 
 def worth_bytes(growing: Iterable[_Growing], slice_bytes: int) -> int:
-    """How much makes a read: what ranks deliver in about a millisecond, so that what is left at the end is no more.
+    """Least size of a read: what ranks deliver in about a millisecond, so that what is left at the end is no more.
 
     A reader of many leases that advance in small steps has few reads to post then.
     """
@@ -266,7 +266,7 @@ def worth_bytes(growing: Iterable[_Growing], slice_bytes: int) -> int:
 
 
 class Frontier:
-    """How much of the prompt, from the first token on, has landed in all lanes and is vouched for.
+    """Tokens of the prompt, from the first one on, that have landed in all lanes and are vouched for.
 
     That takes a look that has found the leases open, and was posted after the last byte had landed, or so shortly
     before that the blocks were held until then anyway: the arguments of `core.protocol.proof`.
@@ -293,12 +293,12 @@ class Frontier:
 
     @property
     def done(self) -> bool:
-        """Whether all was told of."""
+        """True once all was told of."""
         return self._told >= self._last
 
     @property
     def unvouched(self) -> bool:
-        """Whether more has landed than was told of."""
+        """True if more has landed than was told of."""
         return self._upto > self._told
 
     def note_landed(self, one: GroupSpan, now_s: float) -> None:
@@ -318,6 +318,6 @@ class Frontier:
             self._tell(self._upto - self._first, self._last - self._first)
 
     def vouches(self, source: Source) -> bool:
-        """Whether a source vouches for what has landed."""
+        """True if a source vouches for what has landed."""
         quick_s = source.connection.quick_read_max_s
         return not source.proof.over and self._landed_s - source.proof.seen_s < quick_s

@@ -19,7 +19,7 @@ from kvflow.runtime.peers.peer import Source
 
 
 class Part(NamedTuple):
-    """What a load reads of one set of a rank's layers, and how it gets there through scratch memory; None: straight."""
+    """Share of a load that is read of one set of a rank's layers, and how through scratch memory; None: straight."""
 
     source: Source
     block_map: BlockMap
@@ -60,7 +60,7 @@ class GroupSpan(NamedTuple):
 
 
 class Grouping:
-    """How a load of one group of layers is cut: by units of the larger block where whole remote blocks are read, else
+    """Slices of a load of one group of layers: by units of the larger block where whole remote blocks are read, else
     by ours.
     """
 
@@ -89,12 +89,12 @@ class Grouping:
         return self._unit // self._local_tokens
 
     def fits(self, slot_bytes: int) -> bool:
-        """Whether the smallest group has room: scratch memory, where a tail takes a second unit, and host blocks."""
+        """True if the smallest group has room: scratch memory, where a tail takes a second unit, and host blocks."""
         host_blocks_do = self._host_blocks is None or self.local_blocks <= self._host_blocks
         return 2 * self.scratch_bytes <= slot_bytes and host_blocks_do
 
     def units(self, group_bytes: int, slot_bytes: int) -> int:
-        """How many units make a group: not too large for one turn, the scratch buffer, and half the host buffers."""
+        """Units of a group: not too many for one turn, the scratch buffer, and half the host buffers."""
         units = group_bytes // max(self._unit_bytes, self.scratch_bytes)
         if self.scratch_bytes:
             units = min(units, slot_bytes // self.scratch_bytes - 1)
@@ -114,15 +114,15 @@ class Grouping:
 
     @property
     def tokens(self) -> range:
-        """What is read."""
+        """Tokens that are read."""
         return range(self._first, self._last)
 
     def upto(self, there: int) -> int:
-        """How far may be read when so many tokens are there: whole units, and the end of it."""
+        """End of what may be read when so many tokens are there: whole units, and the end of it."""
         return self.end if there >= self._last else there // self._unit * self._unit
 
     def size_bytes(self, tokens: int) -> int:
-        """What so many tokens are to read."""
+        """Bytes to read for so many tokens."""
         return tokens * self._unit_bytes // self._unit
 
     def spans(self, local_ids: BlockIds, units: int, start: int, stop: int) -> Iterator[PromptSpan]:
@@ -137,7 +137,7 @@ class Grouping:
 
 
 class Lane:
-    """What is read in prompt order, span after span: one group of layers, of one rank or of several."""
+    """One group of layers, of one rank or of several, read in prompt order, span after span."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Lane:
     ) -> None:
         """`units` make a span at most."""
         self.parts = parts
-        """What is read of it from each rank."""
+        """Shares that are read of it from each rank."""
         self.staging = staging
         """The group's host blocks, if it has some."""
         self.landed_upto = grouping.begin
@@ -163,7 +163,7 @@ class Lane:
 
     @property
     def done(self) -> bool:
-        """Whether all of it was taken."""
+        """True once all of it was taken."""
         return self._at >= self._grouping.end
 
     @property
@@ -172,19 +172,19 @@ class Lane:
 
     @property
     def tokens(self) -> range:
-        """What is read in all."""
+        """Tokens that are read in all."""
         return self._grouping.tokens
 
     def size_bytes(self, tokens: int) -> int:
-        """What so many tokens are to read."""
+        """Bytes to read for so many tokens."""
         return self._grouping.size_bytes(tokens)
 
     def readable_bytes(self, there: int) -> int:
-        """What may be read where so many tokens are there, and was not taken."""
+        """Bytes that may be read where so many tokens are there, and were not taken."""
         return self._grouping.size_bytes(max(self._grouping.upto(there) - self._at, 0))
 
     def take(self, there: int) -> Iterator[GroupSpan]:
-        """What may be read where so many tokens are there: it counts as taken at once."""
+        """Take what may be read where so many tokens are there: it counts as taken at once."""
         return self._take(max(self._grouping.upto(there), self._at))
 
     def rest(self) -> Iterator[GroupSpan]:

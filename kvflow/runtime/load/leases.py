@@ -1,11 +1,11 @@
 """The leases that other engines hold open for us: kept while they are needed, given back after.
 
-*Keeping* is renewal: one notification per peer names the leases that are still needed, first when half of the time that
-is surely left has passed, then every third of their ttl, so two notifications in a row may be lost; a peer of another
-make gets its heartbeats instead (`Connection.telling`). Loads keep the
-leases that they read under, and so do requests that wait for their load. Most loads take a millisecond and renew
-nothing, so all that they pay for is an entry in a dict: there is one timer, which is set earlier when an earlier lease
-comes, and otherwise looks, when it fires, whether anything is left to do.
+*Keeping* is renewal: one notification per peer names the leases that are still needed, first a moment after they are
+needed, so that their owner knows who is at them (`producer.attendance`), then every third of their ttl, so two
+notifications in a row may be lost; a peer of another make gets its heartbeats instead (`Connection.telling`). Loads
+keep the leases that they read under, and so do requests that wait for their load. Most loads take a millisecond and
+renew nothing, so all that they pay for is an entry in a dict: there is one timer, which is set earlier when an earlier
+lease comes, and otherwise looks, when it fires, whether anything is left to do.
 
 *Giving back* is a notification where there is a connection, after a read or instead of one: a request may find all its
 blocks cached, or be rejected before decode. Elsewhere it is one question on the side channel, and the transport never
@@ -40,6 +40,7 @@ from kvflow.transport.base import AgentName
 logger = logger_of(__name__)
 
 _PAUSE_LEAST_S = 0.01  # whatever a ticket says
+_FIRST_AFTER_S = 0.25  # most loads are over by then, and say nothing
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class _Kept:
 
     source: Source
     pause_s: float
-    """From one renewal to the next."""
+    """Seconds from one renewal to the next."""
     due_s: float
 
 
@@ -103,13 +104,14 @@ class RemoteLeases:
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
         self.sent = 0
-        """How many leases were renewed, counting each time."""
+        """Renewals of leases, counting each time."""
 
     def keep(self, owner: object, ttl_s: float, source: Source) -> None:
         """Renew a lease of `ttl_s` from now on until its owner needs it no more (`forget`)."""
         now_s, pause_s = self._clock.now_s(), source.connection.telling.heartbeat_s
         if pause_s is None:
-            due_s, pause_s = (now_s + source.not_expired_before_s) / 2, max(ttl_s / 3, _PAUSE_LEAST_S)
+            half_s = (now_s + source.not_expired_before_s) / 2
+            due_s, pause_s = min(half_s, now_s + _FIRST_AFTER_S), max(ttl_s / 3, _PAUSE_LEAST_S)
         else:
             due_s = now_s + pause_s
         self._kept.setdefault(owner, []).append(_Kept(source, pause_s, due_s))
@@ -176,7 +178,7 @@ class RemoteLeases:
             await self.release(ticket)
 
     def _opens_within_s(self, ticket: Ticket) -> float:
-        """How long an engine may take to open the lease of a ticket."""
+        """Seconds that an engine may take to open the lease of a ticket."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
 
     async def _release_awaited(self, ticket: Ticket) -> bool:
@@ -269,7 +271,7 @@ class RemoteLeases:
             self._set_timer(now_s, min(kept.due_s for leases in self._kept.values() for kept in leases))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
-        """Whether a rank was told. Raises a PeerError, or Overloaded."""
+        """Tell a rank: True if it was told. Raises a PeerError, or Overloaded."""
         named = ticket.find(at.rank)
         lease = named if named is not None and named.lease_id else None
         peer = self._peers.get(at)

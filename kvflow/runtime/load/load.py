@@ -64,19 +64,19 @@ class LoadRequest:
     step of who had them before: no byte lands earlier. **Without it the blocks have to be at rest when the load is
     asked for.**"""
     verify: bool | None = None
-    """Whether its bytes are compared with the producer's by checksums: True fails the load where that is not possible,
+    """Comparison of its bytes with the producer's by checksums: True fails the load where that is not possible,
     False never compares, None leaves it to Config.verify_share."""
     num_tokens: int | None = None
-    """How many tokens the offer has to be of, for callers that have made room before they could know, as for a
+    """Tokens that the offer has to be of, for callers that have made room before they could know, as for a
     rendezvous: PromptMismatch if it is of more or fewer, before anything is read."""
     keep_offer: bool = False
-    """Whether the producer is not told at the end, since other requests are to read the same: `Runtime.release_blocks`
+    """True if the producer is not told at the end, since other requests are to read the same: `Runtime.release_blocks`
     tells it, and `Runtime.keep_leases` keeps the blocks until then."""
     again: Again | None = None
     """Awaited when no source is left, within the deadline: brings another ticket, such as of a prefill elsewhere, or
     None. It is given what came of the sources so far. What it raises ends the load."""
     again_max: int = 2
-    """How often `again` is awaited at most."""
+    """Times that `again` is awaited at most."""
 
 
 def checked_load_request(request: object, block_ids_max: int) -> LoadRequest:
@@ -114,22 +114,22 @@ _RULES: Mapping[str, checks.Check] = {
 
 
 class Verification(enum.StrEnum):
-    """What came of comparing a load's bytes with its producer's."""
+    """Outcome of comparing a load's bytes with its producer's."""
 
     OFF = "off"
-    """They were not to be compared."""
+    """Bytes that were not to be compared."""
     VERIFIED = "verified"
-    """They are equal."""
+    """Bytes that are equal."""
     REPAIRED = "repaired"
-    """They differed, and are equal since they were read once more."""
+    """Bytes that differed, and are equal since they were read once more."""
     MISMATCH = "mismatch"
-    """They differ, and the load has failed."""
+    """Bytes that differ: the load has failed."""
     UNVERIFIED = "unverified"
-    """They could not be compared: the producer does not answer such questions, or not now."""
+    """Bytes that could not be compared: the producer does not answer such questions, or not now."""
 
 
 class Work:
-    """What the loader knows of a load under way: what was asked, how far it is, and what it holds."""
+    """A load under way as the loader knows it: what was asked, how far it is, and what it holds."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Work:
         self.ticket = ticket
         self.carry = carry
         self.attempts: Sequence[Attempt] | None = None
-        """What came of its sources, of a load that may have several."""
+        """Outcome of each of its sources, of a load that may have several."""
         self.tables = tables
         self.entries = entries
         self.begun_s = self._since_s = begun_s
@@ -153,24 +153,24 @@ class Work:
         self.phase = "queued"
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.task: asyncio.Task[Any] | None = None
-        """Who carries it out, once it has begun."""
+        """Task that carries it out, once it has begun."""
         self.cancelling = 0
-        """How often that task had been cancelled before."""
+        """Cancellations of that task before the load began."""
         self.overdue = False
-        """Whether the loader has cancelled it: its deadline has passed, or the loader closes."""
+        """True once the loader has cancelled it: its deadline has passed, or the loader closes."""
         self.sources: Sequence[Source] = ()
         """The ranks that are read from, once there is a plan."""
         self.freshness = ""
-        """What vouches for its bytes, as in a `LoadReport`; "" before it is known from whom they are."""
+        """Proof of its bytes, as in a `LoadReport`; "" before it is known from whom they are."""
         self.tokens = 0
-        """How many tokens are read."""
+        """Tokens that are read."""
         self.flight: Flight | None = None
         self.news: News | None = None
-        """What it asks of leases that are still to come to an end."""
+        """Questions about leases that are still to come to an end."""
         self.grown: Callable[[Source], None] | None = None
-        """Told of each answer, while what grows is read."""
+        """Callback told of each answer, while what grows is read."""
         self.landed: History | None = None
-        """Of leases that grow: when how many tokens had landed."""
+        """History of a load of leases that grow: when how many tokens had landed."""
         self.verification = Verification.OFF
         self.payload = b""
         self._now_s = now_s
@@ -182,7 +182,7 @@ class Work:
         self.phase, self._since_s = phase, now_s
 
     def leave_source(self) -> None:
-        """Nothing counts of what its source has given, or was asked for: the next one begins anew."""
+        """Forget what its source has given, or was asked for: the next one begins anew."""
         self.end_phases()
         if self.news is not None:
             self.news.close()
@@ -197,11 +197,11 @@ class Work:
             self.task.cancel()
 
     def was_late(self) -> bool:
-        """Whether a cancellation of its task was only `end_now`; that one is taken back."""
+        """True if a cancellation of its task was only `end_now`; that one is taken back."""
         return self.overdue and self.task is not None and self.task.uncancel() <= self.cancelling
 
     def failure(self, load: Load, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
-        """What went wrong with it, as an error that names it."""
+        """The cause of its failure, as an error that names the load."""
         ticket, request_id = self.ticket, load.request_id
         what = f"request {request_id!r} from {ticket.engine_id!r} at {ticket.address}"
         return kind(f"{what}: {why}", request_id=request_id, peer=ticket.address, **facts)
@@ -212,7 +212,7 @@ class Work:
         return "queued" if self.flight is not None and self.flight.waits else self.phase
 
     def end_phases(self) -> None:
-        """It is over. What its flight has spent waiting for permits, and in posting, was neither on the wire."""
+        """End the phases. What its flight has spent waiting for permits, and in posting, was neither on the wire."""
         flight, seconds = self.flight, self.seconds
         self.enter(self.phase)
         if flight is not None:
@@ -243,14 +243,14 @@ class Work:
 
 
 def said_priority(request: LoadRequest) -> int:
-    """Of a request that was not checked yet: the usual one if what it says is none, which is about to be refused."""
+    """Priority of an unchecked request: the usual one if what it says is none, which is about to be refused."""
     found = checks.answer(lambda: checks.whole(request.priority, "priority"))
     return _USUAL_PRIORITY if found is None else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What one load did. `seconds` has an entry for each phase, "verify" if it was verified; they sum to `total_s`."""
+    """Result of one load. `seconds` has an entry for each phase, "verify" if it was verified; they sum to `total_s`."""
 
     request_id: str
     bytes: int
@@ -261,21 +261,21 @@ class LoadReport:
     sources: tuple[str, ...]
     """The ranks of the producer that were read from."""
     notified: bool
-    """Whether every rank of the producer that holds a lease for us was told that it may free its blocks."""
+    """True if every rank of the producer that holds a lease for us was told that it may free its blocks."""
     seconds: Mapping[str, float]
     verification: Verification = Verification.OFF
     freshness: str = "seal"
-    """What vouches for the bytes: "seal", that of each producer's lease; or "deadline", arithmetic alone, for a load
+    """Proof of the bytes: "seal", that of each producer's lease; or "deadline", arithmetic alone, for a load
     from an engine that keeps no seals (`kvflow.stock`)."""
     payload: builtins.bytes = b""
-    """What came with the lease's end (`Lease.complete`); b"" if nothing was promised."""
+    """Bytes that came with the lease's end (`Lease.complete`); b"" if nothing was promised."""
     attempts: Sequence[Attempt] = ()
-    """Of a load of several tickets, or with `again`: its sources in the order of their turns, the last of which has
+    """Sources of a load of several tickets, or with `again`, in the order of their turns, the last of which has
     given all of it."""
 
     @property
     def verified(self) -> bool:
-        """Whether every byte was compared with the producer's, and is equal."""
+        """True if every byte was compared with the producer's, and is equal."""
         return self.verification in (Verification.VERIFIED, Verification.REPAIRED)
 
     @property
@@ -285,10 +285,10 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a load is: what `async for` over it gives."""
+    """State of a load under way: what `async for` over it gives."""
 
     tokens: int
-    """So many tokens of what it loads, from the first one on, are in the local blocks of all groups; in the end, as
+    """Tokens of what it loads, from the first one on, that are in the local blocks of all groups; in the end, as
     many as `LoadReport.tokens`."""
     tokens_in_all: int
 
@@ -319,9 +319,9 @@ class Load:
         self._task: asyncio.Task[LoadReport] | None = None
         self._outcome: LoadReport | BaseException | None = None
         self.followed = False
-        """Whether somebody has asked how far it is."""
+        """True once somebody has asked how far it is."""
         self.progress: Progress | None = None
-        """How far it was seen to be last, while it is under way; None before the first tokens of a load that grows."""
+        """Progress that was seen last, while it is under way; None before the first tokens of a load that grows."""
         self._news: asyncio.Event | None = None
 
     def __repr__(self) -> str:
@@ -350,12 +350,12 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: awaiting it returns or raises at once."""
+        """True once it has ended: awaiting it returns or raises at once."""
         return self._outcome is not None or (self._task is not None and self._task.done())
 
     @property
     def safe(self) -> bool:
-        """Whether it has ended and no byte can land in its blocks any more. May be asked from any thread."""
+        """True once it has ended and no byte can land in its blocks any more. May be asked from any thread."""
         return self.done and (self.work is None or self.work.flight is None or self.work.flight.safe)
 
     def cancel(self) -> None:
@@ -461,7 +461,7 @@ class Load:
 
 
 class _Steps:
-    """What `async for` over a load iterates."""
+    """Iterator that `async for` over a load uses."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -501,7 +501,7 @@ def request_name(request: LoadRequest) -> str:
 
 
 class InFlight(NamedTuple):
-    """What is bounded of reads: the amount of their permits."""
+    """Reads in flight, as permits bound them."""
 
     bytes: int
     descriptors: int
@@ -510,7 +510,7 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLoad:
-    """What is in flight from one rank, and how many reads wait to be."""
+    """Reads in flight from one rank, and how many wait to be."""
 
     in_flight: InFlight
     waiting_reads: int
@@ -522,11 +522,11 @@ class LoadingStatistics:
 
     open_loads: int
     waiting_loads: int
-    """Those of the open loads that wait because Limits.loads_max ranks are read from already."""
+    """Open loads that wait because Limits.loads_max ranks are read from already."""
     waiting_reads: int
     """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight
-    """What is posted and has not stopped yet, reads into quarantined blocks included."""
+    """Reads that are posted and have not stopped yet, those into quarantined blocks included."""
     peers: Mapping[str, PeerLoad]
     """The same for each rank, by its agent's name, that has any."""
     quarantines: int
@@ -537,9 +537,9 @@ class LoadingStatistics:
     """Loads whose request could not be right, or that came while the runtime drains."""
     bytes: int
     renewals: int
-    """How often a lease was renewed, for loads under way and by `keep_leases`."""
+    """Renewals of leases, for loads under way and by `keep_leases`."""
     sources_left: int = 0
-    """How often a load has left a source that failed or was late; which peers are not asked for now `peers` says."""
+    """Sources that loads have left since they failed or were late; which peers are not asked for now `peers` says."""
     never_read: int = 0
     """Engines whose tickets loads have failed with again and again, and that no load has ever read from."""
     verified: int = 0

@@ -65,7 +65,7 @@ _AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post an
 
 
 class Carriers(NamedTuple):
-    """Who carries a load, by what is known of it when it is accepted; and the gate before them."""
+    """The carriers of loads, by what is known of a load when it is accepted; and the gate before them."""
 
     gate: Gate
     whole: Carry
@@ -102,7 +102,7 @@ class Loader:
         self._look_s = math.inf
         self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Flight, Load] = {}
-        """What is quarantined: the loads have ended, their bytes may land still."""
+        """Flights in quarantine: their loads have ended, their bytes may land still."""
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._closed = self._unregistered = False
@@ -254,7 +254,7 @@ class Loader:
         self._look_at(next_s)
 
     async def _carry_out(self, load: Load, work: Work) -> LoadReport:
-        """From the first step to the outcome: the one place where a load ends."""
+        """Carry a load out, from the first step to the outcome: the one place where a load ends."""
         task = work.task = asyncio.current_task()
         assert task is not None, "loads are carried out by tasks"
         work.cancelling = task.cancelling()
@@ -300,7 +300,7 @@ class Loader:
             task.exception()  # seen: it is logged, and whoever awaits the load gets it
 
     def _late(self, load: Load, work: Work) -> KVFlowError:
-        """Why it has no more time. If the transport died under it, that is why."""
+        """The reason why it has no more time: if the transport died under it, that."""
         phase, lost = work.where, work.flight.lost if work.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
@@ -316,7 +316,7 @@ class Loader:
         return RuntimeClosed(f"request {load.request_id!r}: {why}")
 
     def _landed(self, flight: Flight) -> None:
-        """No byte can land any more of a load that has ended before."""
+        """Callback of a load that has ended before: no byte of it can land any more."""
         del self._unsafe[flight]
         if not self._loads and not self._unsafe:
             self._quiet.set()
@@ -381,7 +381,7 @@ class Loader:
 
 
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
-    """What may be in flight at once, in all and from one rank, which may grow with its speed."""
+    """Bounds on what is in flight at once, in all and from one rank, which may grow with its speed."""
     of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
     in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

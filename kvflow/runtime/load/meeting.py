@@ -48,7 +48,7 @@ class Meeting:
 def check_expected(
     groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
 ) -> None:
-    """What a request says of its offer, as far as it is known by now. PromptMismatch, or RequestError if there are more
+    """Compare a request with its offer, as far as that is known. PromptMismatch, or RequestError if there are more
     blocks than the tokens fill.
     """
     what, tokens = f"request {request.request_id!r}", ticket.offered_tokens

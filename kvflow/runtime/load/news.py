@@ -1,4 +1,4 @@
-"""What a load is told of the leases that it reads under, beside what their seals say.
+"""News that a load gets of the leases it reads under, beside what their seals say.
 
 Each rank whose lease is still to come to an end is asked one question, which it answers when the lease is complete or
 over, when it has blocks that we do not know, or when more of its tokens are there than we want to know of; then it is
@@ -45,25 +45,25 @@ class _Unknown(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """What was told of one rank's lease."""
+    """News of one rank's lease."""
 
     source: Source
     tables: Sequence[BlockIds]
     """Its blocks, by group; -1 stands for those that are not known."""
     known: list[int]
-    """How many are, by group."""
+    """Blocks that are known, by group."""
     num_tokens: int
     end: asyncio.Future[LeaseNews]
-    """How it has ended, or an error: it will not be known."""
+    """End of the lease, or an error: it will not be known."""
     wake: Callable[[], object]
-    """Told of every answer."""
+    """Callback told of every answer."""
     payload: bytes = b""
     failed: str = ""
-    """In words, once it is told that the prompt could not be computed."""
+    """Reason in words, once it is told that the prompt could not be computed."""
     problem: KVFlowError | None = None
-    """Why the blocks that are not known never will be."""
+    """Error because of which the blocks that are not known never will be."""
     missing_max: int = -1
-    """It is of interest when no more of its tokens than that are missing; -1: when it has come to its end."""
+    """Tokens that may be missing when more news is of interest; -1: when it has come to its end."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     unknown: list[_Unknown] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Followed:
 
     @property
     def known_tokens(self) -> int:
-        """How many tokens of the prompt the blocks hold that are known."""
+        """Tokens of the prompt that the known blocks hold."""
         groups, counts = self.source.connection.groups, tuple(map(len, self.tables))
         return tokens_held(groups, self.known, counts, self.num_tokens)
 
@@ -107,7 +107,7 @@ class Followed:
             self.end.set_result(news.state)
 
     def fail(self, error: KVFlowError) -> None:
-        """Nothing will be told any more."""
+        """End all that is followed: nothing will be told any more."""
         if not self.end.done():
             self.end.set_exception(error)
             self.end.exception()  # seen: who needs nothing of it goes on
@@ -147,12 +147,12 @@ class News:
         self.tasks: list[asyncio.Task[None]] = []
 
     def close(self) -> None:
-        """Nobody wants to know any more."""
+        """Close: nobody wants to know any more."""
         for task in self.tasks:
             task.cancel()
 
     async def payload(self) -> bytes:
-        """What comes with the end of the leases that promise it, once all of them have it.
+        """Payload that comes with the end of the leases that promise it, once all of them have it.
 
         Raises LeaseOver, or why it will not be known.
         """

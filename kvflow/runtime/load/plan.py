@@ -1,4 +1,4 @@
-"""Which of the offered blocks go where, for one load: pure, from tables of block ids to chunks of tokens.
+"""Plan of one load, which of the offered blocks go where: pure, from tables of block ids to chunks of tokens.
 
 Every rank of an engine holds the same prompt in the same blocks, so what goes where is found once for each pair of
 groups of layers; then each rank's own block ids are put in. Nothing is believed that was not checked against the
@@ -20,17 +20,17 @@ from kvflow.errors import RequestError
 from kvflow.runtime.peers.peer import Source
 
 Matched: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
-"""By (our group, theirs): what goes where, with positions among the offered blocks in place of block ids."""
+"""Chunks by (our group, theirs), with positions among the offered blocks in place of block ids."""
 
 
 class Plan(NamedTuple):
-    """What a load reads. The `chunks` and `tables` of its sources are set."""
+    """Tokens and blocks that a load reads. The `chunks` and `tables` of its sources are set."""
 
     sources: Sequence[Source]
     """The ranks that are read from."""
     matched: Matched
     tokens: int
-    """How many tokens of the prompt are read."""
+    """Tokens of the prompt that are read."""
     few: Sequence[tuple[int, int]] = ()
     """(Their block, ours), if these are all of it: nothing is in `matched` and `chunks` then."""
 
@@ -86,7 +86,7 @@ def _match(
     block_map: BlockMap,
     source: Source,
 ) -> tuple[Chunks, ...]:
-    """Which chunks of one of their groups go to one of ours. RequestError if they do not go together."""
+    """Chunks of one of their groups that go to one of ours. RequestError if they do not go together."""
     ours, theirs = block_map.of_groups
     whole = source.connection.whole[theirs]
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens

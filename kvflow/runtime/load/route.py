@@ -33,7 +33,7 @@ from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
 from kvflow.runtime.peers.peer import Connection, Source
 
 HeadOf: TypeAlias = Callable[[Source], Piece]
-"""Where a rank's seal is, and our word for it: `Flight.head`."""
+"""Address of a rank's seal, and our word for it: `Flight.head`."""
 
 
 class Route:
@@ -61,7 +61,7 @@ class Route:
         return self._scratch.used + sum(buffers.pool.used for buffers in self._staging)
 
     def _permutation(self, block_map: BlockMap) -> Permutation | None:
-        """How blocks of a peer are permuted, if they ever may be; made once per peer and set of layers."""
+        """Permutation of a peer's blocks, if they ever may be permuted; made once per peer and set of layers."""
         if block_map not in self._permutations:
             self._permutations[block_map] = self._make_permutation(block_map)
         return self._permutations[block_map]
@@ -88,7 +88,7 @@ class Route:
         return flight.fly(self.straight(sources, flight.head))
 
     def _goes_straight(self, connection: Connection) -> bool:
-        """Whether all that may be read from a rank goes straight into the cache: found once for each connection."""
+        """True if all that may be read from a rank goes straight into the cache: found once for each connection."""
         if connection.straight is None:
             through_scratch = (self._permutation(one) is not None for one in connection.block_maps)
             connection.straight = not self._staging and not any(through_scratch)
@@ -97,7 +97,7 @@ class Route:
         return connection.straight
 
     def parts(self, sources: Sequence[Source]) -> list[Part]:
-        """What is read of each set of each rank's layers, and whether through scratch memory."""
+        """Parts that are read of each set of each rank's layers, and whether through scratch memory."""
         parts = []
         for source in sources:
             for block_map in source.connection.block_maps:
@@ -110,13 +110,13 @@ class Route:
         return parts
 
     def needs_buffers(self, parts: Sequence[Part]) -> bool:
-        """Whether some of it cannot be read straight into the cache."""
+        """True if some of it cannot be read straight into the cache."""
         return bool(self._staging) or any(part.permutation is not None for part in parts)
 
     def _scratch_pays(
         self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks], permutation: Permutation
     ) -> bool:
-        """Whether it is better to read a rank's blocks through scratch memory."""
+        """True if it is better to read a rank's blocks through scratch memory."""
         if self._config.scratch == "always":
             return True
         whole, count = permutation.whole_blocks, sum(map(len, chunks))
@@ -173,7 +173,7 @@ class Route:
         return lanes
 
     def lane(self, parts: Sequence[Part], at: int, local_ids: BlockIds) -> Lane:
-        """What is read into group `at`, cut by whole remote blocks unless these have no room."""
+        """The lane of group `at`, cut by whole remote blocks unless these have no room."""
         staging = self._staging[at] if self._staging else None
         grouping = Grouping(parts, staging)
         if not grouping.fits(self._scratch.slot_bytes):
@@ -235,7 +235,7 @@ class Route:
 
 
 def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
-    """With the host blocks that stand for local ones."""
+    """Chunks with the host blocks that stand for local ones."""
     if host_ids is None or not len(chunks):
         return chunks
     order = np.argsort(local_ids)
@@ -244,7 +244,7 @@ def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Ch
 
 
 def _give_back_after(copying: asyncio.Future[None], give_back: Callable[[], None]) -> None:
-    """Nothing may use a buffer before the copy into it has ended, though nobody waits for it any more."""
+    """Give buffers back once the copy into them has ended, though nobody waits for it any more."""
 
     def end(done: asyncio.Future[None]) -> None:
         done.exception()  # seen: nobody is left whom it concerns

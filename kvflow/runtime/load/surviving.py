@@ -274,6 +274,7 @@ class _Course:
         if work.flight is not None and not stalled and (why := self._why_late(work.flight, now_s)):
             assert work.task is not None, "it is under way"
             self._late = why
+            work.flight.give_up()
             work.task.cancel()
             return
         if self._kept is None and now_s - self._begun_s > _KEEP_AFTER * min(one.ttl_s for one in self._waiting):

@@ -33,7 +33,7 @@ class LeaseEnded(Exception):
 
 
 class NotCompared(Exception):
-    """There are no digests to compare; `__cause__` is the peer's error, if it is the peer that has none."""
+    """Comparison without digests; `__cause__` is the peer's error, if it is the peer that has none."""
 
 
 class _Compared(NamedTuple):
@@ -56,7 +56,7 @@ class Verifier:
         self._token_hex = token_hex
 
     def drawn(self) -> bool:
-        """Whether one more load is of the share that is verified."""
+        """Draw one more load: True if it is of the share that is verified."""
         return int(self._token_hex(4), 16) < self._share * _DRAWN_OF
 
     @asynccontextmanager
@@ -105,7 +105,7 @@ class Verifier:
         return reply.values
 
     def _parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[_Compared]:
-        """What was read from one rank, for each pair of sets of layers."""
+        """Parts that were read from one rank, for each pair of sets of layers."""
         for block_map in read.connection.block_maps:
             chunks = [some for its_map, some in read.chunks if its_map is block_map and len(some)]
             if chunks:
@@ -148,7 +148,7 @@ class _Theirs:
         self._answer = None if read.proof.grows else asyncio.ensure_future(ask())
 
     async def digests(self) -> Sequence[int]:
-        """They, once they are there. Of blocks that were not there before the read they are asked for now."""
+        """Digests, once they are there. Of blocks that were not there before the read they are asked for now."""
         if self._answer is None:
             self._answer = asyncio.ensure_future(self._ask())
         return await self._answer
@@ -160,7 +160,7 @@ class _Theirs:
 
 
 class Comparison:
-    """What a load has read, and what its producer holds."""
+    """A load's blocks as it has read them, and as its producer holds them."""
 
     def __init__(
         self, theirs: Sequence[_Theirs], compute: Callable[[Sequence[Digesting]], Awaitable[list[int]]]
@@ -169,7 +169,7 @@ class Comparison:
         self._compute = compute
 
     async def difference(self) -> str:
-        """What differs, in words; "" if nothing does. After the read. Raises LeaseEnded or NotCompared."""
+        """Difference in words, "" if there is none. After the read. Raises LeaseEnded or NotCompared."""
         ours = [await self._compute([part.ours for part in one.parts]) for one in self._theirs]
         found = [
             _differences(one.read, one.parts, mine, await one.digests())
@@ -185,7 +185,7 @@ def _their_share(read: Source, mine: CacheShare, layers: Sequence[int]) -> Cache
 
 
 def _differences(read: Source, parts: Sequence[_Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Which layers differ, with the first one's digests."""
+    """Layers that differ, with the first one's digests."""
     named = [(part.asked, layer) for part in parts for layer in part.asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
     if not wrong:

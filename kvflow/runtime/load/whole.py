@@ -66,7 +66,7 @@ class Whole:
         self._slice_max = (limits.slice_bytes_max, limits.slice_descriptors_max)
 
     async def carry(self, load: Load, work: Work) -> LoadReport:
-        """From its ticket to its report. Whatever it raises, its flight has stopped, or is quarantined."""
+        """Carry a load from its ticket to its report. Whatever it raises, its flight has stopped, or is quarantined."""
         ticket, request = work.ticket, load.request
         if not len(work.entries) or not (ticket.block_ids or not ticket.offers_nothing):
             return await self._empty(load, work)
@@ -99,7 +99,7 @@ class Whole:
         return await self._tell(load, work, sources)
 
     def _plan(self, load: Load, work: Work, sources: Sequence[Source]) -> Plan:
-        """What goes where. RequestError if blocks, theirs and ours, do not go together."""
+        """Plan of what goes where. RequestError if blocks, theirs and ours, do not go together."""
         plan = self._few(work, sources[0]) if len(sources) == 1 and not load.request.verify else None
         if plan is None:
             plan = planned(f"request {load.request_id!r}", work.ticket, work.tables, self._groups, sources)
@@ -108,7 +108,7 @@ class Whole:
         return plan
 
     def _few(self, work: Work, source: Source) -> Plan | None:
-        """Of a few whole blocks from one rank, if that is all of it, and one slice; None if it is for `planned`."""
+        """Slices of a few whole blocks from one rank, if that is all, and one slice; None if it is for `planned`."""
         connection, lease, ticket, count = source.connection, source.lease, work.ticket, len(work.entries)
         pairs = connection.alike
         if pairs is None or count > self._few_max or source.proof.grows or ticket.extends or lease.payload:
@@ -123,7 +123,7 @@ class Whole:
         return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
 
     def _read(self, load: Load, work: Work, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-        """How its bytes are read: at once or as they come, and compared where that is asked for. Chosen only here."""
+        """Way to read its bytes: at once or as they come, and compared where that is asked for. Chosen only here."""
         flight, ticket = work.flight, work.ticket
         assert flight is not None, "it was claimed"
         if plan.few:
@@ -169,7 +169,7 @@ class Whole:
                 work.enter("plan")
 
     async def _empty(self, load: Load, work: Work) -> LoadReport:
-        """Nothing is read, and the producer is told, if it waits for us. If it cannot be told, its lease runs out: no
+        """Carry a load of no blocks: the producer is told, if it waits for us. If it cannot be, its lease runs out: no
         loss to us. If a payload is to come it is waited for.
         """
         ticket = work.ticket

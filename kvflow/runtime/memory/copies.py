@@ -262,7 +262,7 @@ def _dense_runs(first_ids: Ids, second_ids: Ids, rows: Tensor) -> Iterator[tuple
 def chunk_targets(
     parts: Sequence[Tensor], *, chunk_tokens: int, head_start: int, head_count: int
 ) -> tuple[Tensor, ...]:
-    """Where chunks go in parts of a cache: byte views (block, chunk of the block, token, head, byte).
+    """Targets of chunks in parts of a cache: byte views (block, chunk of the block, token, head, byte).
 
     A chunk is `chunk_tokens` tokens; a block holds one or more, and no part of one. To be made once, not per copy.
     """

@@ -64,7 +64,7 @@ class HeadSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenBlocks:
-    """Where tokens `start` to `stop` of a prompt are: `ids` are blocks of `size` tokens, the last holds the last."""
+    """Tokens `start` to `stop` of a prompt in a cache: `ids` are blocks of `size` tokens, the last holds the last."""
 
     ids: BlockIds
     size: int
@@ -73,7 +73,7 @@ class TokenBlocks:
 
     @property
     def first_block(self) -> int:
-        """Which block of the prompt the first of `ids` is."""
+        """Index within the prompt of the first of `ids`."""
         return -(-self.stop // self.size) - len(self.ids)
 
 
@@ -95,7 +95,7 @@ class DigestedCache:
 
     @cached_property
     def problem(self) -> str:
-        """Why it has no digests; "" if it has."""
+        """The reason why it has no digests; "" if it has."""
         try:
             return "" if self._views else "there are no layers"
         except Undigestible as error:
@@ -134,7 +134,7 @@ class DigestGear(NamedTuple):
     """Memory that peers read: the cache or, with host staging, the host buffers."""
     run: Run
     helper: Helper
-    """That of the thread that `run` is of: for who waits for nothing else."""
+    """Helper of the thread that `run` is of: for who waits for nothing else."""
 
 
 class _SetOfViews:

@@ -29,7 +29,7 @@ class Pool:
         self._free = list(range(size - 1, -1, -1))
         self._queue = FairQueue((size,))
         self._permits: dict[int, Permit] = {}
-        """By the first of the numbers that were taken together."""
+        """Permits by the first of the numbers that were taken together."""
 
     @property
     def used(self) -> int:

@@ -154,7 +154,7 @@ class Permutation:
         return ScratchRead(descriptors, lambda: self._permute(chunks, starts, memory), size_bytes)
 
     def _permute(self, chunks: Chunks, starts: BlockIds, memory: torch.Tensor) -> None:
-        """On the copy thread."""
+        """Permute a slice's blocks, on the copy thread."""
         rows = self.whole_blocks.rows
         sources = chunk_sources(
             memory,

@@ -234,7 +234,7 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
 
 
 def problems_of(rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], ours: LocalRank) -> list[str]:
-    """Why blocks of a rank, by what it says of itself, cannot be read into ours: one text for each rule."""
+    """Reasons why blocks of a rank, by what it says of itself, cannot be read into ours: one text for each rule."""
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)
     found += _different("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))

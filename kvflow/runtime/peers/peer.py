@@ -133,7 +133,7 @@ class Handshake:
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:
-        """So many more wait for it, or fewer."""
+        """Count so many more that wait for it, or fewer."""
         self.waiters += count
         if self.contact is not None:
             self.contact.wanted = self.waiters > 0
@@ -153,13 +153,13 @@ class Peer:
         self.label = f"{self.engine_id} ({self.rank}) at {self.address}"
         self.state = PeerState.UNKNOWN
         self.met = False
-        """It was connected at some time."""
+        """True once it was connected."""
         self.current: Connection | None = None
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
         self.last_error = ""
         self.heard_s = -math.inf
-        """When a read of it has ended last, well or not;"""
+        """Time at which a read of it has ended last, well or not;"""
         self.read_s = 0.0
         """and how long its reads take: the longest of the last ones. 0: none has ended well."""
         self.used_s = now_s
@@ -168,7 +168,7 @@ class Peer:
         self.clock: RemoteClock | None = None
         """The best reading of its clock, from the answers that show one."""
         self.clock_due_s = math.inf
-        """When its clock is to be read again, on ours."""
+        """Time, on our clock, at which its clock is to be read again."""
         self.tried_incarnations: set[str] = set()
         """Incarnations of tickets that have asked for it since it was last connected."""
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
@@ -214,9 +214,9 @@ class Source:
     connection: Connection
     lease: RankLease
     not_expired_before_s: float
-    """On our clock: before this the lease cannot have run out, but it may have been ended."""
+    """Time on our clock before which the lease cannot have run out; it may have been ended."""
     seal_address: int
-    """Where the producer keeps the lease's seal."""
+    """Address of the lease's seal at the producer."""
     proof: Proof
     tables: Sequence[BlockIds] = ()
     """The lease's blocks, by group, if some of them are read."""
@@ -300,7 +300,7 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
 
 
 def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
-    """Which peer to evict for another one: the oldest of those never met, else the least recently used of the rest.
+    """The peer to evict for another one: the oldest of those never met, else the least recently used of the rest.
 
     One that is being asked for the first time would have answered by now if it was asked before `asked_before_s`, and
     lived. Of those that were met the lost ones go before those that are connected, which a load may have been given

@@ -1,4 +1,4 @@
-"""From a ticket to the ranks that a load reads from or reports to: who they are, their connections, their leases.
+"""The ranks that a load reads from or reports to, by its ticket: who they are, their connections, their leases.
 
 A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from the parallelism of
 both engines (`core.plan.topology`); those whose lease the ticket does not name are asked for it.
@@ -57,7 +57,7 @@ class _Plan(NamedTuple):
     """The ranks to reach, by the parallelism of the producer's engine, for one of its replicas."""
 
     impossible: str
-    """Why no engine that we could read from is cut like this; "" if one may be."""
+    """The reason why no engine that we could read from is cut like this; "" if one may be."""
     problems: tuple[str, ...]
     ranks: tuple[Rank, ...]
     """The ranks that we read from or report to."""
@@ -252,14 +252,14 @@ class Reach:
             source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
 
     def backs_off(self, ticket: Ticket) -> bool:
-        """Whether a rank that the ticket names has failed and is not asked for now."""
+        """True if a rank that the ticket names has failed and is not asked for now."""
         now_s, known = self._clock.now_s(), self._peers.known
         places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
         peers = (known.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
         return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
 
     def delivered(self, engine_id: str) -> bool:
-        """Whether a read of any rank of an engine has ended well."""
+        """True once a read of any rank of an engine has ended well."""
         return any(peer.engine_id == engine_id and peer.read_s > 0 for peer in self._peers.known.values())
 
     def failed(self, source: Source, why: str) -> None:
@@ -275,7 +275,7 @@ class Reach:
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> _Plan:
-        """Whom a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
+        """Ranks that a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
@@ -372,7 +372,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
-    """Whom to ask before the others: the first of the ranks that the ticket names itself."""
+    """The rank to ask before the others: the first of those that the ticket names itself."""
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
 
 

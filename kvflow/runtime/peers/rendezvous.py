@@ -1,4 +1,4 @@
-"""From a rendezvous to a ticket: the ranks are asked what they offer, and wait with their answers until they know.
+"""Rendezvous become tickets: the ranks are asked what they offer, and wait with their answers until they know.
 
 A rendezvous (`Ticket.rendezvous`) names an engine's ranks and a request that the engine may have yet to hear of. Each
 rank that we read from or report to is connected, which may go on while the prompt is computed, and asked for its offer:

@@ -56,7 +56,7 @@ class PeerStatistics:
     last_error: str
     """The last failure, since it was last connected; "" if nothing did."""
     met: bool
-    """It was connected at some time. Where it was not nobody may live: any ticket can name an address."""
+    """True once it was connected. Where it was not nobody may live: any ticket can name an address."""
 
 
 class Handshaking(Protocol):
@@ -86,7 +86,7 @@ class Peers:
         self._token_hex = context.token_hex
         self._contacts = FirstContacts(config)
         self.known: dict[tuple[str, Rank, str], Peer] = {}
-        """By `Address`; only looked at from outside."""
+        """Peers by `Address`; only looked at from outside."""
         self._sweep_timer: Timer | None = None
         self._closed = False
 
@@ -298,7 +298,7 @@ class Peers:
         future.exception()  # seen: everybody who waited may have given up
 
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
-        """Somebody waits for a handshake no more. One that still waits for its turn needs none if nobody is left."""
+        """Note that somebody waits for a handshake no more. One that waits for its turn ends if nobody is left."""
         if handshake.waiters or handshake.future.done():
             return
         if not peer.met and handshake.contact is None:

@@ -127,8 +127,7 @@ class Prefixes:
                 if self._pays(pull, one, one.offer):
                     tokens = one.offer.num_tokens
                     tables = _filled(self._groups, pull.tables, pull.request.cached_tokens, tokens)
-                    load = self._means.start(self._head(pull, one.offer, tables))
-                    report = await self._taken(pull, one, load)
+                    report = await self._taken(pull, one, self._start(pull, one.offer.ticket, tables))
                     if report is not None:
                         pull.there = tokens
                         return [report]
@@ -141,24 +140,25 @@ class Prefixes:
             tables, cached = pull.tables, pull.request.cached_tokens
             heads, tails = _divided(self._groups, tables, cached, best.offer.num_tokens)
             if any(map(len, heads)) and any(map(len, tails)):
-                return await self._pull_side_by_side(pull, best, self._head(pull, best.offer, heads), tails)
-        load = self._means.start(replace(self._load_of_rest(pull, pull.tables), keep_offer=False))
+                return await self._pull_side_by_side(pull, best, heads, tails)
+        load = self._start_rest(pull, pull.tables, keep_offer=False)
         report = await load
         pull.there = _offered(load)
         return [report]
 
     async def _pull_side_by_side(
-        self, pull: _Pull, best: AskedPeer, head: LoadRequest, tails: Sequence[BlockIds]
+        self, pull: _Pull, best: AskedPeer, heads: Sequence[BlockIds], tails: Sequence[BlockIds]
     ) -> list[LoadReport]:
-        rest = self._means.start(self._load_of_rest(pull, tails))
+        assert best.offer is not None, "it was chosen"
+        rest = self._start_rest(pull, tails)
         loads = [rest]
         try:
-            prefix = self._means.start(head)
+            prefix = self._start(pull, best.offer.ticket, heads, "/prefix")
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
             report, end = await self._taken(pull, best, prefix), await rest
             if report is None:  # its bytes are those of the whole prompt as well, whose lease is open still
-                rest = self._means.start(self._load_of_rest(pull, pull.tables))
+                rest = self._start_rest(pull, pull.tables)
                 loads.append(rest)
                 end = await rest
         except BaseException as error:
@@ -173,30 +173,21 @@ class Prefixes:
         self._means.release_soon(pull.request.rest)
         return [end] if report is None else [report, end]
 
-    def _load_of_rest(self, pull: _Pull, tables: Sequence[BlockIds]) -> LoadRequest:
-        request = pull.request
-        assert request.rest is not None, "else there is no rest"
-        return LoadRequest(
-            request_id=request.request_id,
-            ticket=request.rest,
-            block_ids=_given(tables),
-            deadline_s=pull.left_s(),
-            priority=request.priority,
-            prompt=request.prompt,
-            after=request.after,
-            keep_offer=True,
+    def _start(self, pull: _Pull, ticket: Any, tables: Sequence[BlockIds], part: str = "", **more: Any) -> Load:
+        return self._means.start(
+            LoadRequest(
+                request_id=pull.request.request_id + part,
+                ticket=ticket,
+                block_ids=_given(tables),
+                deadline_s=pull.left_s(),
+                priority=pull.request.priority,
+                after=pull.request.after,
+                **more,
+            )
         )
 
-    def _head(self, pull: _Pull, offer: PrefixOffer, tables: Sequence[BlockIds]) -> LoadRequest:
-        request = pull.request
-        return LoadRequest(
-            request_id=request.request_id if request.rest is None else f"{request.request_id}/prefix",
-            ticket=offer.ticket,
-            block_ids=_given(tables),
-            deadline_s=pull.left_s(),
-            priority=request.priority,
-            after=request.after,
-        )
+    def _start_rest(self, pull: _Pull, tables: Sequence[BlockIds], *, keep_offer: bool = True) -> Load:
+        return self._start(pull, pull.request.rest, tables, prompt=pull.request.prompt, keep_offer=keep_offer)
 
     async def _taken(self, pull: _Pull, one: AskedPeer, load: Load) -> LoadReport | None:
         """What a load from a holder gives; None if that fails and its blocks are safe, to be filled from elsewhere."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,8 +55,8 @@ class Seeker:
         self._remote_leases = remote_leases
         self._names: OrderedDict[str, PeerAddress] = OrderedDict()
         """Who was found at an address."""
-        self._silent: Counter[str] = Counter()
-        """Questions that nobody waits for any more, and that have no answer yet: by the engine as it was given."""
+        self._silent: set[str] = set()
+        """Engines, as they were given, with a question that nobody waits for any more and that has no answer yet."""
 
     async def seek(self, request: PrefixRequest, within_s: float) -> list[AskedPeer]:
         """Ask all its peers; those with an offer come first, the longest before others, then the least busy.
@@ -70,7 +70,7 @@ class Seeker:
         asked = [AskedPeer(given, given) for given in peers]
         try:
             for one, peer in zip(asked, peers.values(), strict=True):
-                if self._silent[one.given]:
+                if one.given in self._silent:
                     one.why = "it has not answered an earlier question yet"
                     continue
                 body = self._ask(one, peer, request, question_id)
@@ -94,7 +94,7 @@ class Seeker:
             if one.offer is not None:
                 self._remote_leases.release_soon(one.offer.ticket)
             elif one.task is not None and not one.task.done():
-                self._silent[one.given] += 1
+                self._silent.add(one.given)
 
     async def _ask(self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
         """The body of a task: what one engine has."""
@@ -104,7 +104,7 @@ class Seeker:
             if isinstance(peer, str):
                 self._names.pop(peer, None)
             asked.why = str(error)
-        self._silent.pop(asked.given, None)
+        self._silent.discard(asked.given)
         if asked.given_up and asked.offer is not None:
             self._remote_leases.release_soon(asked.offer.ticket)
             asked.offer = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -83,6 +84,8 @@ class SharedPrefixes:
         self._pinned = self._leased_tokens = 0
         self._runs: dict[OpenLease, Run] = {}
         """Oldest first."""
+        self._leases: defaultdict[int, list[OpenLease]] = defaultdict(list)
+        """Those of each run, by its identity: a shelf may give one object several times."""
         self._asked: set[asyncio.Future[messages.Reply]] = set()
         self._counts = dict.fromkeys(("found", "missed", "busy", "failed", "reclaimed"), 0)
         self._closed = False
@@ -123,17 +126,16 @@ class SharedPrefixes:
         return before - self._pinned
 
     def end(self, run: Run) -> None:
-        """End one run at once, as by `reclaim`: its owner is about to use its blocks for something else.
+        """End a run at once, as by `reclaim`: its owner is about to use its blocks for something else.
 
         Args:
-            run: the very object that `Shelf.match` has given. No effect if it has ended.
+            run: the very object that `Shelf.match` has given, once or several times. No effect if it has ended.
 
         Raises:
             UsageError: off the runtime's loop.
         """
         require_loop(self._loop, "end()")
-        opened = next((opened for opened, given in self._runs.items() if given is run), None)
-        if opened is not None:
+        for opened in tuple(self._leases.get(id(run), ())):
             self._counts["reclaimed"] += 1
             self._end(opened)
 
@@ -162,6 +164,9 @@ class SharedPrefixes:
         run = self._runs.pop(opened, None)
         if run is None:
             return
+        self._leases[id(run)].remove(opened)
+        if not self._leases[id(run)]:
+            del self._leases[id(run)]
         entries = opened.held.entries
         self._leased_tokens -= run.num_tokens
         self._pins[entries] -= 1
@@ -268,6 +273,7 @@ class SharedPrefixes:
         entries = opened.held.entries
         fresh = int((self._pins[entries] == 0).sum())
         self._runs[opened] = run
+        self._leases[id(run)].append(opened)
         self._pins[entries] += 1
         self._pinned += fresh
         opened.outcome.add_done_callback(partial(self._ended, opened))

@@ -32,7 +32,7 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 
 @dataclass(slots=True, eq=False)
 class _Advance:
-    """So many tokens are computed once an event has happened, and all that was told before it."""
+    """Tokens that are computed once an event has happened, and all that was told before it."""
 
     tokens: int
     watch: Watch | None
@@ -63,7 +63,7 @@ class HeldBlocks:
     advances: deque[_Advance] = field(default_factory=deque)
     """Advances still to come, in order."""
     computed: int = 0
-    """In tokens."""
+    """Tokens that are computed."""
     staged: int = 0
     """Tokens in host blocks."""
     copying: bool = False
@@ -73,9 +73,9 @@ class HeldBlocks:
     history: History | None = None
     """Computed tokens by time, of a lease that grows."""
     on_error: OnError | None = None
-    """Told why what is missing will never be there."""
+    """Callback told why what is missing will never be there."""
     on_there: Callable[[], None] | None = None
-    """Told when more of it can be read."""
+    """Callback told when more of it can be read."""
     on_free: Callable[[], None] | None = None
     """Set once they are to be given back."""
 
@@ -235,7 +235,7 @@ class OfferedBlocks:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
-        """So many tokens are computed once `ready` has happened, or are now."""
+        """Advance to so many tokens, computed once `ready` has happened, or now."""
         if ready is None and not held.advances:
             held.computed = tokens
             return
@@ -360,7 +360,7 @@ def _few(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
-    """Which of a group's blocks hold some of these tokens; what is offered of it ends with token `num_tokens`."""
+    """Blocks of a group that hold some of these tokens; what is offered of it ends with token `num_tokens`."""
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))
     return slice(begin, end)

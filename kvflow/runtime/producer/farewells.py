@@ -24,7 +24,7 @@ _AT_ONCE_MAX = 16
 
 
 class Farewells:
-    """Whom to say goodbye to."""
+    """Readers to say goodbye to."""
 
     def __init__(self, context: RankContext, local: LocalRank) -> None:
         self._config = context.config
@@ -38,15 +38,16 @@ class Farewells:
     def count(self) -> int:
         return len(self._callers)
 
-    def remember(self, caller: messages.Caller) -> None:
-        """Tell this reader when we go; the one that has not asked for longest makes room. Nonsense is dropped."""
+    def remember(self, caller: messages.Caller) -> bool:
+        """Tell this reader when we go; the one that has not asked for longest makes room. False for nonsense."""
         if not _could_be(caller):
             logger.info("ignoring a reader that cannot be told when this rank closes, by its address: %.100r", caller)
-            return
+            return False
         self._callers[caller] = None
         self._callers.move_to_end(caller)
         if len(self._callers) > self._config.limits.readers_max:
             self._callers.popitem(last=False)
+        return True
 
     async def tell(self) -> None:
         """Say goodbye to all, within `Limits.goodbye_timeout_s`. Who cannot be reached is forgotten."""

@@ -47,14 +47,14 @@ class ServeRequest:
     wait. **Without it the bytes have to be there when the lease is opened**; a device that still computes them has to
     be waited for first."""
     computed_tokens: int | None = None
-    """How many of the tokens are computed by now, or once `ready` has happened; `Lease.advance` tells of more. A load
+    """Tokens that are computed by now, or once `ready` has happened; `Lease.advance` tells of more. A load
     begins at once and reads what is there. None: all of them. RequestError if the blocks of all tokens are more than
     the cache has: nobody could ever complete the lease."""
     extends: bool = False
-    """Whether more blocks follow by `Lease.extend`, until they hold all tokens; only with `computed_tokens`. Where they
+    """True if more blocks follow by `Lease.extend`, until they hold all tokens; only with `computed_tokens`. Where they
     are fewer than the full blocks of the tokens that goes without saying."""
     payload: bool = False
-    """Whether a payload comes with the lease's end, such as the first token: loads wait for `Lease.complete`."""
+    """True if a payload comes with the lease's end, such as the first token: loads wait for `Lease.complete`."""
 
 
 def checked_serve_request(request: object, config: Config) -> ServeRequest:
@@ -99,6 +99,8 @@ class ServingStatistics:
     late_reads: int = 0
     """Reads of stock readers, who look at no seal, that they have told of when the lease was over: what they have read
     may be another prompt's."""
+    deserted: int = 0
+    """Leases that ended before their time since their readers had died; among the expired ones."""
 
 
 class LeaseKeeper(Protocol):

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvflow.checks import printable
+from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import LeaseNews
 from kvflow.runtime.channel.protocol import Answered, refusal
@@ -30,18 +31,26 @@ class Newsroom:
     """Answers what readers ask for while they wait."""
 
     def __init__(
-        self, context: RankContext, open_lease: Callable[[str], OpenLease | None], served: Callable[[str], bool]
+        self,
+        context: RankContext,
+        open_lease: Callable[[str], OpenLease | None],
+        served: Callable[[str], bool],
+        came: Callable[[LeaseEntry, str], None],
     ) -> None:
-        """`open_lease` finds that of a request; `served` says whether one of it has ended lately."""
+        """`open_lease` finds that of a request; `served` says whether one of it has ended lately; `came` is told of
+        readers that know an open lease.
+        """
         self._clock = context.clock
         self._open_lease = open_lease
         self._served = served
+        self._came = came
         self._waiting = WaitingQuestions(context.clock, self._now, _nothing_yet)
         self.tell = self._waiting.settle
-        """Something has happened to a request."""
+        """Tells who waits that something has happened to a request."""
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
-        self._turned_away = ""
+        self.turned_away = ""
+        """Why no lease is opened any more, once that is so."""
 
     @property
     def waiting(self) -> int:
@@ -63,19 +72,19 @@ class Newsroom:
             self.tell(request_id)
 
     def decline(self, request_id: str, reason: str) -> None:
-        """No lease for the request, or none any more, as its prompt cannot be computed: readers that wait are told so,
+        """Open no lease for the request any more, as its prompt cannot be computed: readers that wait are told so,
         and those who come late.
         """
         self._note(request_id, messages.Declined(reason=printable(reason, _REASON_CHARS_MAX)))
 
     def why_declined(self, request_id: str) -> str | None:
-        """Why there will be no lease for a request, or none any more; None if nobody has said so lately."""
+        """The reason why there will be no lease for a request, or none any more; None if nobody has said so lately."""
         noted = self._notes.get(request_id)
         return noted.reason if isinstance(noted, messages.Declined) else None
 
     def turn_away(self, why: str) -> None:
-        """No more leases are opened: tell everybody who waits for one."""
-        self._turned_away = why
+        """Turn away everybody who waits for a lease, as no more are opened."""
+        self.turned_away = why
         self._waiting.settle_all()
 
     def _note(self, request_id: str, reply: messages.Reply) -> None:
@@ -93,11 +102,12 @@ class Newsroom:
         if question.request_id in self._notes:
             return self._notes[question.request_id]
         if found is not None:
+            self._came(found.entry, question.reader)
             return _offer(found, found.found(self._clock.now_s()))
         if self._served(question.request_id):
             return messages.NoLease(ended=True)
-        if self._turned_away:
-            return refusal(self._turned_away, transient=True)
+        if self.turned_away:
+            return refusal(self.turned_away, transient=True)
         return None
 
     def _news(self, question: messages.NewsRequest, found: OpenLease | None) -> messages.News | None:
@@ -106,6 +116,7 @@ class Newsroom:
             if found is None and why is not None:
                 return messages.News(state=LeaseNews.FAILED, reason=why)
             return messages.News(state=LeaseNews.ENDED)
+        self._came(found.entry, question.reader)
         tables, known = found.held.readable, question.known
         if len(known) != len(tables) or any(not 0 <= at <= len(ids) for at, ids in zip(known, tables, strict=True)):
             raise messages.WireError(f"news: {known[:8]} blocks known, there are {tuple(map(len, tables))}")

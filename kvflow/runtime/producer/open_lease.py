@@ -14,7 +14,7 @@ from kvflow.runtime.producer.blocks import HeldBlocks
 
 
 class LeaseOutcome(enum.StrEnum):
-    """How a lease ended; in every case the blocks may be reused."""
+    """End of a lease; in every case the blocks may be reused."""
 
     READ = "read"
     EXPIRED = "expired"
@@ -33,7 +33,7 @@ class OpenLease:
     payload: bytes | None
     """None: promised, and not given yet."""
     reason: str = ""
-    """Why its prompt could not be computed."""
+    """The reason why its prompt could not be computed, or how its readers have died."""
 
     @property
     def complete(self) -> bool:

@@ -49,7 +49,7 @@ class WaitingQuestions:
         self._clock = clock
         self._nothing_yet = nothing_yet
         self._of_request: dict[str, dict[_Question, None]] = {}
-        """In the order in which they came."""
+        """Questions by request, in the order in which they came."""
         self._of_reader: Counter[str] = Counter()
         self._count = 0
         self._due: list[tuple[float, int, _Question]] = []
@@ -77,7 +77,7 @@ class WaitingQuestions:
         return waiting.reply
 
     def settle(self, request_id: str) -> None:
-        """Something has happened to a request: those that get an answer now wait no more."""
+        """Settle what happened to a request: those that get an answer now wait no more."""
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):

@@ -28,7 +28,7 @@ _OURS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # who opens a FIFO, or a d
 
 
 class InUse(Exception):
-    """Somebody else has locked the directory."""
+    """A directory that somebody else has locked."""
 
 
 class Directory:

@@ -194,12 +194,12 @@ class Jobs:
             self._over(job)
 
     def never_known(self, problem: str) -> None:
-        """Nobody will tell when bytes have stopped."""
+        """Give all jobs up: nobody will tell when bytes have stopped."""
         for job in self._under_way:
             job.moves.give_up(RuntimeBroken(problem))
 
     def put_all_away(self) -> None:
-        """On the thread, at its end."""
+        """Put all entries away, on the thread, at its end."""
         for job in list(self._under_way):
             if job.file is not None:
                 job.file.put_away()
@@ -226,7 +226,7 @@ class Jobs:
             self._remove(replaced)
 
     def note_failure(self, job: Job, error: BaseException | None) -> None:
-        """If its file could not be read nobody is to try that again: the entry is set aside."""
+        """Set an entry aside if its file could not be read: nobody is to try that again."""
         if job.read is not None and isinstance(error, MoveFailed) and self._index.set_aside(job.read):
             path = f"{self._directory.path}/{job.read.file}"
             logger.warning(

@@ -29,7 +29,7 @@ class _Folder(NamedTuple):
 
 
 class _Disk:
-    """What a flight notes of whom it reads from."""
+    """A flight's notes of whom it reads from."""
 
     heard_s = read_s = 0.0
 
@@ -81,6 +81,9 @@ class Moves:
         move = PostedRead(descriptors.size_bytes)
         self._files.post(descriptors, self._direction, partial(self._ended, move), partial(self._over, move))
         self._under_way[move] = told
+
+    def give_up_reads(self, heard: Callable[..., None]) -> None:
+        """Nobody does: a file has no other source."""
 
     def all_stopped(self) -> None:
         """The store's thread has ended in good order: what was lost has stopped, too."""

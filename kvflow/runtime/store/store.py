@@ -178,7 +178,7 @@ class BlockStore:
         return job
 
     async def _carry_out(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
-        """From the first step to the outcome: the one place where a save or a restore ends."""
+        """Carry a save or a restore out, from the first step to the outcome: the one place where it ends."""
         try:
             try:
                 report = await self._within(job, work)

@@ -29,7 +29,7 @@ _POOL = "all"
 
 Ints = npt.NDArray[np.int32]
 Content: TypeAlias = "int | Ints"
-"""Whose a prompt's tokens are: the number of the prompt, or one for each of `TOKENS_MAX` tokens."""
+"""Prompt that tokens are of: its number, or one for each of `TOKENS_MAX` tokens."""
 Tables: TypeAlias = Sequence[Sequence[int]]
 """Block ids by group."""
 
@@ -81,11 +81,11 @@ class _Layer:
         self._blocks[:, list(block_ids)] = tokens.reshape(found.shape)
 
     def fill(self, number: int, block_ids: Sequence[int] | None) -> None:
-        """What the next owner of freed blocks writes there; of all, with None."""
+        """Fill freed blocks as their next owner does; all of them, with None."""
         self._blocks[:, slice(None) if block_ids is None else list(block_ids)] = -1 - number
 
     def wrong_token(self, content: Content, start: int, stop: int, first: int, block_ids: Sequence[int]) -> str | None:
-        """What is wrong with tokens `start` to `stop` of a prompt, whose blocks from token `first` on these are."""
+        """Fault of tokens `start` to `stop` of a prompt, whose blocks from token `first` on these are."""
         blocks = self._blocks[:, list(block_ids)]
         found = blocks.reshape(len(blocks), -1, *blocks.shape[3:])[:, start - first : stop - first]
         wanted = self._wanted(content, start, stop)
@@ -100,7 +100,7 @@ class _Layer:
         return f"token {start + token} ({where}) is of {whose}, not of prompt {number}"
 
     def blocks_of(self, address: int, size_bytes: int) -> range:
-        """Which blocks a piece of memory touches; none if it lies elsewhere."""
+        """Blocks that a piece of memory touches; none if it lies elsewhere."""
         offset = address - self._address
         if not 0 <= offset < self._values.nbytes:
             return range(0)
@@ -156,12 +156,12 @@ class RankCache:
                     layer.write(content, first_token(facts, tokens, block_ids), block_ids, last)
 
     def poison(self, number: int, block_ids: Sequence[int] | None) -> None:
-        """What the next owner of freed blocks writes there; of all, with None."""
+        """Fill freed blocks as their next owner does; all of them, with None."""
         for layer in self._all():
             layer.fill(number, block_ids)
 
     def wrong_token(self, content: Content, tokens: int, tables: Tables, count: int | None = None) -> str | None:
-        """What is wrong with the last blocks of a prompt of so many tokens, or with the first `count` tokens in those;
+        """Fault of the last blocks of a prompt of so many tokens, or of the first `count` tokens in those;
         None if nothing is.
         """
         firsts = [first_token(facts, tokens, ids) for facts, ids in zip(self._facts, tables, strict=True) if ids]
@@ -176,7 +176,7 @@ class RankCache:
         return None
 
     def blocks_of(self, address: int, size_bytes: int) -> Iterator[int]:
-        """Which blocks a piece of memory touches; none if it lies elsewhere."""
+        """Blocks that a piece of memory touches; none if it lies elsewhere."""
         for layer in self._all():
             yield from layer.blocks_of(address, size_bytes)
 

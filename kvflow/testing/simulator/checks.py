@@ -31,7 +31,7 @@ def check_conserved(engine: SimEngine) -> None:
 
 
 def check_quiet(engine: SimEngine) -> None:
-    """Nothing is under way: all books are empty, and every offer and load has ended once."""
+    """Check that nothing is under way: all books are empty, and every offer and load has ended once."""
     if any(engine.owners) or engine.offers or engine.loads:
         engine.fail("I5", f"the engine itself is not quiet: {engine.owners}")
     for rank in engine.ranks:

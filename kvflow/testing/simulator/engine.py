@@ -74,7 +74,7 @@ class SimEngine:
     loads: dict[SimLoad | SimPull, None]
     owners: list[Owner | None]
     shelf: SimShelf
-    """What it keeps of prompts."""
+    """Shelf of the prompts that it keeps."""
     _naps: int
 
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
@@ -281,7 +281,7 @@ class SimEngine:
         self.end()
 
     def end(self) -> None:
-        """Nothing of the process runs any more, its memory goes to somebody else."""
+        """End the process: nothing of it runs any more, its memory goes to somebody else."""
         self._simulation.forget_tasks(self.life)
         self.life.kill()
         self._network.detach(self.host)
@@ -325,7 +325,7 @@ class SimEngine:
         return self.take_counts(counts)
 
     def take_counts(self, counts: Sequence[int]) -> list[list[int]] | None:
-        """So many blocks of each group; what is kept of old prompts goes for it, however pinned for readers it is."""
+        """Take blocks of each group; what is kept of old prompts goes for them, however pinned for readers it is."""
         if (short := sum(counts) - len(self._free)) > 0:
             self.shelf.make_room(short)
         if sum(counts) > len(self._free):
@@ -603,7 +603,7 @@ class SimEngine:
         return [task.result() for task in tasks]
 
     def _tickets(self, ticket: Ticket, plan: LoadPlan) -> Any:
-        """What the request names: one ticket as such, several as a list."""
+        """Tickets as the request names them: one as such, several as a list."""
         named = [ticket, *(one.ticket() for one in plan.more[: plan.named])]
         return [one.to_params() for one in named] if plan.more else ticket.to_params()
 

@@ -23,7 +23,7 @@ from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
 LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
-"""On whose behalf code runs, set by an engine around each load: reads remember it."""
+"""Load on whose behalf code runs, set by an engine around each load: reads remember it."""
 
 
 @dataclass(slots=True, eq=False)

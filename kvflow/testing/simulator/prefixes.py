@@ -37,7 +37,7 @@ FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullPlan:
-    """How a reader goes about a pull."""
+    """Plan of a reader's pull."""
 
     number: int
     prompt: SimPrompt
@@ -45,7 +45,7 @@ class PullPlan:
     holders: Sequence[SimEngine]
     cached_tokens: int = 0
     seeks: bool = False
-    """Whether it asks first, makes room for what is offered, and loads that as any ticket."""
+    """True if it asks first, makes room for what is offered, and loads that as any ticket."""
     rest: SimOffer | None = None
     """An offer of all of it, from which comes what the holders do not have."""
     deadline_s: float | None = None
@@ -75,10 +75,10 @@ class SimPull:
     tables: list[list[int]]
     """Block ids by group."""
     exact: bool
-    """Whether the tables are for the very tokens that come; else each place of the prompt has a block in windows."""
+    """True if the tables are for the very tokens that come; else each place of the prompt has a block in windows."""
     cancelled: bool = False
     device: list[DeviceWork | None] = field(default_factory=list)
-    """What still writes to the blocks for who had them before, on each rank."""
+    """Work of who had the blocks before, which still writes to them, on each rank."""
 
     @property
     def block_ids(self) -> list[int]:
@@ -104,7 +104,7 @@ class SimPull:
 
 
 class Puller:
-    """What one engine does with one plan."""
+    """One engine carrying out one plan."""
 
     def __init__(self, simulation: Simulation, engine: SimEngine, plan: PullPlan) -> None:
         self._simulation = simulation
@@ -289,7 +289,7 @@ class Puller:
     # --- judged
 
     def _check(self, rank: SimRank, pull: SimPull, tokens: int, source: str) -> None:
-        """What is reported as filled is there, and is of these tokens and that salt."""
+        """Check that what is reported as filled is there, and is of these tokens and that salt."""
         plan, engine = self._plan, self._engine
         if tokens > plan.most or tokens < plan.cached_tokens or (plan.rest is not None and tokens != plan.rest.tokens):
             engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, of {plan.most}")
@@ -355,7 +355,7 @@ class Puller:
         return True
 
     def _adopt(self, pull: SimPull, counts: Sequence[int]) -> None:
-        """What came is the engine's own prefix cache from now on."""
+        """Take what came into the engine's own prefix cache."""
         engine, tokens = self._engine, min(counts)
         for group, (facts, table) in enumerate(zip(engine.facts, pull.filled(tokens), strict=True)):
             if not facts.whole and tokens < max(counts):

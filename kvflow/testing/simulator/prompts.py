@@ -51,7 +51,7 @@ class Prompts:
         self._numbers: dict[Path, int] = {}
 
     def content(self, prompt: SimPrompt) -> Content:
-        """What its tokens look like: a number for each."""
+        """Content of its tokens: a number for each."""
         ends = range(SPAN, len(prompt.tokens) + SPAN, SPAN)
         numbers = [self._numbers.setdefault(prompt.path(end), _FIRST_NUMBER + len(self._numbers)) for end in ends]
         spans = np.array(numbers, dtype=np.int32).repeat(SPAN)

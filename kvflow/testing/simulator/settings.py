@@ -36,9 +36,9 @@ class Model:
     flips: bool = False
     """Bytes are flipped on their way."""
     survives: bool = False
-    """Whether a prompt is offered by several engines, and loads read from one after the other."""
+    """True if a prompt is offered by several engines, and loads read from one after the other."""
     shares: bool = False
-    """Whether engines keep blocks of old prompts, share them, and pull prefixes from each other."""
+    """True if engines keep blocks of old prompts, share them, and pull prefixes from each other."""
     verifies: bool = False
     """Loads are verified: some because they have to be, and some by chance."""
 
@@ -91,7 +91,7 @@ _MODELS = {
     30: Model(shares=True, state=True, layers=2, priorities=True),
     31: Model(windows=True, state=True, device=True, flips=True, verifies=True),
 }
-"""By seed, of each thirty-two; the others serve plain full attention."""
+"""Models by seed, of each thirty-two; the others serve plain full attention."""
 _SEEDS = 32
 
 

@@ -1,4 +1,4 @@
-"""What may happen where engines share prefixes: computed, pulled, evicted, and what befalls holders meanwhile."""
+"""Episodes of engines that share prefixes: computed, pulled, evicted, and what befalls holders meanwhile."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def befall(simulation: Simulation, what: Callable[[Simulation, SimEngine], None]
 
 
 def befall_at(simulation: Simulation, what: Callable[[Simulation, SimEngine], None], engine: SimEngine) -> None:
-    """Something befalls this very engine, if it runs."""
+    """Strike this very engine, if it runs."""
     if engine.running:
         what(simulation, engine)
 
@@ -154,7 +154,7 @@ def perhaps_strike(simulation: Simulation, holder: SimEngine) -> None:
 
 
 async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
-    """In the engine of the rest: compute the whole prompt, or most of it, and offer it as to any reader."""
+    """Compute, in the engine of the rest, the whole prompt, or most of it, and offer it as to any reader."""
     rng, size = simulation.rng, reader.shape.block_size
     tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3, 9)), 1)
     ttl_s = simulation.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)

@@ -39,7 +39,7 @@ class Kept:
     path: Path
     block: int
     written: bool = False
-    """Whether it holds that by now."""
+    """True once it holds that."""
 
     @property
     def block_ids(self) -> list[int]:
@@ -56,7 +56,7 @@ class SimRun:
     run: Run
     blocks: list[Kept]
     told: bool
-    """Whether its runtime knows of it by now."""
+    """True once its runtime knows of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +67,9 @@ class RankShelf:
     rank: SimRank
     slow: bool
     pins: Counter[int] = field(default_factory=Counter)
-    """By block."""
+    """Pins by block."""
     runs: dict[int, SimRun] = field(default_factory=dict)
-    """By the identity of what was given."""
+    """Runs by the identity of what was given."""
     leases: list[Lease] = field(default_factory=list)
     """All that its runtime has opened for readers of prefixes."""
     sharing: SharedPrefixes | None = None
@@ -81,7 +81,7 @@ class RankShelf:
         self.sharing = self.rank.runtime.share(self, pinned_blocks_max=pinned_blocks_max)
 
     def _serve(self, serve: Callable[..., Lease], request: ServeRequest, *, holds: bool = True, **more: bool) -> Lease:
-        """What opens leases, seen: those without a hold are of prefixes."""
+        """Open a lease, seen: those without a hold are of prefixes."""
         lease = serve(request, holds=holds, **more)
         if not holds:
             self.rank.served += 1
@@ -178,21 +178,21 @@ class SimShelf:
         return tables
 
     def pinned(self, rank: SimRank, block: int) -> bool:
-        """Whether a rank has pinned a block for somebody."""
+        """True if a rank has pinned a block for somebody."""
         return any(one.pins[block] > 0 for one in self.ranks if one.rank is rank)
 
     def leases(self, rank: SimRank) -> list[Lease]:
-        """Those of prefixes on a rank that are open."""
+        """Leases of prefixes that are open on a rank."""
         return [lease for one in self.ranks if one.rank is rank for lease in one.leases if not lease.done]
 
     @property
     def busy(self) -> bool:
-        """Whether something is pinned, or being written."""
+        """True while something is pinned, or being written."""
         return self.writing > 0 or any(one.runs for one in self.ranks)
 
     @property
     def waits(self) -> bool:
-        """Whether the device, or an answer of its own, is under way."""
+        """True while the device, or an answer of its own, is under way."""
         return self.writing > 0 or any(not run.told for one in self.ranks for run in one.runs.values())
 
     def check_left(self, rank: SimRank) -> None:
@@ -294,7 +294,7 @@ class SimShelf:
 
 
 def ends(facts: GroupFacts, tokens: int) -> Sequence[int]:
-    """Where the blocks of a group end that hold what matters of a prompt's first tokens."""
+    """Ends of the blocks of a group that hold what matters of a prompt's first tokens."""
     if facts.kind is GroupKind.STATE:
         return (tokens,)
     size = facts.block_size

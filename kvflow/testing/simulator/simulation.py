@@ -80,7 +80,7 @@ class Simulation:
         self.engines = [SimEngine(self, shape, index) for index, shape in enumerate(settings.shapes)]
         self.prompts = Prompts()
         self.on_pin: Callable[[SimEngine], None] = lambda _: None
-        """Told when an engine pins a prefix for a reader."""
+        """Callback told when an engine pins a prefix for a reader."""
         self.changed: dict[SimRank, SimEngine] = {}
         """Ranks whose ledgers have changed since they were looked at."""
         self.violation: Violation | None = None
@@ -139,7 +139,7 @@ class Simulation:
     # --- the course
 
     async def run(self) -> None:
-        """From the first start to the last close."""
+        """Run from the first start to the last close."""
         self.loop.set_exception_handler(self._unhandled)
         await asyncio.gather(*(engine.life.task(engine.start()) for engine in self.engines))
         self.loop.after_step = partial(check_changed, self.changed)
@@ -194,7 +194,7 @@ class Simulation:
         self.network.later(rng.uniform(0.0, 0.01), self._deliver_several, rng.choice(consumers), offers)
 
     async def _hold(self, producer: SimEngine, number: int, tokens: int, offers: list[SimOffer]) -> None:
-        """In one of several producers: offer the prompt, and wait for the end."""
+        """Offer the prompt in one of several producers, and wait for the end."""
         ttl_s = self.settings.base.lease_ttl_s * self.rng.uniform(0.2, 1.5)
         offer = await producer.offer(number, tokens, ttl_s, 0.0, None)
         if offer is None:
@@ -214,12 +214,12 @@ class Simulation:
     def strike(
         self, trouble: Callable[[Simulation, SimEngine, SimEngine], None], engine: SimEngine, consumer: SimEngine
     ) -> None:
-        """Something befalls this very engine, which the consumer reads from, if it runs."""
+        """Strike this very engine, which the consumer reads from, if it runs."""
         if engine.running:
             trouble(self, engine, consumer)
 
     async def _produce(self, producer: SimEngine, number: int) -> None:
-        """In the producer: offer a prompt, send the ticket to whoever decodes it, and wait for the end."""
+        """Offer a prompt in the producer, send the ticket to whoever decodes it, and wait for the end."""
         rng = self.rng
         tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
         ttl_s = self.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
@@ -404,7 +404,7 @@ class Simulation:
         self.network.later(self.rng.uniform(0.0, 0.05), crash)
 
     async def reopen(self, engine: SimEngine, drain_s: float | None) -> None:
-        """In an engine: shut down, and let the next process begin. Memory that may still be written dies with it."""
+        """Shut an engine down, and let the next process begin. Memory that may still be written dies with it."""
         if drain_s is not None:
             await engine.drain(drain_s)
         closed, life = await engine.close(), engine.life
@@ -429,12 +429,12 @@ class Simulation:
         self.report(str(context.get("message")), context.get("exception"))
 
     def report(self, where: str, error: BaseException | None) -> None:
-        """Something has failed that nobody expects to."""
+        """Report a failure that nobody expects."""
         self.fail("I4", f"{where}: unhandled {type(error).__name__}: {error}")
         logger.debug("unhandled", exc_info=error)
 
     def result(self) -> Result:
-        """To be asked for once: what ends afterwards is no part of the run."""
+        """Result, to be asked for once: what ends afterwards is no part of the run."""
         self._over = True
         return Result(
             settings=self.settings,

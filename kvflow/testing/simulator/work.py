@@ -64,9 +64,9 @@ class SimOffer:
     content: Content
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
-    """When its engine got the blocks back, or died."""
+    """Time at which its engine got the blocks back, or died."""
     broken: bool = False
-    """It will never be computed."""
+    """True if it will never be computed."""
     loaded: bool = False
     """All ranks of some engine have loaded it."""
     device: list[DeviceWork | None] = field(default_factory=list)
@@ -135,7 +135,7 @@ class SimLoad:
         return [block for table in self.tables for block in table]
 
     def source(self, attempts: Sequence[Attempt]) -> SimOffer:
-        """Who has given all of it, by what the report says."""
+        """The engine that has given all of it, by what the report says."""
         engine_id = attempts[-1].engine_id if attempts else self.offer.engine.name
         return next(one for one in (self.offer, *self.others) if one.engine.name == engine_id)
 
@@ -149,13 +149,13 @@ class RankLoad:
 
     load: SimLoad | SimPull
     side_by_side: bool = False
-    """Whether it reads from several engines at once, into different blocks."""
+    """True if it reads from several engines at once, into different blocks."""
     last_landing_s: float = 0.0
-    """When bytes came to its blocks last."""
+    """Time at which bytes came to its blocks last."""
     flipped: bool = False
     """One of them was another one than was sent."""
     hosts: dict[int, list[SimHost]] = field(default_factory=dict)
-    """Whose bytes have come, in the order of the first ones: of each block if it reads side by side, else of all."""
+    """Hosts whose bytes have come, in the order of the first ones: of each block if side by side, else of all."""
 
     def came_late(self, host: SimHost, block: int) -> SimHost | None:
         """Bytes of a host come for a block: who came after the same host had come before, if somebody has."""

@@ -10,6 +10,11 @@ There are two, because serving and reading want opposite things of NIXL (measure
 
 Reads are made from address arrays, not from prepared lists of all blocks: plans join runs themselves, and a peer's
 cost stays independent of its number of blocks (docs/decisions/0001-address-plans.md).
+
+A posted read cannot be taken back, but over tcp and shared memory its bytes are moved by the reading agent itself, when
+it is polled. So reads that are given up are left with it: it is *parked*, never to be polled again, and another agent
+takes its place, with all other reads. To destroy it at once would be safe for us; but a stopped process that goes on,
+and finds requests of somebody who is gone, is aborted by UCX (docs/decisions/0035-a-load-that-survives.md).
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ import math
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,6 +39,7 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.queue import ShortestFirst
 from kvflow.device import cuda
 from kvflow.errors import ConfigError
+from kvflow.logs import logger_of
 from kvflow.transport.base import (
     AgentName,
     Event,
@@ -45,6 +52,8 @@ from kvflow.transport.base import (
     TransportError,
 )
 from kvflow.transport.nixl.defaults import POLLING, backend_params
+
+logger = logger_of(__name__)
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
 _PROGRESS_DELAY_US = 100_000
@@ -65,6 +74,9 @@ _TOGETHER_COUNT_MAX = 4096
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
+_PARKED_MAX = 4
+_PARKED_S = 600.0  # a peer that does not go on within that will not
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 
 
@@ -93,6 +105,15 @@ class _Request:
     error: TransportError | None = None
 
 
+class _Parked(NamedTuple):
+    """A reading agent that is polled no more."""
+
+    agent: _Agent
+    peers: frozenset[AgentName]
+    """Those that did not answer."""
+    since_s: float
+
+
 class _Agent:
     """A NIXL agent with one backend."""
 
@@ -111,20 +132,20 @@ class _Agent:
             self.native.createBackend(name, backend_params(name, params))
             for name, params in given.nixl_backends.items()
         ]
-        self._registered: list[Any] = []
+        self.registered: list[Any] = []
 
     def register(self, descriptors: Any) -> None:
         self.native.registerMem(descriptors, self.backends)
-        self._registered.append(descriptors)
+        self.registered.append(descriptors)
 
     def deregister(self) -> None:
-        for descriptors in self._registered:
+        for descriptors in self.registered:
             self.native.deregisterMem(descriptors, self.backends)
-        self._registered.clear()
+        self.registered.clear()
 
 
 class NixlAgents:
-    """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
+    """Pair of agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
     def __init__(self, config: Config, name: str, put: Callable[[Event], None], called: Callable[[], bool]) -> None:
         """`called` says whether there are jobs of which the thread has not heard yet."""
@@ -138,6 +159,14 @@ class NixlAgents:
             self._reading = _Agent(self._bindings, f"{name}/reader", config, progress=False)
         except self._errors as error:
             raise ConfigError(f"NIXL cannot start backend {config.nixl_backend!r} as configured: {error}") from error
+        self._name = name
+        self._by_software = set(config.nixl_backends) == {"UCX"} and not any(_RDMA_DEVICES.glob("*"))
+        """Whether bytes land only when an agent is polled."""
+        self._parked: list[_Parked] = []
+        self._peers: dict[AgentName, bytes] = {}
+        """Metadata of all peers."""
+        self._unknown: set[AgentName] = set()
+        """Those that the reading agent has not met."""
         self._in_flight: list[_Request] = []
         self._made: deque[_Request] = deque()
         """Requests that are to be posted next."""
@@ -178,6 +207,7 @@ class NixlAgents:
         if device.kind == "cpu":
             for span in spans:
                 _prefault(span)
+        self._by_software = self._by_software and device.kind == "cpu"
         rows = [(span.address, span.size_bytes, device.number, "") for span in spans]
         self._keepalive.append(keepalive)
         try:
@@ -205,11 +235,17 @@ class NixlAgents:
         except self._errors as error:
             raise TransportError(f"NIXL does not accept the peer's metadata: {error}") from error
         # A name that is no UTF-8 is not the one that was expected; the caller compares.
-        return AgentName(name.decode(errors="replace"))
+        peer = AgentName(name.decode(errors="replace"))
+        self._peers[peer] = metadata
+        self._unknown.discard(peer)
+        return peer
 
     def remove_peer(self, name: AgentName) -> None:
         self.send_notifications()
-        self._reading.native.invalidateRemoteMD(name)
+        self._peers.pop(name, None)
+        if name not in self._unknown:
+            self._reading.native.invalidateRemoteMD(name)
+        self._unknown.discard(name)
 
     def post(self, read: PostedRead, peer: AgentName, descriptors: Descriptors) -> None:
         """Have the crank post a read, small ones first; its end, a failure to start included, is an event.
@@ -217,6 +253,51 @@ class NixlAgents:
         Over shared memory the call that posts a read copies it, so the order of posting is the order of reading.
         """
         self._to_post.add(_ToPost(read, peer, descriptors), descriptors.size_bytes)
+
+    def give_up(self, reads: Collection[PostedRead]) -> None:
+        """See `Transport.give_up`: park the reading agent if any of them is under way there; others are just left."""
+        silent = {one.peer for request in self._in_flight for one in request.together if one.read in reads}
+        again = self._park(silent) if silent else []
+        while self._to_post:
+            again.append(self._to_post.pop())
+        for one in again:
+            if one.read in reads:
+                self.taken += one.descriptors.size_bytes + POST_COST_BYTES
+                self._ended.append(_Request([one], error=PeerGone("it does not answer, and was given up")))
+            else:
+                self._to_post.add(one, one.descriptors.size_bytes)
+
+    def _park(self, silent: Collection[AgentName]) -> list[_ToPost]:
+        """Have another agent read from now on; what was under way, which is to be posted once more. None if that cannot
+        be done: then all goes on as it was.
+        """
+        if not self._by_software or len(self._parked) >= _PARKED_MAX:
+            return []
+        try:
+            agent = _Agent(self._bindings, f"{self._name}/reader {time.monotonic_ns()}", self._config, progress=False)
+            for descriptors in self._reading.registered:
+                agent.register(descriptors)
+        except self._errors as error:
+            logger.warning("no other reading agent can be made, so reads that are stuck stay so: %s", error)
+            return []
+        self._release((*self._tell(), *self._made))
+        again = [one for request in (*self._in_flight, *self._made) for one in request.together]
+        self.taken -= sum(one.descriptors.size_bytes + POST_COST_BYTES for one in again)
+        self._parked.append(_Parked(self._reading, frozenset(silent), time.monotonic()))
+        self._reading, self._unknown = agent, set(self._peers)
+        self._in_flight, self._made = [], deque()
+        return again
+
+    def _unpark(self, answered: Collection[AgentName]) -> None:
+        """Destroy parked agents whose peers have gone on, or never will."""
+        since_s = time.monotonic() - _PARKED_S
+        self._parked = [one for one in self._parked if one.since_s > since_s and one.peers.isdisjoint(answered)]
+
+    def _meet(self, peer: AgentName) -> None:
+        """Have the reading agent know a peer that was met by another one."""
+        if peer in self._unknown:
+            self._reading.native.loadRemoteMD(self._peers[peer])
+            self._unknown.discard(peer)
 
     def _post_next(self) -> None:
         """Post the request whose turn it is.
@@ -258,6 +339,8 @@ class NixlAgents:
         request, native = _Request(together), self._reading.native
         started_s = time.monotonic()
         try:
+            if self._unknown:
+                self._meet(peer)
             local = self._descriptor_list(table[0], descriptors.local_device)
             remote = self._descriptor_list(table[1], descriptors.remote_device)
             request.handle = native.createXferReq(
@@ -308,6 +391,7 @@ class NixlAgents:
         for (peer, join), payloads in outbox.items():
             for payload in payloads if join is None or len(payloads) == 1 else join(payloads):
                 try:
+                    self._meet(peer)
                     self._reading.native.genNotif(peer, payload, self._reading.backends)
                 except self._errors:
                     self.unsent += 1
@@ -353,6 +437,7 @@ class NixlAgents:
     def close(self) -> None:
         """Deregister and destroy both agents; only legal when not busy."""
         assert not self.busy, "agents closed under a running read"
+        self._parked.clear()
         for agent in (self._reading, self._serving):
             agent.deregister()
         del self._reading, self._serving
@@ -401,6 +486,8 @@ class NixlAgents:
         for request in ended:
             for one in request.together:
                 self._put(ReadEnded(one.read, request.error, request.post_s))
+        if self._parked:
+            self._unpark([one.peer for request in ended if request.error is None for one in request.together])
         return ended
 
     def _release(self, requests: Sequence[_Request]) -> None:

@@ -12,14 +12,14 @@ _SETTINGS: Mapping[str, Mapping[str, str]] = {
     # A read over tcp is answered in frames of so much, 8 KiB otherwise; UCX takes 64 KiB if it is told nothing.
     "UCX": {"CUDA_IPC_ENABLE_GET_ZCOPY": "on", "TCP_TX_SEG_SIZE": "64k"},
 }
-"""By backend: the library's own settings, without the prefix that its environment variables have."""
+"""Settings by backend: the library's own, without the prefix that its environment variables have."""
 
 _BESIDE: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
 """Settings that are left alone, too, where another one was chosen: UCX refuses to receive less than it sends."""
 
 
 class Polling(NamedTuple):
-    """How a read's end is polled for without a pause: for `spin_s`, and longer for a large one."""
+    """Polling for a read's end without a pause: for `spin_s`, and longer for a large one."""
 
     spin_s: float
     bytes_per_s: float

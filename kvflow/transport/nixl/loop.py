@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from kvflow.config import Config
@@ -94,6 +94,10 @@ class NixlTransport:
         self._reads_total += 1
         return read
 
+    def give_up(self, reads: Collection[PostedRead]) -> None:
+        thread, agents = self._alive()
+        thread.submit(partial(agents.give_up, frozenset(reads)))
+
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         thread, agents = self._alive()
         thread.submit(partial(agents.notify, peer, payload, join))
@@ -164,7 +168,7 @@ class NixlTransport:
         return self._thread, self._agents
 
     def _crank(self) -> float | None:
-        """On the owner thread. Once closing, it ends the thread as soon as no read is under way."""
+        """Crank on the owner thread. Once closing, it ends the thread as soon as no read is under way."""
         agents = self._agents
         if agents is None:
             return None if self._ending else _OPENING_S
@@ -178,7 +182,7 @@ class NixlTransport:
         return idle_s
 
     def _end(self) -> None:
-        """On the owner thread, as a job: all jobs that were given before it have been done."""
+        """End the thread by a job of its own: all jobs that were given before it have been done."""
         self._ending = True
 
     def _on_death(self, cause: BaseException) -> None:

@@ -32,7 +32,7 @@ class Mailbox:
             self._run_on_loop(self._wake)
 
     def close(self, cause: BaseException) -> None:
-        """On the loop: no event will come any more. Those that came before are delivered first."""
+        """Close on the loop: no event will come any more. Those that came before are delivered first."""
         self._wake()
         self._fail(cause)
 

@@ -194,7 +194,7 @@ def only_wire_errors(payload: bytes) -> None:
         assert decode(messages.encode(message)) == message
 
 
-@examples(400, 1400)
+@examples(200, 1400)
 @given(payload=st.binary(max_size=80))
 @example(payload=b"")
 @example(payload=b"\xc1")
