@@ -46,6 +46,7 @@ def test_a_prefix_that_another_replica_has_computed_is_loaded(fleet: Fleet) -> N
     wait_until(
         lambda: fleet.shows("kvflow_prefix_questions", 'outcome="found"', home), "its metric says so, too", WHOLE_S
     )
+    assert answer(fleet, first, tokens=1) == right[one][:1], "nothing is loaded for one token"
     wait_until(fleet.whole, "all blocks are free", WHOLE_S)
 
 
@@ -54,9 +55,9 @@ def test_a_setting_that_cannot_be_right_is_refused() -> None:
         build({"checkpoint": "model", "share_prefixes": "yes"})
 
 
-def answer(fleet: Fleet, prompt: list[int], avoid: str = "") -> list[int]:
+def answer(fleet: Fleet, prompt: list[int], avoid: str = "", tokens: int = TOKENS) -> list[int]:
     """Tokens of an answer, of which the named replica has no part."""
-    request = PrefillRequest(request_id=f"r{avoid}", prompt=prompt, max_tokens=TOKENS, deadline_s=60)
+    request = PrefillRequest(request_id=f"r{tokens}{avoid}", prompt=prompt, max_tokens=tokens, deadline_s=60)
     handle = serve.get_deployment_handle("Decode", APP).options(stream=True)
     steps: list[Step] = list(handle.generate.remote(request, avoid=(avoid,)))
     return [step.token for step in steps]
