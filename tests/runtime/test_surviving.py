@@ -342,6 +342,37 @@ async def test_again_is_asked_so_many_times_and_no_more() -> None:
 
 
 @in_virtual_time
+@pytest.mark.parametrize("how", ["cancelled", "failed", "of another prompt"])
+async def test_what_again_brought_is_given_back_by_a_load_that_ends_without_it(how: str) -> None:
+    """Nobody else knows of that ticket; those of its caller stay its caller's."""
+    async with trio() as made:
+        gone, kept = made.both()
+        await gone.revoke()
+        brought: list[Lease] = []
+
+        async def again(_: Sequence[Attempt]) -> Ticket:
+            other = {"block_ids": [*BLOCKS, 1], "num_tokens": 16} if how == "of another prompt" else {}
+            brought.append(made.offer(made.second, "again", **other))
+            made.transport.faults.hold = True
+            return brought[0].ticket
+
+        load = made.start([gone], again=again, again_max=1)
+        if how != "of another prompt":
+            await until(lambda: made.posted == ["second"])
+        if how == "cancelled":
+            load.cancel()
+        elif how == "failed":
+            made.transport.faults.fail_next.append(TransportError("scripted"))
+        made.transport.faults.hold = False
+        made.transport.perform()
+        with pytest.raises((asyncio.CancelledError, TransferFailed, PromptMismatch)):
+            await load
+        async with asyncio.timeout(1.0):
+            await brought[0]
+        assert not kept.done
+
+
+@in_virtual_time
 async def test_what_again_does_wrong_ends_the_load() -> None:
     async with trio() as made:
         lease = made.offer(made.first)
@@ -368,7 +399,7 @@ async def test_what_again_does_wrong_ends_the_load() -> None:
             (refusing, PrefillFailed, "no engine is left"),
             (nothing, LeaseExpired, "the offer|it has ended"),
             (another_prompt, PromptMismatch, "'first' at .* offers 12 tokens, 'second' at .* 16"),
-            (nonsense, RequestError, "ticket"),
+            (nonsense, RequestError, "request 'req': again: ticket"),
         ]
         for again, error, match in cases:
             with pytest.raises(error, match=match):

@@ -213,7 +213,10 @@ class Loader:
             what = f"request {plain.request_id!r}"
             given = plain.ticket
             if plain.again is None and (type(given) is dict or isinstance(given, Ticket)):
-                tickets: tuple[Ticket, ...] = (self._read_ticket(given, ids_max),)
+                try:
+                    tickets: tuple[Ticket, ...] = (self._read_ticket(given, ids_max),)
+                except RequestError as error:
+                    raise RequestError(f"{what}: {error}") from error
                 carry = self._carriers.meeting if tickets[0].awaited else self._carriers.whole
             else:
                 tickets, carry = self._carriers.several(plain, ids_max)

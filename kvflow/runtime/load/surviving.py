@@ -89,7 +89,10 @@ class Surviving:
             raise RequestError(f"{what}: ticket: expected a ticket or a list of them, got {shown(given)}")
         if not 0 < len(several) <= SOURCES_MAX:
             raise RequestError(f"{what}: {len(several)} tickets, expected 1 to {SOURCES_MAX}")
-        tickets = tuple(self.reach.read_ticket(one, block_ids_max) for one in several)
+        try:
+            tickets = tuple(self.reach.read_ticket(one, block_ids_max) for one in several)
+        except RequestError as error:
+            raise RequestError(f"{what}: {error}") from error
         for other in tickets[1:]:
             check_alike(tickets[0], other, what)
         if len(tickets) == 1 and request.again is None:
@@ -111,6 +114,8 @@ class _Course:
         self._first = tickets[0]
         self._waiting = list(tickets)
         """Those that have not had their turn."""
+        self._brought: list[Ticket] = []
+        """Those that `again` gave: nobody else knows of them."""
         self._to_release: list[Ticket] = []
         """Those whose leases may be open although nobody reads them any more."""
         self._taken = False
@@ -137,6 +142,9 @@ class _Course:
         except BaseException:
             if self._taken:
                 self._note(ENDED, self._late)
+            if not self._load.request.keep_offer and (work.flight is None or work.flight.safe):
+                for ticket in self._brought:
+                    self._surviving.remote_leases.release_soon(ticket)
             raise
         finally:
             self._stop_looking()
@@ -223,7 +231,11 @@ class _Course:
             for other in self._attempts[:-1]:
                 error.add_note(f"before that, {other.engine_id!r} at {other.address}: {other.outcome}: {other.error}")
             raise error
-        ticket = surviving.reach.parse_ticket(given)
+        try:
+            ticket = surviving.reach.parse_ticket(given)
+        except RequestError as problem:
+            raise RequestError(f"{what}: again: {problem}") from problem
+        self._brought.append(ticket)
         check_alike(self._first, ticket, what)
         self._waiting.append(ticket)
 
@@ -243,7 +255,7 @@ class _Course:
         )
 
     def _release_unused(self) -> None:
-        """Give back what nobody is going to read. After a failure the tickets are the caller's, as one ticket is."""
+        """Give back what nobody is going to read. After a failure the caller's tickets are the caller's still."""
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting):
                 self._surviving.remote_leases.release_soon(ticket)
