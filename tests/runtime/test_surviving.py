@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pairs import cache_of, known
-from tests_support import PATIENT, Records, in_virtual_time, leases_ended, until
+from tests_support import PATIENT, WAIT_S, Records, in_virtual_time, leases_ended, until
 
 import kvflow
 from kvflow import Attempt, Config, Lease, LoadReport, LoadRequest, ServeRequest, Ticket
@@ -367,7 +367,7 @@ async def test_what_again_brought_is_given_back_by_a_load_that_ends_without_it(h
         made.transport.perform()
         with pytest.raises((asyncio.CancelledError, TransferFailed, PromptMismatch)):
             await load
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(WAIT_S):
             await brought[0]
         assert not kept.done
 
