@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from typing import Any
 
 import httpx
 import psutil
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = Path(os.environ.get("KVFLOW_SGLANG_HOME", ROOT / ".venv-sglang"))
@@ -233,12 +234,6 @@ def own_router(router: Router) -> Iterator[str]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -32,6 +32,7 @@ from kvflow.sglang.bootstrap import KVFlowBootstrapServer
 from kvflow.sglang.manager import KVFlowManager
 from kvflow.sglang.receiver import KVFlowReceiver
 from kvflow.sglang.sender import KVFlowSender
+from tests.support.ports import free_port
 
 PAGE = 16
 PAGES = 32
@@ -314,12 +315,6 @@ def stands(one: Any, *wanted: int) -> bool:
     if state == KVPoll.Failed and state not in wanted:
         one.failure_exception()
     return state in wanted
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def can_connect(port: int) -> bool:

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from kvflow import prefix_keys
 from kvflow.core.prefix.events import decode_batch, encode_batch
 from kvflow.kv_events import EventSource, PrefixMap, Subscriber
-from tests.sglang.servers import free_port
+from tests.support.ports import free_port
 from tests.support.recorded_events import SGLANG, sglang_batch
 
 PAGE = 4

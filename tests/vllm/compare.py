@@ -37,6 +37,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvflow import Ticket
+from tests.support.ports import free_port
 from tests.vllm.servers import (
     KVFLOW,
     NAME,
@@ -44,7 +45,6 @@ from tests.vllm.servers import (
     HTTPFailed,
     Server,
     Setup,
-    free_port,
     hand_over_ids,
     introduction_of,
     prefill,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +23,7 @@ import psutil
 
 from kvflow import Ticket
 from kvflow.connector.parameters import producer_params
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
@@ -284,15 +283,6 @@ def flow(
 def hand_over_ids(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
     """The same, with the answer's tokens."""
     return consumer.ids(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
-
-
-def free_port() -> int:
-    """A port that nobody has; the system gives those below 32768 to nobody while the server starts."""
-    for port in random.sample(range(20000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port between 20000 and 32000")
 
 
 def _packages(version: str) -> Iterator[Path]:

@@ -21,9 +21,10 @@ from kvflow.core.prefix.events import AllBlocksCleared, BlockStored, decode_batc
 from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.kv_events import EventSource, PrefixMap, Publisher, Subscriber
 from kvflow.vllm.asked import Asked
+from tests.support.ports import free_port
 from tests.support.recorded_events import VLLM, vllm_batch
 from tests.vllm.conftest import Site
-from tests.vllm.servers import MODELS, Setup, free_port
+from tests.vllm.servers import MODELS, Setup
 
 SMALL = 16
 BLOCK, BLOCKS = 32, 80

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from kvflow import Ticket
+from tests.support.ports import free_port
 from tests.vllm.conftest import Site
-from tests.vllm.servers import MODELS, NAME, Server, Setup, free_port, prefill, rendezvous
+from tests.vllm.servers import MODELS, NAME, Server, Setup, prefill, rendezvous
 from tests.vllm.test_models import OPTIONS, TP2, in_multi, prompt_of
 
 EXTERNAL = {"source": "external_kv_transfer"}

@@ -268,8 +268,8 @@ class NixlAgents:
                 self._to_post.add(one, one.descriptors.size_bytes)
 
     def _park(self, silent: Collection[AgentName]) -> list[_ToPost]:
-        """Have another agent read from now on; what was under way, which is to be posted once more. None if that cannot
-        be done: then all goes on as it was.
+        """Have another agent read from now on; what was under way, which is to be posted once more. Empty if that
+        cannot be done: then all goes on as it was.
         """
         if not self._by_software or len(self._parked) >= _PARKED_MAX:
             return []
