@@ -1,8 +1,8 @@
 """The workers' half of a connector, for any engine: carries out what `connector.scheduler` hands over each step.
 
 An engine's step calls `begin` and `collect`, and neither ever waits: the work runs on the loop of a `blocking.Runtime`
-and goes on between the steps. What is reported is final: a request is received when no byte can land in its blocks any
-more, be it for a load that failed or was abandoned, and sent when its lease has ended and the engine waits for that.
+and goes on between the steps. Reports are final. A request is received when no byte can land in its blocks any more,
+also if its load has failed or was abandoned; it is sent when its lease has ended and the engine waits for that.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
+from kvflow.connector.paged_groups import PagedGroup
 from kvflow.connector.parameters import name_of
 from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
-from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import BlockTables, Found, Grow, Keep, Question, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
@@ -84,13 +84,13 @@ class Results:
     failed: Mapping[str, LoadFailed]
     sent: frozenset[str]
     found: tuple[Found, ...]
-    """What peers have answered."""
+    """Answers of peers."""
     happenings: tuple[Happening, ...]
-    """All of it, in order: for metrics and logs."""
+    """All that has happened, in order: for metrics and logs."""
 
 
 class ConnectorWorker:
-    """One rank's worker. It owns nothing: who made the runtime closes it.
+    """One rank's worker. Whoever made the runtime closes it.
 
     Args:
         runtime: the rank's, open.
@@ -103,10 +103,10 @@ class ConnectorWorker:
         self._courier = _Courier(self._happened, peers or PrefixPeers())
         self._shelf: PagedShelf | None = None
         self._shared: dict[str, int] = {}
-        """What `shared` has told."""
+        """Counts that `shared` has told."""
 
     def introduction(self) -> Ticket:
-        """Who this rank is, for `ConnectorScheduler.introduce`.
+        """Say who this rank is, for `ConnectorScheduler.introduce`.
 
         Returns:
             A ticket of nothing.
@@ -132,18 +132,18 @@ class ConnectorWorker:
         self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
 
     def meet(self, *, follows: bool) -> None:
-        """Connect to the peers that are known, from now on and without waiting for it; once a cache is registered.
+        """Begin to connect to the known peers, once a cache is registered; returns at once.
 
         Args:
-            follows: whether KV events are followed as well, as the rank does that asks.
+            follows: whether KV events are followed as well; one rank of an engine does, the one that asks.
         """
         self._runtime.start(lambda runtime: self._courier.meet(runtime, follows))
 
     def shared(self) -> Iterator[str]:
-        """Tell what has become of peers' questions since the last call.
+        """Tell the outcomes of peers' questions since the last call.
 
         Returns:
-            A word for each, which is a field of `SharingStatistics`.
+            A word for each: the name of a field of `SharingStatistics`.
         """
         if self._courier.sharing is not None:
             now = asdict(self._courier.sharing.statistics)
@@ -152,11 +152,11 @@ class ConnectorWorker:
             self._shared = now
 
     def prepare(self, step: Step) -> None:
-        """Do what has to be done before anything of a step may compute, or write into a block.
+        """End the reads of blocks that a step is about to write, and ask its questions; before it computes anything.
 
-        Returns at once, but where somebody may be reading what the step will write: leases of prefixes end within a
-        turn of the loop, and a step that recalls what flows (`Step.recall`) waits here until no read of it can succeed
-        any more, some Limits.seal_hold_s.
+        Returns at once, unless somebody may be reading what the step will write. Leases of prefixes end within a turn
+        of the loop. A step that recalls a prompt that flows (`Step.recall`) waits here until no read of it can succeed
+        any more: some Limits.seal_hold_s.
 
         Args:
             step: what `ConnectorScheduler.build_step` has given.
@@ -196,7 +196,7 @@ class ConnectorWorker:
             Loads and leases that have ended since the last call, each once.
 
         Raises:
-            BaseException: what has gone wrong in kvflow itself, from then on with every call.
+            BaseException: an error in kvflow itself, from then on with every call.
         """
         if self._courier.problem is not None:
             raise self._courier.problem
@@ -235,14 +235,14 @@ class _Offered:
     lease: Lease | None
     ttl_s: float
     flows: bool
-    """Whether it is read while its prompt is computed."""
+    """True if it is read while its prompt is computed."""
     restart: asyncio.TimerHandle | None = None
-    """When its time is begun anew, as long as its ticket is not out."""
+    """Timer that begins its time anew, as long as its ticket is not out."""
     outcome: LeaseOutcome | None = None
     sent: bool = False
 
     def let_run(self) -> None:
-        """Its time is begun anew no more."""
+        """Let its time run out from now on."""
         if self.restart is not None:
             self.restart.cancel()
             self.restart = None
@@ -250,15 +250,15 @@ class _Offered:
 
 @dataclass(slots=True)
 class _Courier:
-    """Lives on the loop: the loads and leases of the engine's requests."""
+    """The loads and leases of the engine's requests; lives on the loop."""
 
     happened: deque[Happening]
     peers: PrefixPeers
     sharing: SharedPrefixes | None = None
     shelf: PagedShelf | None = None
-    """What is shared with peers."""
+    """Blocks shared with peers."""
     kept: dict[str, ExitStack] = field(default_factory=dict)
-    """What the tickets of requests that wait for blocks, or load, keep open."""
+    """Leases kept open for requests that wait for blocks, or load."""
     loads: dict[str, asyncio.Task[LoadReport]] = field(default_factory=dict)
     offers: dict[str, _Offered] = field(default_factory=dict)
     withdrawn: set[Lease] = field(default_factory=set)
@@ -296,7 +296,7 @@ class _Courier:
             self._grow(grow, events.ready)
 
     async def share(self, runtime: Runtime, shelf: PagedShelf) -> None:
-        """What was shared before has ended with its registration."""
+        """Share a shelf; the one before has ended with its registration."""
         self.sharing, self.shelf = runtime.share(shelf, pinned_blocks_max=_ANY_NUMBER), shelf
 
     async def meet(self, runtime: Runtime, follows: bool) -> None:
@@ -472,7 +472,7 @@ class _Courier:
         self._report_if_over(offer)
 
     def _report_if_over(self, offer: _Offered) -> None:
-        """A lease may end before the engine says that it waits for that."""
+        """Report a lease that has ended, once the engine waits for that, or has let it go."""
         current = self.offers.get(offer.request_id) is offer
         if offer.outcome is not None and (offer.sent or not current):
             self.happened.append(OfferEnded(offer.request_id, offer.outcome, offer.sent))
@@ -495,8 +495,10 @@ class _Courier:
 
 
 def _deadline_s(runtime: Runtime, receive: Receive) -> float | None:
-    """A prompt that is received while it is computed takes as long as that, if it is begun within its ticket's ttl_s;
-    whatever goes wrong is told, so a producer's lease bounds it.
+    """Deadline of a load; None for the runtime's own.
+
+    A prompt that is received while it is computed takes as long as that. It has to be begun within its ticket's ttl_s,
+    and whatever goes wrong is told, so a producer's lease bounds it.
     """
     config = runtime.config
     return max(config.load_deadline_s, config.lease_lifetime_s) if receive.num_tokens is not None else None

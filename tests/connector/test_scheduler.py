@@ -212,7 +212,7 @@ def test_a_ticket_is_used_once() -> None:
 
 def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another sample, or another try after its lease has ended well: an error would be for nothing."""
-    monkeypatch.setattr("kvflow.connector.scheduler._USED_MAX", 2)
+    monkeypatch.setattr("kvflow.connector.consumers._REMEMBERED_MAX", 2)
     connector = scheduler()
     for request_id, ticket in [("a", "one"), ("b", "one"), ("c", "two"), ("d", "three"), ("e", "three"), ("f", "one")]:
         used = pytest.raises(RequestError, match=f"'{request_id}'.*used") if request_id in "be" else nullcontext()
