@@ -86,7 +86,7 @@ class Asking:
             self._requests[request_id] = _Asker(keys, peers, hinted)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """True while the request's question, or the turn of another that begins like it, is not over."""
+        """Ask for a request when it is its turn. True while it waits for that, or for an answer."""
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:
             return request is not None and request.state is _State.ASKED

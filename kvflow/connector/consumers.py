@@ -17,8 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from kvflow.connector.engine import EngineRequest, GivenTables, Matched, Sharing
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, others_in
@@ -43,7 +41,7 @@ class _Consumer:
     offered_tokens: int = 0
     """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
     prompt: Sequence[int] | None = None
-    """Token ids, for a rendezvous, whose ticket does not tell which prompt it is of."""
+    """Token ids, only for a rendezvous, whose ticket does not tell which prompt it is of."""
     state: ConsumerState = ConsumerState.EXPECTED
 
     @property
@@ -168,18 +166,16 @@ class Consumers:
 
     def match(self, request_id: str, num_computed_tokens: int) -> Matched:
         """Tokens that can come from remote; see `ConnectorScheduler.num_new_matched_tokens`."""
-        request = self._requests.get(request_id)
-        if request is None or request.state is not ConsumerState.EXPECTED:
-            return Matched(0, False)
-        tokens = request.offered_tokens - num_computed_tokens
-        if tokens < self._config.fetch_tokens_min:
+        request = self._expected(request_id)
+        tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
+        if request is None or tokens < self._config.fetch_tokens_min:
             return Matched(0, False)
         return Matched(None, False) if request.use.waits(request) else Matched(tokens, True)
 
     def allocated(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
         """Have a request's blocks loaded, or let it go on without; see `ConnectorScheduler.update_after_alloc`."""
-        request = self._requests.get(request_id)
-        if request is None or request.state is not ConsumerState.EXPECTED:
+        request = self._expected(request_id)
+        if request is None:
             return
         if num_external_tokens == 0:
             self._fire(request, ConsumerEvent.SKIP)
@@ -191,18 +187,17 @@ class Consumers:
             request_id=request_id,
             tickets=request.tickets,
             block_tables=missing,
+            num_tokens=offered if request.ticket.awaited else None,
+            prompt=None if request.prompt is None else tuple(request.prompt[:offered]),
             release_if_failed=self._config.release_failed_loads,
             shared=request.use.shared,
         )
-        if request.ticket.awaited:
-            known = None if request.prompt is None else tuple(request.prompt[:offered])
-            receive = msgspec.structs.replace(receive, num_tokens=offered, prompt=known)
         self._next.receive.append(receive)
 
     def add_to(self, step: Step) -> None:
         """Put into a step what its workers have to do for consumers."""
         ours, self._next = self._next, Step()
-        step.keep = [keep for keep in ours.keep if self._waits(keep)]
+        step.keep = [keep for keep in ours.keep if self._still_waits(keep)]
         step.receive, step.release = ours.receive, ours.release
         step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
 
@@ -236,10 +231,15 @@ class Consumers:
         use.readers.append(consumer)
         return consumer
 
-    def _waits(self, keep: Keep) -> bool:
-        """True if the request still has no blocks, and is no other one of the same name."""
-        request = self._requests.get(keep.request_id)
-        return request is not None and request.state is ConsumerState.EXPECTED and request.tickets is keep.tickets
+    def _expected(self, request_id: str) -> _Consumer | None:
+        """A request that has no blocks yet; None if there is no such one."""
+        request = self._requests.get(request_id)
+        return request if request is not None and request.state is ConsumerState.EXPECTED else None
+
+    def _still_waits(self, keep: Keep) -> bool:
+        """True if the request has no blocks yet, and is no other one of the same name."""
+        request = self._expected(keep.request_id)
+        return request is not None and request.tickets is keep.tickets
 
     def _fire(self, request: _Consumer, event: ConsumerEvent) -> None:
         before, request.state = request.state, fire(CONSUMER_TABLE, request.state, event)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Block ids of a request as its engine has them: a list, or a table for each group of layers."""
+TablesOf: TypeAlias = Callable[[str], GivenTables]
+"""Gives all blocks of a request, by its id."""
 
 
 class EngineRequest(Protocol):
@@ -53,8 +55,8 @@ class Scheduled(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Answer to the end of a request: its blocks stay until it is reported as sent or received, or they do not; and
-    what its router gets."""
+    """Answer to the end of a request. With `hold_blocks` its blocks stay until it is reported as sent or received."""
 
     hold_blocks: bool
     params: dict[str, Any] | None
+    """Parameters for its router; None if its prompt is not offered."""

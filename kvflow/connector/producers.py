@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Scheduled
+from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Scheduled, TablesOf
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, name_of, rendezvous_in
 from kvflow.connector.scheduling_config import SchedulingConfig
@@ -70,13 +70,9 @@ class Producers:
         request = self._requests.get(request_id)
         return None if request is None else request.state
 
-    def introduce(self, ticket: Ticket) -> None:
-        """Offer prompts as those of these ranks from now on."""
-        self._introduction, self._next.introduce = ticket, False
-
-    def forget_ranks(self) -> None:
-        """Offer nothing, and have each step ask the workers who they are, until they are introduced again."""
-        self._introduction, self._next.introduce = None, True
+    def introduce(self, ticket: Ticket | None) -> None:
+        """Offer prompts as those of these ranks from now on; None to offer nothing, and have steps ask who they are."""
+        self._introduction, self._next.introduce = ticket, ticket is None
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         """Take a request whose parameters ask for an offer of its prompt."""
@@ -87,9 +83,7 @@ class Producers:
             serve_id=rendezvous_in(params),
         )
 
-    def build_step(
-        self, scheduled: Iterable[Scheduled], preempted: Iterable[str], block_ids: Callable[[str], GivenTables]
-    ) -> Step:
+    def build_step(self, scheduled: Iterable[Scheduled], preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """A step with what its workers have to do for producers; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:
             self._preempt(request_id)
@@ -118,7 +112,8 @@ class Producers:
         save, known, flows = request.saved, request.prompt, request.state is ProducerState.FLOWING
         whole = completed and self._has_prompt(request, block_ids) and (request.complete or not flows)
         if save is None or self._introduction is None or not whole:
-            return self._break_off(request) if flows else self._give_up(request)
+            self._give_up(request, flows=flows)
+            return Finished(request_blocks_held(request.state), None)
         ticket = self._introduction.without_leases(
             request_id=save.serve_id,
             block_ids=given_block_ids(save.block_tables),
@@ -145,18 +140,19 @@ class Producers:
         self._fire(request, ProducerEvent.SEND)
         self._next.send.append(Send(request_id=request.request_id))
 
-    def _break_off(self, request: _Producer) -> Finished:
-        """End a prompt that flows: its readers are told, and its blocks stay until no read of them can succeed."""
-        self._send(request)
-        self._next.withdraw.append(request.request_id)
-        return Finished(request_blocks_held(request.state), None)
+    def _give_up(self, request: _Producer, *, flows: bool) -> None:
+        """End a prompt that is not offered to the router.
 
-    def _give_up(self, request: _Producer) -> Finished:
-        """End a prompt whose ticket nobody has: its blocks are the engine's at once."""
-        self._fire(request, ProducerEvent.END)
-        self._withdraw(request)
-        self._decline(request, "the request has ended before its prompt was computed")
-        return Finished(False, None)
+        If it flows, its readers are told, and its blocks stay until no read of them can succeed. Else nobody has its
+        ticket, and its blocks are the engine's at once.
+        """
+        if flows:
+            self._send(request)
+            self._next.withdraw.append(request.request_id)
+        else:
+            self._fire(request, ProducerEvent.END)
+            self._withdraw(request)
+            self._decline(request, "the request has ended before its prompt was computed")
 
     def _decline(self, request: _Producer, reason: str) -> None:
         """Tell the readers that wait for this prompt, if there are any, that it does not come."""
@@ -198,7 +194,7 @@ class Producers:
             return False
         return block_ids is None or self._groups.prompt(block_ids, save.num_tokens) == save.block_tables
 
-    def _recall_what_has_moved_on(self, block_ids: Callable[[str], GivenTables]) -> None:
+    def _recall_what_has_moved_on(self, block_ids: TablesOf) -> None:
         """Recall prompts that flow and have lost blocks of windows to their answers, also in a step without them."""
         if self._groups.all_stays:
             return
@@ -207,7 +203,7 @@ class Producers:
             if flows and request.complete and not self._has_prompt(request, block_ids(request.request_id)):
                 self._recall(request)
 
-    def _computes(self, request: _Producer, block_ids: Callable[[str], GivenTables], *, late: bool) -> None:
+    def _computes(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
         """Open or grow the lease of a request that the step computes more of.
 
         `late` if its prompt was complete before: where windows may have moved on since, or a state has, nothing is

@@ -23,7 +23,7 @@ from typing import Any
 
 from kvflow import checks
 from kvflow.connector.consumers import Consumers
-from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Matched, Scheduled, Sharing
+from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Matched, Scheduled, Sharing, TablesOf
 from kvflow.connector.paged_groups import PagedGroup, PagedGroups
 from kvflow.connector.parameters import OWN_DIALECT, Dialect
 from kvflow.connector.producers import Producers
@@ -125,7 +125,7 @@ class ConnectorScheduler:
         For ranks that are about to register their caches anew, as after a sleep: tickets of before name ranks of
         before.
         """
-        self._producers.forget_ranks()
+        self._producers.introduce(None)
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """Take a request that has come.
@@ -216,13 +216,7 @@ class ConnectorScheduler:
         """
         self._consumers.allocated(request_id, block_ids, num_external_tokens)
 
-    def build_step(
-        self,
-        scheduled: Iterable[Scheduled],
-        *,
-        preempted: Iterable[str],
-        block_ids: Callable[[str], GivenTables],
-    ) -> Step:
+    def build_step(self, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """Give what the workers do in this step.
 
         Args:

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvflow.connector.engine import Scheduled
 from kvflow.connector.step import NO_BLOCK, Shelved, Step
 
-__all__ = ["Shelving"]
+__all__ = ["GroupTablesOf", "Shelving"]
+
+GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
+"""Gives the block tables of a request by its id: one for each group, also if there is one group."""
 
 
 @dataclass(slots=True)
@@ -66,12 +70,7 @@ class Shelving:
             self._reused.append(block_id)
 
     def build_step(
-        self,
-        step: Step,
-        scheduled: Iterable[Scheduled],
-        *,
-        preempted: Iterable[str],
-        block_ids: Callable[[str], Sequence[Sequence[int]]],
+        self, step: Step, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
         """Put into a step which blocks hold something else, and which more; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:

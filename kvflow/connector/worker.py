@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.paged_groups import PagedGroup
@@ -187,7 +187,7 @@ class ConnectorWorker:
         if step.shelved and self._shelf is not None:
             self._shelf.add(step.shelved, ready)
         if step != _NOTHING:
-            self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
+            self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, ready, after))
 
     def collect(self) -> Results:
         """Take what has ended meanwhile; returns at once.
@@ -220,24 +220,17 @@ _BROKEN_OFF = "its request has ended"
 _RECALL_S = 60.0  # it takes as long as the hold, and a copy that has begun
 
 
-class _Events(NamedTuple):
-    """Events that a step's work waits for."""
-
-    ready: DeviceEvent | None
-    after: DeviceEvent | None
-
-
 @dataclass(slots=True, eq=False)
 class _Offered:
     """A saved prompt: its lease, if there is one, and whether the engine waits for its end."""
 
     request_id: str
-    lease: Lease | None
     ttl_s: float
     flows: bool
     """True if it is read while its prompt is computed."""
     restart: asyncio.TimerHandle | None = None
     """Timer that begins its time anew, as long as its ticket is not out."""
+    lease: Lease | None = None
     outcome: LeaseOutcome | None = None
     sent: bool = False
 
@@ -265,14 +258,16 @@ class _Courier:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     problem: BaseException | None = None
 
-    async def carry_out(self, runtime: Runtime, step: Step, events: _Events) -> None:
+    async def carry_out(
+        self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None
+    ) -> None:
         """Start everything, in the order in which it may touch the same blocks."""
         try:
-            self._start(runtime, step, events)
+            self._start(runtime, step, ready, after)
         except Exception as problem:  # noqa: BLE001 - a bug of ours; the engine gets it with its next step
             self.problem = problem
 
-    def _start(self, runtime: Runtime, step: Step, events: _Events) -> None:
+    def _start(self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None) -> None:
         for send in step.send:
             self._send(send.request_id)
         for release in step.release:
@@ -286,14 +281,14 @@ class _Courier:
         for decline in step.decline:
             _decline(runtime, decline.serve_id, decline.reason)
         for receive in step.receive:
-            self._receive(runtime, receive, events.after)
+            self._receive(runtime, receive, after)
         for request_id in step.abandon:
             if request_id in self.loads:  # else its end is on its way to the engine
                 self.loads[request_id].cancel()
         for save in step.save:
-            self._save(runtime, save, events.ready)
+            self._save(runtime, save, ready)
         for grow in step.grow:
-            self._grow(grow, events.ready)
+            self._grow(grow, ready)
 
     async def share(self, runtime: Runtime, shelf: PagedShelf) -> None:
         """Share a shelf; the one before has ended with its registration."""
@@ -408,18 +403,15 @@ class _Courier:
             prompt=save.prompt,
             extends=save.computed_tokens is not None,
         )
-        flows = save.computed_tokens is not None
+        offer = self.offers[save.request_id] = _Offered(save.request_id, save.ttl_s, flows=request.extends)
         try:
-            lease = runtime.serve_blocks(request)
+            lease = offer.lease = runtime.serve_blocks(request)
         except KVFlowError as error:
             logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
-            self.offers[save.request_id] = _Offered(
-                save.request_id, None, save.ttl_s, flows=flows, outcome=LeaseOutcome.REVOKED
-            )
-            if flows:
+            offer.outcome = LeaseOutcome.REVOKED
+            if offer.flows:
                 _decline(runtime, save.serve_id, f"{type(error).__name__}: {error}")
             return
-        offer = self.offers[save.request_id] = _Offered(save.request_id, lease, save.ttl_s, flows=flows)
         self._keep_offer(offer, lease)
         self._spawn(self._watch(offer, lease))
 

@@ -34,15 +34,14 @@ class Buffers:
     sizes: Sequence[int]
     item_sizes: Sequence[int]
     layers: Sequence[int]
-    tokens: int
-    """Tokens of an item that is cut by heads; 1 of what moves whole."""
-    heads: int
-    """Heads of one rank; 0 where items are not cut by heads, and each rank has all of them."""
     format: str
     """Format of its bytes; both sides have the same."""
-    cut: bool
+    tokens: int = 1
+    """Tokens of an item that is cut by heads; 1 of an item that moves whole."""
+    heads: int = 0
+    """Heads of one rank; 0 where items are not cut by heads, and each rank has all of them."""
+    cut: bool = False
     """True if another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
-
     alike: bool = False
     """True if items that are not cut are the same on all ranks, so that any rank's will do. Else each rank has a share
     of its own, which goes to no other tensor parallelism."""
@@ -66,13 +65,7 @@ class Buffers:
             numbers = [self.layers[at] for at in places]
             style = "fused" if self.heads else "mla"
             layouts.append(
-                CacheLayout.infer(
-                    names,
-                    order="NHD",
-                    block_size=self.tokens,
-                    style=style,
-                    layer_indices=numbers,
-                )
+                CacheLayout.infer(names, order="NHD", block_size=self.tokens, style=style, layer_indices=numbers)
             )
         return CacheGroup("kv", layers, layouts)
 
@@ -151,10 +144,7 @@ def aux_buffers(args: Any) -> Buffers:
         sizes=args.aux_data_lens,
         item_sizes=args.aux_item_lens,
         layers=range(len(args.aux_data_ptrs)),
-        tokens=1,
-        heads=0,
         format="aux",
-        cut=False,
         alike=True,
         host=True,
     )

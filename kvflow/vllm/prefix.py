@@ -7,13 +7,13 @@ step that may write there. The pool's own bookkeeping is as it would be without:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvflow.connector.asking import Asking, source_in
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
-from kvflow.connector.shelving import Shelving
+from kvflow.connector.shelving import GroupTablesOf, Shelving
 from kvflow.connector.step import Found, Step
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.prefix.keys import prefix_keys
@@ -136,16 +136,11 @@ class RequestPrefixes:
         return [] if tokens is None else prefix_keys(tokens, self._block_tokens)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """True while the request's question to its peers is under way; asking makes it; see `Asking.waits`."""
+        """Ask peers for a request. True while it waits for that; see `Asking.waits`."""
         return self._asking.waits(request_id, num_computed_tokens)
 
     def build_step(
-        self,
-        step: Step,
-        scheduled: Iterable[Scheduled],
-        *,
-        preempted: Iterable[str],
-        block_ids: Callable[[str], Sequence[Sequence[int]]],
+        self, step: Step, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
         """Put into a step which blocks hold prompts, and which questions to ask."""
         if self._shelving is not None:
