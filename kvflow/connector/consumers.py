@@ -107,7 +107,7 @@ class _Uses:
         return found
 
 
-class Consumers:
+class ConsumerBook:
     """All requests of an engine that consume, and what the workers have to do for them next."""
 
     def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:

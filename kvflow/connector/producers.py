@@ -47,7 +47,7 @@ class _Producer:
         return self.num_computed_tokens >= self.num_prompt_tokens
 
 
-class Producers:
+class ProducerBook:
     """All requests of an engine that produce, and what the workers have to do for them next."""
 
     def __init__(

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvflow import checks
-from kvflow.connector.consumers import Consumers
+from kvflow.connector.consumers import ConsumerBook
 from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Matched, Scheduled, Sharing, TablesOf
 from kvflow.connector.paged_groups import PagedGroup, PagedGroups
 from kvflow.connector.parameters import OWN_DIALECT, Dialect
-from kvflow.connector.producers import Producers
+from kvflow.connector.producers import ProducerBook
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.core.policy.states import ConsumerState, ProducerState, request_blocks_held
@@ -59,8 +59,8 @@ class ConnectorScheduler:
     ) -> None:
         self._config = config
         self._groups = PagedGroups(config.all_groups)
-        self._consumers = Consumers(config, self._groups, dialect)
-        self._producers = Producers(config, self._groups, dialect, new_secret)
+        self._consumers = ConsumerBook(config, self._groups, dialect)
+        self._producers = ProducerBook(config, self._groups, dialect, new_secret)
 
     def __repr__(self) -> str:
         return f"<ConnectorScheduler {len(self._consumers)} consumers, {len(self._producers)} producers>"

@@ -89,7 +89,7 @@ def adopted(reader: Engine, *holders: Engine, cached: int = 0) -> tuple[Ticket, 
     return answer.found.tickets
 
 
-@each("cached", [0, 4])
+@pytest.mark.parametrize("cached", [0, 4])
 def test_a_prefix_is_loaded_as_any_ticket_is(pair: Pair, cached: int) -> None:
     """Its blocks that are cached here are not read."""
     holder, reader = pair.prefill, pair.decode
@@ -182,7 +182,7 @@ def holders_of(trio: tuple[Pair, Engine], tickets: Sequence[Ticket]) -> list[Eng
     return [by_id[ticket.engine_id] for ticket in tickets]
 
 
-@each("outcome", ["TransferFailed", "LeaseExpired"])
+@pytest.mark.parametrize("outcome", ["TransferFailed", "LeaseExpired"])
 def test_a_holder_that_fails_is_followed_by_the_next(trio: tuple[Pair, Engine], outcome: str) -> None:
     """As one that has reused its blocks by the time of the load."""
     reader = trio[0].decode
