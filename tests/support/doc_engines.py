@@ -207,5 +207,4 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "docs/tutorials/server.md": server,
     "docs/tutorials/synchronous.md": synchronous_tutorial,
     "docs/tutorials/vllm.md": vllm,
-    "docs/vllm.md": vllm,
 }
