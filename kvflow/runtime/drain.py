@@ -19,7 +19,7 @@ _NAMED_MAX = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReport:
-    """The ends of what was open when draining began; `finished` says that all did by itself, within the deadline."""
+    """Outcomes of what was open when draining began; `finished`: all ended by itself, within the deadline."""
 
     finished: bool
     leases_read: int = 0

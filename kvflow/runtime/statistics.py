@@ -39,7 +39,9 @@ class RuntimeState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeStatistics:
-    """A snapshot. Before a cache is registered, and in a runtime that was abandoned, its parts are None.
+    """A snapshot of a runtime: what is open, and what has happened.
+
+    Before a cache is registered, and in a runtime that was abandoned, its parts are None.
 
     A cache that is registered again goes on counting where the one before has ended. Between the two there are no
     `blocks`.
