@@ -119,7 +119,7 @@ class Config:
     """Folder of the public keys of peers, each in a file `<engine_id>.public`."""
 
     role: str = "both"
-    """"producer" only serves blocks, "consumer" only loads them: memory is registered for that alone. Or "both"."""
+    """Part played: "producer" (serves blocks), "consumer" (loads them) or "both". Memory is registered for that."""
 
     transport: str = "nixl"
     """Mover of the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""

@@ -221,9 +221,10 @@ def backends_table() -> str:
 
     rows = []
     for told, alike in groupby(BACKEND_LAYOUTS, shape):
-        by_versions = [(versions, list(found)) for versions, found in groupby(alike, lambda row: row.versions)]
-        names = ((", ".join(f"`{row.backend}`" for row in found), versions) for versions, found in by_versions)
-        rows.append(("; ".join(f"{backends} ({versions.replace(' and later', '+')})" for backends, versions in names), *told))
+        names = []
+        for versions, found in groupby(alike, lambda row: row.versions.replace(" and later", "+")):
+            names.append(f"{', '.join(f'`{row.backend}`' for row in found)} ({versions})")
+        rows.append(("; ".join(names), *told))
     return table(("backend (read from)", "style", "axes", "strides", "`kv_format`", "first"), rows)
 
 
