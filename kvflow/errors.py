@@ -297,7 +297,7 @@ class PrefillFailed(LoadError):
 
 
 class Overloaded(LoadError):
-    """This engine has no room for one more waiting load, or one more peer. Nothing was read."""
+    """This engine has no room: as many loads wait as may, or as many peers are in use or asked. Nothing was read."""
 
     blame = Blame.ENGINE
     retryable = True

@@ -81,7 +81,7 @@ class PrefixOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAnswer:
-    """One holder's answer to a pull, and what was read from it."""
+    """What came of asking, and reading from, one holder."""
 
     peer: str
     num_tokens: int
