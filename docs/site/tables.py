@@ -112,19 +112,17 @@ def _cell(text: str) -> str:
 
 
 def settings_table(kind: type[Any]) -> str:
-    """Fields of a dataclass with type, default and docstring."""
+    """Fields of a dataclass with default and docstring; their type where the default does not show it."""
     said = docstrings_of(kind)
-    code = "`{}`".format
-    rows = (
-        (
-            code(entry.name),
-            code(str(entry.type).replace(" | ", " or ")),
-            code(default_of(entry)),
-            said.get(entry.name, ""),
-        )
-        for entry in fields(kind)
-    )
-    return table(("setting", "type", "default", "meaning"), rows)
+
+    def default(entry: Field[Any]) -> str:
+        shown, types = default_of(entry), str(entry.type).removesuffix(" | None").replace(" | ", " or ")
+        if shown in ("required", "{}"):
+            return f"{shown}, `{types}`"
+        return f"`None` or `{types}`" if shown == "None" else f"`{shown}`"
+
+    rows = ((f"`{entry.name}`", default(entry), said.get(entry.name, "")) for entry in fields(kind))
+    return table(("setting", "default", "meaning"), rows)
 
 
 def docstrings_of(kind: type[Any]) -> dict[str, str]:
