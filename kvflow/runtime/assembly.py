@@ -27,9 +27,9 @@ from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign
-from kvflow.runtime.load.flight import Gear, Poller, Words
+from kvflow.runtime.load.gear import Gear, Poller, Words, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
-from kvflow.runtime.load.loader import Carriers, Loader, reads_in_flight
+from kvflow.runtime.load.loader import Carriers, Loader
 from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.surviving import Surviving

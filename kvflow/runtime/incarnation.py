@@ -14,7 +14,7 @@ from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.errors import CacheUnregistered
-from kvflow.runtime.load.flight import Poller
+from kvflow.runtime.load.gear import Poller
 from kvflow.runtime.services import Services
 from kvflow.runtime.world import World
 

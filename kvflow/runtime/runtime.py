@@ -26,8 +26,9 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.errand import seen
 from kvflow.runtime.foreign import Foreign
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, refused_load
+from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import Prewarmed, prewarm

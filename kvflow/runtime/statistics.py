@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.channel.protocol import ListenerStatistics
-from kvflow.runtime.load.load import LoadingStatistics
+from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.prefix.requests import PrefixStatistics
 from kvflow.runtime.prefix.shelf import SharingStatistics

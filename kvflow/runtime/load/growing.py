@@ -18,11 +18,12 @@ from kvflow.config import Config
 from kvflow.core.policy.history import History
 from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.flight import CopyGroup, Flight
+from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.lanes import GroupSpan, Lane
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.news import Followed, Follower
 from kvflow.runtime.load.plan import Matched
+from kvflow.runtime.load.reads import CopyGroup
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 

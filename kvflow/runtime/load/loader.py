@@ -16,9 +16,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvflow.config import Config
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
-from kvflow.core.policy.queue import FairQueue
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
@@ -34,34 +32,25 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.flight import Flight, Gear
-from kvflow.runtime.load.gate import Gate
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import (
+from kvflow.runtime.load.load import Carry, Load, Work, checked_load_request, request_name, said_priority
+from kvflow.runtime.load.meeting import check_expected
+from kvflow.runtime.load.never_read import NeverRead
+from kvflow.runtime.load.requests import (
     PHASES,
-    Carry,
     InFlight,
-    Load,
     LoadingStatistics,
     LoadReport,
     LoadRequest,
     PeerLoad,
     Verification,
-    Work,
-    checked_load_request,
-    request_name,
-    said_priority,
 )
-from kvflow.runtime.load.meeting import check_expected
-from kvflow.runtime.load.never_read import NeverRead
 from kvflow.runtime.peers.peer import LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
 logger = logger_of(__name__)
-
-_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
-_OF_PEER_MAX = (1 << 15, 128)  # of one rank
-_AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
 
 
 class Carriers(NamedTuple):
@@ -381,10 +370,3 @@ class Loader:
             traceparent=ticket.traceparent,
             attempts=work.attempts or (),
         )
-
-
-def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
-    """Bounds on what is in flight at once, in all and from one rank, which may grow with its speed."""
-    of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
-    in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
-    return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -15,7 +15,8 @@ from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
+from kvflow.runtime.load.load import Carry, Load, Work
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 
 

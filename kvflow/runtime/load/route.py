@@ -1,7 +1,7 @@
 """Routes: where the bytes of a load go. Straight, through scratch memory, or through host buffers.
 
 Most loads are read straight into the cache. What cannot be is cut into spans of the prompt, whole blocks of both sides,
-and each span is a copy group (`flight.CopyGroup`): it takes the buffers it needs, reads from every rank, and copies
+and each span is a copy group (`reads.CopyGroup`): it takes the buffers it needs, reads from every rank, and copies
 when all reads have landed. While one group is copied others are read.
 """
 
@@ -25,8 +25,9 @@ from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, alike
 from kvflow.core.plan.slices import plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
-from kvflow.runtime.load.flight import CopyFailed, CopyGroup, Flight, Read
+from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, Part, PromptSpan, by_group, by_source
+from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
 from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer

@@ -37,10 +37,12 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.flight import Flight, Gear
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
+from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.meeting import Meeting
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import Reaching
 from kvflow.runtime.records import LOADED, Attempt
 

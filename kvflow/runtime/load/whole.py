@@ -21,13 +21,15 @@ from kvflow.errors import (
 )
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.around import Verifying, held, until
-from kvflow.runtime.load.flight import CopyFailed, Flight, Gear, Read
-from kvflow.runtime.load.gate import TURN_S, Gate
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import TURN_S, Gate, Gear
 from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Load, LoadReport, Work
+from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.news import LeaseOver
 from kvflow.runtime.load.plan import Plan, planned
+from kvflow.runtime.load.reads import CopyFailed, Read
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.verifying import Verifier
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source

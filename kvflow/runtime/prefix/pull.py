@@ -19,7 +19,8 @@ from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import LocalRank, token_bytes
 from kvflow.runtime.prefix.requests import (
     AskedPeer,

@@ -17,7 +17,7 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.limits import Limits
-from kvflow.runtime.load.load import LoadReport
+from kvflow.runtime.load.requests import LoadReport
 
 PEERS_MAX = 64
 _KEYS_MAX = 1 << 20

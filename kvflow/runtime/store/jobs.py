@@ -18,7 +18,9 @@ from kvflow.core.policy.states import TransferState
 from kvflow.core.storage.index import Entry
 from kvflow.errors import KVFlowError, RuntimeBroken
 from kvflow.logs import logger_of
-from kvflow.runtime.load.flight import Flight, Gear, Read
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import Gear
+from kvflow.runtime.load.reads import Read
 from kvflow.runtime.store.disk import EntryFile
 from kvflow.runtime.store.moves import Moves, opened_file
 from kvflow.runtime.store.requests import PHASES, SaveRequest

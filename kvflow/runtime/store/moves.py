@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol.proof import SealProof
 from kvflow.errors import RuntimeBroken
-from kvflow.runtime.load.flight import Told
+from kvflow.runtime.load.gear import Told
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 from kvflow.transport.files import Direction, Files, MoveLost
 
@@ -76,14 +76,14 @@ class Moves:
         """True while no byte is on its way."""
         return not self._under_way and not self._given_up
 
-    def post(self, _agent: AgentName, descriptors: Descriptors, told: Told) -> None:
+    def post(self, _agent: AgentName, descriptors: Descriptors, told: Told, _owner: object) -> None:
         """Start a move. Raises TransportBroken once the store's thread has ended."""
         move = PostedRead(descriptors.size_bytes)
         self._files.post(descriptors, self._direction, partial(self._ended, move), partial(self._over, move))
         self._under_way[move] = told
 
-    def give_up_reads(self, heard: Callable[..., None]) -> None:
-        """Nobody does: a file has no other source."""
+    def give_up_reads(self, owner: object) -> None:
+        """No effect: a file has no other source."""
 
     def all_stopped(self) -> None:
         """The store's thread has ended in good order: what was lost has stopped, too."""

@@ -36,7 +36,7 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.flight import Gear
+from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.store.disk import EntryFile
