@@ -41,6 +41,7 @@ from kvflow.runtime.memory.scratch import Scratch
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
+from kvflow.runtime.peers.rendezvous import Rendezvous
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.prefix.pull import Means, Prefixes
 from kvflow.runtime.prefix.seek import Seeker
@@ -100,9 +101,10 @@ class RegisteredCache:
         self.own_reach = Reach(context, local, self.peers)
         """Reach of engines of our own make; `reach` may know others."""
         self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
-        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling)
+        meet = Rendezvous(context, local, self.own_reach).meet
+        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling, meet)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
-        meeting = Meeting(local, self.reach, self.remote_leases, self.whole.carry)
+        meeting = Meeting(local, meet, self.remote_leases, self.whole.carry)
         several = Surviving(context, meeting, self.reach, self.remote_leases, gear, self.whole.carry)
         carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry, several.accept)
         self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)

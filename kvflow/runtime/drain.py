@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvflow.config import Config
 from kvflow.logs import logger_of
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.producer.serving import Serving
+
+if TYPE_CHECKING:
+    from kvflow.runtime.store.store import BlockStore
 
 logger = logger_of(__name__)
 
@@ -30,24 +33,15 @@ class DrainReport:
     """Cancelled ones and those that the deadline ended included."""
 
 
-class Storing(Protocol):
-    """Saves and restores."""
-
-    @property
-    def open_requests(self) -> list[str]: ...
-    def close(self) -> None: ...
-    async def drained(self) -> None: ...
-
-
 class Registration(Protocol):
-    """The work that a registration has begun, of each kind."""
+    """The work that a registration has begun: `assembly.RegisteredCache`, named to keep chains of imports short."""
 
     @property
     def serving(self) -> Serving: ...
     @property
     def loader(self) -> Loader: ...
     @property
-    def store(self) -> Storing | None: ...
+    def store(self) -> BlockStore | None: ...
 
 
 def busy(work: Registration) -> bool:

@@ -19,7 +19,10 @@ from kvflow.runtime.peers.table import Handshaking, Peers
 
 
 class Leases(Protocol):
-    """This rank's own leases, as readers of another make need them; see `producer.serving.Serving`."""
+    """The leases of this rank: `producer.serving.Serving`, as far as readers of another make need it.
+
+    Named here to keep chains of imports short.
+    """
 
     def lease_id_of(self, request_id: str) -> str | None: ...
 

@@ -33,7 +33,7 @@ from kvflow.errors import KVFlowError, Overloaded, PeerError, RuntimeUnavailable
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, check_parallelism
+from kvflow.runtime.peers.peer import LocalRank, Meet, Reaching, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import AgentName
 
@@ -90,7 +90,13 @@ class RemoteLeases:
     """Keeps leases of other engines, and gives them back."""
 
     def __init__(
-        self, context: RankContext, local: LocalRank, peers: Peers, reach: Reaching, telling: LeaseIdTelling
+        self,
+        context: RankContext,
+        local: LocalRank,
+        peers: Peers,
+        reach: Reaching,
+        telling: LeaseIdTelling,
+        meet: Meet,
     ) -> None:
         """`telling`: how ranks of our own make are told."""
         self._config = context.config
@@ -100,6 +106,7 @@ class RemoteLeases:
         self._peers = peers
         self._reach = reach
         self._telling = telling
+        self._meet = meet
         self._kept: dict[object, list[_Kept]] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
@@ -194,7 +201,7 @@ class RemoteLeases:
     async def _meet_to_release(self, ticket: Ticket, met: list[Ticket]) -> None:
         """The body of a task, which ends with the runtime."""
         try:
-            met.append(await self._reach.meet(ticket, lambda source, _: self.tell((source,))))
+            met.append(await self._meet(ticket, lambda source, _: self.tell((source,))))
         except KVFlowError as error:
             logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
 
@@ -236,7 +243,7 @@ class RemoteLeases:
         try:
             async with asyncio.timeout(bound_s):
                 if ticket.awaited:
-                    ticket = await self._reach.meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
+                    ticket = await self._meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
                 await self._reach.reach(ticket, partial(self.keep, owner, ticket.ttl_s))
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:

@@ -17,16 +17,16 @@ from kvflow.errors import PromptMismatch
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
+from kvflow.runtime.peers.peer import LocalRank, Meet, Source
 
 
 class Meeting:
     """Carries loads that have to meet their offers first, and hands over to who carries all others."""
 
-    def __init__(self, local: LocalRank, reach: Reaching, remote_leases: RemoteLeases, carry: Carry) -> None:
+    def __init__(self, local: LocalRank, meet: Meet, remote_leases: RemoteLeases, carry: Carry) -> None:
         self._local = local
         self._groups = local.groups
-        self._reach = reach
+        self._meet = meet
         self._remote_leases = remote_leases
         self._carry = carry
 
@@ -37,13 +37,13 @@ class Meeting:
         def found(source: Source, ttl_s: float) -> None:
             self._remote_leases.keep(load, ttl_s, source)
 
-        work.ticket = await self._reach.meet(work.ticket, found)
+        work.ticket = await self._meet(work.ticket, found)
         check_met(self._groups, load.request, work.ticket, work.tables)
         return await self._carry(load, work)
 
     def then(self, carry: Carry) -> Carry:
         """The same, handing over to somebody else."""
-        return Meeting(self._local, self._reach, self._remote_leases, carry).carry
+        return Meeting(self._local, self._meet, self._remote_leases, carry).carry
 
 
 def check_expected(

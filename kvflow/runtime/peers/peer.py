@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvflow.checks import printable, shown
 from kvflow.core.cache.groups import GroupFacts
@@ -226,6 +226,10 @@ class Source:
     """The word of ours that its seal is fetched to."""
 
 
+Meet: TypeAlias = "Callable[[Ticket, Callable[[Source, float], None]], Awaitable[Ticket]]"
+"""Waits for the offer of a rendezvous: `rendezvous.Rendezvous.meet`."""
+
+
 class Reaching(Protocol):
     """The way from a ticket to its ranks, as loads and leases need it; see `reach.Reach`."""
 
@@ -239,8 +243,6 @@ class Reaching(Protocol):
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, T]]) -> list[T]: ...
 
     async def when_served(self, ask: Callable[[], Awaitable[T | messages.NoLease]]) -> T | messages.NoLease: ...
-
-    async def meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket: ...
 
     async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply: ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,24 +128,6 @@ class PrefixStatistics:
     """Holders that have offered, and whose bytes did not come or were not fresh."""
     declined: int
     """Offers that were not taken, since computing was expected to be faster."""
-
-
-@dataclass(slots=True, eq=False)
-class AskedPeer:
-    """One engine that is asked, and what came of it so far."""
-
-    given: str
-    peer: str
-    """Its name once that is known, before that as given."""
-    task: asyncio.Task[None] | None = None
-    offer: PrefixOffer | None = None
-    why: str = "it has not answered in time"
-    given_up: bool = False
-    """Nobody waits for its answer any more."""
-
-    def worth(self) -> tuple[float, ...]:
-        """Its place among others, least first: the longest prefix, then the least busy; those without an offer last."""
-        return (0.0, -self.offer.num_tokens, self.offer.queued_bytes) if self.offer is not None else (1.0,)
 
 
 def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:

@@ -104,7 +104,7 @@ class ServingStatistics:
 
 
 class LeaseKeeper(Protocol):
-    """Whoever has all leases of a rank, as one of them needs it; see `serving.Serving`."""
+    """The keeper of all leases of a rank: `serving.Serving`, which makes them and so imports this module."""
 
     def revoke(self, entry: LeaseEntry) -> None: ...
 
@@ -112,11 +112,11 @@ class LeaseKeeper(Protocol):
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None: ...
 
-    def advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None: ...
+    def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None: ...
 
-    def extend(self, entry: LeaseEntry, block_ids: object) -> None: ...
+    def extend(self, opened: OpenLease, block_ids: object) -> None: ...
 
-    def complete(self, entry: LeaseEntry, payload: bytes, ready: DeviceEvent | None) -> None: ...
+    def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None: ...
 
 
 class Lease:
@@ -128,9 +128,9 @@ class Lease:
     def __init__(self, opened: OpenLease, keeper: LeaseKeeper) -> None:
         self.ticket = opened.ticket
         """The ticket for its readers, as it was when the lease was opened: they ask for what has come since."""
+        self._opened = opened
         self._entry = opened.entry
         self._outcome = opened.outcome
-        self._held = opened.held
         self._keeper = keeper
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ class Lease:
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
         """Its blocks by now, by group."""
-        return tuple(tuple(ids.tolist()) for ids in self._held.tables)
+        return tuple(tuple(ids.tolist()) for ids in self._opened.held.tables)
 
     @property
     def state(self) -> LeaseState:
@@ -232,7 +232,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("advance()")
-        self._keeper.advance(self._entry, num_tokens, ready)
+        self._keeper.advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
         """These blocks follow, in prompt order: for leases that were opened with fewer than their tokens need.
@@ -251,7 +251,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("extend()")
-        self._keeper.extend(self._entry, block_ids)
+        self._keeper.extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
         """All tokens are computed, once `ready` has happened, or are now; `payload` goes to every load of the lease.
@@ -270,7 +270,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("complete()")
-        self._keeper.complete(self._entry, payload, ready)
+        self._keeper.complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count the lease's time from now on, as if it were offered now with that `ttl_s`.

@@ -28,7 +28,7 @@ from kvflow import checks
 from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import count_block_ids
 from kvflow.core.plan.topology import parallelism_of
-from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
+from kvflow.core.policy.events import has_happened
 from kvflow.core.policy.history import History
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent, LeaseState
@@ -36,13 +36,13 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError, UsageError
-from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.attendance import Attendance
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
+from kvflow.runtime.producer.growing import GrowingLeases
 from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics, checked_serve_request
 from kvflow.runtime.producer.news import Newsroom
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
@@ -73,6 +73,8 @@ class Serving:
         self._late_reads = self._deserted = 0
         self.attendance = Attendance(context, local, self._offers, self._desert)
         self.news = Newsroom(context, self.open_lease, self._book.served, self.attendance.came)
+        growing = GrowingLeases(blocks, self.news.tell, context.config.limits.block_ids_max)
+        self.advance, self.extend, self.complete = growing.advance, growing.extend, growing.complete
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -287,54 +289,6 @@ class Serving:
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         """See `Lease.restart`."""
         self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
-
-    def advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None:
-        """See `Lease.advance`."""
-        what = f"request {entry.terms.request_id!r}"
-        tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
-        awaited = None if event is None or has_happened(event, f"{what}: ready") else event
-        if not entry.is_open:
-            return
-        held = self._offers[entry].held
-        if not held.told <= tokens <= held.num_tokens:
-            known = f"{held.told} are computed already, {held.num_tokens} are offered"
-            raise RequestError(f"{what}: advance() to {tokens} tokens: {known}")
-        if tokens > (holds := self._blocks.holds(held)):
-            raise RequestError(f"{what}: advance() to {tokens} tokens: its blocks hold {holds}, extend() it first")
-        self._blocks.advance(held, tokens, awaited)
-        self._blocks.grow(held)
-
-    def extend(self, entry: LeaseEntry, block_ids: object) -> None:
-        """See `Lease.extend`."""
-        what = f"request {entry.terms.request_id!r}"
-        count = count_block_ids(block_ids, self._config.limits.block_ids_max, f"{what}: extend(): block_ids")
-        if not entry.is_open:
-            return
-        held = self._offers[entry].held
-        if len(held.entries) + count > self._config.limits.block_ids_max:
-            most = f"at most {self._config.limits.block_ids_max} (block_ids_max)"
-            raise RequestError(f"{what}: {len(held.entries) + count} block ids in all, {most}")
-        self._blocks.extend(held, block_ids, f"{what}: extend()")
-        self.news.tell(entry.terms.request_id)
-
-    def complete(self, entry: LeaseEntry, payload: bytes, ready: DeviceEvent | None) -> None:
-        """See `Lease.complete`."""
-        what, most = f"request {entry.terms.request_id!r}: complete()", GIVEN_PAYLOAD_BYTES_MAX
-        given = checks.instance(payload, bytes, f"{what}: payload")
-        if len(given) > most:
-            raise RequestError(f"{what}: a payload of {len(given)} bytes, at most {most}")
-        if not entry.is_open:
-            return
-        found = self._offers[entry]
-        if given and found.payload is not None and given != found.payload:
-            had = (
-                f"another one of {len(found.payload)} bytes was given before" if found.payload else "none was promised"
-            )
-            raise RequestError(f"{what}: a payload of {len(given)} bytes, but {had} (ServeRequest.payload)")
-        self.advance(entry, found.held.num_tokens, ready)
-        if found.payload is None:
-            found.payload = given
-        self.news.tell(entry.terms.request_id)
 
     def _not_there(self, entry: LeaseEntry, error: BaseException) -> None:
         logger.error("request %s: its blocks cannot be read, its lease fails", entry.terms.request_id, exc_info=error)
