@@ -98,7 +98,7 @@ class LoopHost:
                 raise UsageError("the runtime is not open yet: use it as `with Runtime(config) as rt`")
             self._pending.add(pending)
         pending.add_done_callback(self._forget)
-        tell(self.loop, pending.begin, lambda: work(self.runtime))
+        tell(self.loop, pending._begin, lambda: work(self.runtime))
 
     def call_at_once(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
         """Call a verb that waits for nothing, on the loop."""
@@ -152,7 +152,7 @@ class LoopHost:
         if cause is not None:
             logger.error("the loop of %s died", self.runtime.config.engine_id, exc_info=cause)
         for pending in left:
-            pending.fail(self._closed_error())
+            pending._fail(self._closed_error())
 
     def _forget(self, pending: Pending[Any]) -> None:
         with self._lock:

@@ -35,7 +35,7 @@ class Load(Pending[LoadReport]):
             host.begin(self, self._carry_out)
         except KVFlowError as error:  # it is raised by `result`
             self._load = refused_load(request, error)
-            self.fail(error)
+            self._fail(error)
 
     def __repr__(self) -> str:
         return f"<blocking {self._load!r}>" if self._load else f"<blocking Load {self.request_id} not begun>"

@@ -76,14 +76,14 @@ class Pending(Generic[ResultT]):
         self._require_another_thread()
         return bool(concurrent.futures.wait([self._future], bound(timeout_s)).done)
 
-    def begin(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> None:
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> None:
         """Start the task, on the loop."""
         if self._cancelled:
-            self.fail(concurrent.futures.CancelledError())
+            self._fail(concurrent.futures.CancelledError())
         else:
             self._task = self._loop.create_task(self._run(work), name="kvflow-blocking")
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End it, unless it has ended."""
         if not self._future.done():
             self._future.set_exception(error)
@@ -103,10 +103,10 @@ class Pending(Generic[ResultT]):
             self._future.set_result(await work())
         except asyncio.CancelledError:
             asked = self._cancelled
-            self.fail(concurrent.futures.CancelledError() if asked else RuntimeClosed("the runtime was closed"))
+            self._fail(concurrent.futures.CancelledError() if asked else RuntimeClosed("the runtime was closed"))
             raise
         except BaseException as error:  # noqa: BLE001 - it belongs to who waits
-            self.fail(error)
+            self._fail(error)
 
 
 def bound(timeout_s: float | None) -> float | None:

@@ -1,7 +1,4 @@
-"""The parts of a registered KV cache: those that serve, load and know peers, and what peers are answered.
-
-Each registration makes all of it anew (`incarnation`); nothing here changes afterwards but the parts themselves.
-"""
+"""Assembly of a registered KV cache: its parts are made here, once for each registration, and peers are answered."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ class RegisteredCache:
         equipment: Equipment,
         foreign: Foreign | None,
     ) -> None:
-        """`metadata`: what readers are told of this rank, but for what its clock shows then."""
+        """`metadata`: this rank as readers are told of it; its clock is read for each of them."""
         gear, route, offered, self.store = equipment
         self.local = local
         self.metadata = metadata
@@ -200,7 +197,7 @@ class RegisteredCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankMemory:
-    """A cache that is being registered: the engine's layers, and what peers read and loads fill."""
+    """Memory of a cache that is being registered: the engine's layers, and those that peers read and loads fill."""
 
     groups: Sequence[CacheGroup]
     own: tuple[LayerSet, ...]
@@ -212,7 +209,7 @@ class _RankMemory:
 
     @property
     def filled(self) -> CacheDevice:
-        """The cache's sets as loads fill them."""
+        """The device whose memory loads fill."""
         return CacheDevice(HOST) if self.staging else self.device
 
 

@@ -30,7 +30,7 @@ class DrainReport:
     leases_revoked: int = 0
     loads_succeeded: int = 0
     loads_failed: int = 0
-    """Cancelled ones and those that the deadline ended included."""
+    """Loads that failed, were cancelled, or were ended by the deadline."""
 
 
 class Registration(Protocol):
@@ -100,7 +100,7 @@ def _some(requests: Sequence[str]) -> str:
 
 
 async def _all_within(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
-    """Wait for all of `waits`, but at most `timeout_s`; whether all are over."""
+    """Wait for all of `waits`, at most `timeout_s`. True if all are over."""
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*waits)

@@ -1,8 +1,8 @@
-"""Records: what became of each load and each lease, told once, when it is over, to whoever observes a runtime.
+"""Records: each load and each lease as it has ended, told once to the observers of a runtime.
 
-A record is complete and final. Observers run on the event loop, in the step that ends the load or lease: they are to be
-quick. One that raises is logged and changes nothing; of many failures of one the 1st, 2nd, 4th, 8th ... are, and how
-many were left out. In tests its error is raised, too, when the runtime is closed (`World.forgives`).
+A record is final. Observers run on the event loop, in the step that ends the load or lease, so they have to be quick.
+The error of an observer is logged and changes nothing; of many of one observer the 1st, 2nd, 4th, 8th ... are logged,
+with how many were left out. In tests the first one is also raised when the runtime is closed (`World.forgives`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback told how a read has ended; RuntimeBroken if that will never be known."""
 
 TURN_S = 1e-3
-"""More loads than a few in so short a time wait for their turn."""
+"""Time in which a few loads may start; others wait for their turn."""
 _TURN_LOADS = 3
 _PAUSE_MAX_S = 5e-3
 
@@ -119,9 +119,8 @@ class Poller:
 class Words:
     """The words of host memory that seals are fetched to, and the loads that wait for some.
 
-    A load is admitted when each rank that it reads from has one.
-
-    A smaller priority goes first, equal ones in the order in which they came; nothing overtakes who is first.
+    A load is admitted when each rank that it reads from has a word. A smaller priority goes first, equal ones in the
+    order in which they came; no load overtakes the first one.
     """
 
     def __init__(self, count: int) -> None:
@@ -131,7 +130,7 @@ class Words:
         """Address of the first word."""
         self._free = list(range(count - 1, -1, -1))
         self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
-        """A heap."""
+        """Heap of (priority, number, sources, future)."""
         self._numbers = itertools.count()
 
     @property
@@ -156,7 +155,7 @@ class Words:
         return True
 
     async def wait(self, sources: Sequence[Source], priority: int) -> None:
-        """Return once each of them has a word. Cancelling gives them, or the place in the queue, back."""
+        """Return once each source has a word. Cancelling gives the words, or the place in the queue, back."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (priority, next(self._numbers), sources, turn))
         try:
@@ -169,7 +168,7 @@ class Words:
             raise
 
     def give_back(self, sources: Sequence[Source]) -> None:
-        """Take words back that are needed no more: wipe them, and admit who waits."""
+        """Take words back: wipe them, and admit loads that wait."""
         for source in sources:
             self.table.words[source.word] = 0
             self._free.append(source.word)
@@ -191,9 +190,9 @@ class Words:
 class Gate:
     """Bound on the loads that start at once: a burst starts over many turns of the loop, and never holds it.
 
-    Starting one takes a tenth of a millisecond, in which nothing else runs. Who comes alone does not notice. While many
-    reads wait to be started no more loads begin, so that the loop is idle at times: the thread that starts them gets
-    Python's lock from an idle loop, and waits a tenth of a second for it beside one that goes from turn to turn.
+    Starting a load takes a tenth of a millisecond, in which nothing else runs. A load that comes alone does not wait.
+    While many reads wait to be started no load begins, so that the loop is idle at times: the thread that starts reads
+    gets Python's lock at once from an idle loop, but only after a tenth of a second from a busy one.
     """
 
     def __init__(self, poller: Posts) -> None:
@@ -205,7 +204,7 @@ class Gate:
         self._left = 0
         """Loads that may still start at once, until `TURN_S` after `_since_s`."""
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
-        """A heap: by priority, then who had a turn before, then who came first."""
+        """Heap of loads by priority, then those that had a turn before, then in the order in which they came."""
         self._numbers = itertools.count()
 
     def at_once(self, now_s: float) -> bool:
@@ -218,7 +217,7 @@ class Gate:
         return self._left >= 0
 
     async def come(self, priority: int, *, again: bool = False) -> None:
-        """Return when it is the load's turn. A smaller `priority` goes first; of equals, who had a turn before."""
+        """Return when it is the load's turn. A smaller `priority` goes first; of equals, one that had a turn before."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._next_turn = asyncio.get_running_loop().call_soon(self._next)
@@ -226,7 +225,7 @@ class Gate:
         await turn
 
     def _next(self) -> None:
-        """A turn of the loop: what else is ready runs between this one and the next."""
+        """Start a few loads in this turn of the loop. Whatever else is ready runs before the next few."""
         for _ in range(min(_TURN_LOADS, len(self._waiting))):
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():
@@ -240,7 +239,7 @@ class Gate:
             self._next_turn = loop.call_soon(self._next)
 
     def resume(self) -> None:
-        """While `paused`: a load is over."""
+        """Go on while `paused`, since a load is over, unless too many reads still wait."""
         if not self._poller.behind and self._next_turn is not None:
             self._next_turn.cancel()
             self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._next), False
@@ -252,7 +251,7 @@ class Gear:
 
     ledger: BlockLedger
     words: Words
-    """Words that seals are fetched to."""
+    """Memory that seals are fetched to."""
     queue: FairQueue
     """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
     poller: Posts
@@ -264,7 +263,7 @@ class Gear:
 
 
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
-    """Bounds on what is in flight at once, in all and from one rank, which may grow with its speed."""
+    """Queue of permits for reads, bounded in all and for one rank, whose bound may grow with its speed."""
     of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
     in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

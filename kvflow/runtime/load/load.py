@@ -28,11 +28,11 @@ _USUAL_PRIORITY = 0
 _NAME_CHARS_MAX = 512
 
 Carry: TypeAlias = "Callable[[Load, Work], Awaitable[LoadReport]]"
-"""Carries a load out, from what is known of its offer to its report."""
+"""Carries a load out: from its offer, as far as that is known, to its report."""
 
 
 def checked_load_request(request: object, block_ids_max: int) -> LoadRequest:
-    """The request with its numbers and texts as Python's own.
+    """Check a request, and give it with its numbers and texts as Python's own.
 
     RequestError names what cannot be right whatever the ticket and the cache are.
     """
@@ -66,7 +66,7 @@ _RULES: Mapping[str, checks.Check] = {
 
 
 class Work:
-    """A load under way as the loader knows it: what was asked, how far it is, and what it holds."""
+    """A load under way, for the loader and its carriers: its offer, its phase, its sources and its flight."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Work:
         begun_s: float,
         carry: Carry,
     ) -> None:
-        """`entries` are the local blocks as the ledger counts them, `tables` the same by group."""
+        """`entries` are the local blocks as the ledger counts them, `tables` those of each group."""
         self.ticket = ticket
         self.carry = carry
         self.attempts: Sequence[Attempt] | None = None
@@ -113,13 +113,13 @@ class Work:
         self._now_s = now_s
 
     def enter(self, phase: str) -> None:
-        """A phase begins. One can be entered again: `queued` is, for every permit."""
+        """Begin a phase. It may be entered again, as `queued` is for every permit."""
         now_s = self._now_s()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
         self.phase, self._since_s = phase, now_s
 
     def leave_source(self) -> None:
-        """Forget what its source has given, or was asked for: the next one begins anew."""
+        """Forget all that belongs to its source: the next one begins anew."""
         self.end_phases()
         if self.news is not None:
             self.news.close()
@@ -128,17 +128,17 @@ class Work:
         self.verification = Verification.OFF
 
     def end_now(self) -> None:
-        """Its time is over: whatever it waits for, it ends. Once; one that has yet to begin finds out then."""
+        """Cancel its task, once, since its time is over. One that has yet to begin finds out when it does."""
         if self.task is not None and not self.overdue:
             self.overdue = True
             self.task.cancel()
 
     def was_late(self) -> bool:
-        """True if a cancellation of its task was only `end_now`; that one is taken back."""
+        """True if its task was cancelled by `end_now` alone; that cancellation is taken back."""
         return self.overdue and self.task is not None and self.task.uncancel() <= self.cancelling
 
     def failure(self, load: Load, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
-        """The cause of its failure, as an error that names the load."""
+        """Make the error of a load that fails: it names the request and the peer."""
         ticket, request_id = self.ticket, load.request_id
         what = f"request {request_id!r} from {ticket.engine_id!r} at {ticket.address}"
         return kind(f"{what}: {why}", request_id=request_id, peer=ticket.address, **facts)
@@ -149,7 +149,7 @@ class Work:
         return "queued" if self.flight is not None and self.flight.waits else self.phase
 
     def end_phases(self) -> None:
-        """End the phases. What its flight has spent waiting for permits, and in posting, was neither on the wire."""
+        """End the phases. Time that its flight has spent waiting for permits, or posting, does not count as "wire"."""
         flight, seconds = self.flight, self.seconds
         self.enter(self.phase)
         if flight is not None:
@@ -180,7 +180,7 @@ class Work:
 
 
 def said_priority(request: LoadRequest) -> int:
-    """Priority of an unchecked request: the usual one if what it says is none, which is about to be refused."""
+    """Priority of an unchecked request; the usual one if its own is none, since it is about to be refused."""
     found = checks.answer(lambda: checks.whole(request.priority, "priority"))
     return _USUAL_PRIORITY if found is None else found
 
@@ -211,7 +211,7 @@ class Load:
         self._task: asyncio.Task[LoadReport] | None = None
         self._outcome: LoadReport | BaseException | None = None
         self.followed = False
-        """True once somebody has asked how far it is."""
+        """True once its progress was asked for."""
         self.progress: Progress | None = None
         """Progress that was seen last, while it is under way; None before the first tokens of a load that grows."""
         self._news: asyncio.Event | None = None
@@ -387,6 +387,6 @@ def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
 
 
 def request_name(request: LoadRequest) -> str:
-    """The id of a request that may hold anything, as messages and records may show it."""
+    """Id of an unchecked request, as messages and records may show it."""
     named = checks.answer(lambda: request.request_id)
     return named[:_NAME_CHARS_MAX] if type(named) is str and checks.encodes(named) else checks.shown(named)

@@ -26,7 +26,7 @@ class CopyGroup(NamedTuple):
     release: Callable[[], None] | None = None
     """Runs on the loop once nothing can touch the group's buffers any more."""
     on_land: Callable[[float, float], None] | None = None
-    """Callback told, once all of it is in the cache, when that was, and when its first read was posted."""
+    """Callback told, once the group is in the cache, that time and the time at which its first read was posted."""
 
 
 class CopyFailed(Exception):

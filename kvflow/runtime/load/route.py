@@ -1,8 +1,8 @@
-"""Routes: where the bytes of a load go. Straight, through scratch memory, or through host buffers.
+"""Routes: the way of a load's bytes into the cache: straight, through scratch memory, or through host buffers.
 
-Most loads are read straight into the cache. What cannot be is cut into spans of the prompt, whole blocks of both sides,
-and each span is a copy group (`reads.CopyGroup`): it takes the buffers it needs, reads from every rank, and copies
-when all reads have landed. While one group is copied others are read.
+Most loads are read straight into the cache. Other loads are cut into spans of the prompt, whole blocks of both sides.
+Each span is a copy group (`reads.CopyGroup`): it takes the buffers it needs, reads from every rank, and copies when
+all reads have landed. While one group is copied others are read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Route:
         staging: Sequence[HostBuffers],
         copier: CopyThread,
     ) -> None:
-        """`sets` are where loads go: the cache's own or, with `staging`, those of the host blocks of each group."""
+        """`sets`: layers that reads fill: the cache's or, with `staging`, those of the host blocks of each group."""
         self._config = config
         self._sets = sets
         self._scratch = scratch
@@ -127,7 +127,7 @@ class Route:
         return prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches, near=near)
 
     def straight(self, sources: Sequence[Source], head_of: HeadOf | None) -> Iterator[Read]:
-        """Straight to where the bytes belong: one read of each rank after the other, so that all of them are busy."""
+        """Reads straight into the cache, of one rank after the other, so that all of them are busy."""
         if len(sources) == 1:
             yield from self._slices(sources[0], sources[0].chunks, head_of)
             return
@@ -158,9 +158,7 @@ class Route:
     async def grouped(
         self, parts: Sequence[Part], tables: Sequence[BlockIds], head_of: HeadOf
     ) -> AsyncGenerator[CopyGroup, None]:
-        """All groups of layers side by side, in spans of whole blocks of both sides, in prompt order, in copy groups
-        that take their buffers when they are asked for.
-        """
+        """Copy groups of all groups of layers, in prompt order. Each takes its buffers when it is asked for."""
         lanes = [self.lane(some, at, tables[at]) for at, some in by_group(parts)]
         for one in heapq.merge(*(lane.rest() for lane in lanes), key=GroupSpan.stop_token):
             yield await self.group(one, head_of)

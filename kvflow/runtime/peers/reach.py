@@ -69,8 +69,8 @@ class Reach:
         self.ask_digests = peers.ask_digests
         self.read_ticket = read_ticket
         self.ask_patiently = peers.ask_patiently
-        self._leases = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
-        self.when_served = self._leases.when_served
+        questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
+        self.when_served, self._find_lease = questions.when_served, questions.find
         self.spread = messages.checksum(local.reader.encode())
         """A number that differs between ranks and incarnations: where each begins among many engines."""
         self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
@@ -165,7 +165,7 @@ class Reach:
         async def complete(one: _Reached) -> _Reached:
             if one.source is not None or one.connection.report_share.numerator == 0:
                 return one
-            lease = await self._leases.find(ticket, one.peer, room)
+            lease = await self._find_lease(ticket, one.peer, room)
             connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
             return reached(self.told(ticket, one.peer, connection, lease, lease.block_tables))
 
