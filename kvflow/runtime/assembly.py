@@ -140,7 +140,7 @@ class RegisteredCache:
             self.sharing = None
 
         def serve(request: ServeRequest, alone: bool) -> None:
-            if self.serving.news.turned_away:  # the shelf has looked for long
+            if self.serving.news.turned_away:  # it drains since the shelf was asked
                 raise RequestError(f"request {request.request_id!r}: {self.serving.news.turned_away}")
             self.serving.serve(request, holds=False, alone=alone)
 
@@ -305,7 +305,7 @@ async def _register(
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
     route = Route(config, sets, scratch, memory.staging, gear.copy_thread)
     offered = OfferedBlocks(local.groups, gear.ledger, seals, memory.staging, gear.copy_thread, limits.slice_bytes_max)
-    store = None if files is None else await _store(context, gear, memory, local, files)  # the last that is waited for
+    store = None if files is None else await _store(context, gear, memory, local, files)  # nothing after it may wait
     return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, store), foreign)
 
 

@@ -90,7 +90,7 @@ async def end(work: Registration, config: Config, *, broken: bool = False) -> No
     bound_s = config.ending_s
     if not await _all_within(waits, bound_s):
         what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"
-        logger.warning("engine %r: not over after another %s s: %s", config.engine_id, bound_s, what)
+        logger.warning("engine %r: still open after another %s s: %s", config.engine_id, bound_s, what)
 
 
 def _some(requests: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ class Errand:
             await asyncio.wait([self._task])
 
     def _running(self) -> asyncio.Task[None]:
-        if self._task is None or self._task.done():  # cancelled before its first step: later it would have gone on
+        if self._task is None or self._task.done():  # one that was cancelled before its first step is begun anew
             self._task = asyncio.create_task(self._work(), name=self._name)
             self._task.add_done_callback(seen)
         return self._task

@@ -68,7 +68,7 @@ class LoadRecord:
     bytes: int = 0
     blocks: int = 0
     blocks_by_group: Mapping[str, int] = field(default_factory=dict)
-    """The same, by the names of the cache's groups of layers."""
+    """Number of blocks by the names of the cache's groups of layers."""
     descriptors: int = 0
     verification: str = "off"
     """Outcome of comparing its bytes with the producer's, a `Verification`: "off", "verified", "repaired", "mismatch"
@@ -99,7 +99,7 @@ class LeaseRecord:
     """The reason why its prompt could not be computed, if its producer has said so."""
     blocks: int
     blocks_by_group: Mapping[str, int]
-    """The same, by the names of the cache's groups of layers."""
+    """Number of blocks by the names of the cache's groups of layers."""
     tokens: int
     readers: int
     """Ranks of consumers that said they have read."""

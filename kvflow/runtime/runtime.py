@@ -1,4 +1,4 @@
-"""The Runtime: what users hold. It checks that a call may be made, and passes it on to whoever does the work.
+"""The Runtime, which users hold. It checks that a call may be made, and passes it on to the part that does the work.
 
 It belongs to the event loop that opened it: every verb is called there, by its thread, or raises UsageError.
 """
@@ -512,7 +512,7 @@ class Runtime:
         return self._supervisor.statistics()
 
     def _require(self, what: str, *, new_work: bool) -> None:
-        """The services are there, this is their loop, and `new_work` is possible if that is meant."""
+        """Raise unless the runtime runs, this is its loop and, with `new_work`, it takes new work."""
         self._supervisor.require_running()
         require_loop(self._supervisor.loop, what)
         if new_work:
@@ -533,7 +533,7 @@ class Runtime:
         return store
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
-        """Whoever takes loads now; observers are told of those that come while the runtime goes."""
+        """The loader that takes loads now. Observers are told of loads that come while the runtime drains."""
         here = asyncio._get_running_loop() is self._supervisor.loop
         if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:
             return self._supervisor.cache.loader  # the usual case, in few steps
@@ -553,7 +553,7 @@ class Runtime:
 
 
 def _dropped(supervisor: Supervisor) -> None:
-    """The handle of a runtime is gone. It may have been closed, else it is now, on its loop if that is still there."""
+    """Close a runtime whose handle is gone, unless it was closed: on its loop, if that is still there."""
     loop = supervisor.loop
     if loop is None:
         return

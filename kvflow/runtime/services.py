@@ -69,13 +69,13 @@ class Services:
             raise RuntimeClosed(f"the runtime {self._owner} is closing") from error
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
-        task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it has never begun
+        task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it never begins
         return task
 
     def must_last(self, task: asyncio.Task[None], what: str, over: Callable[[], bool] = lambda: False) -> None:
         """Watch a service's task: if somebody else cancels it, before the service is `over`, the service has died."""
 
-        def ended(task: asyncio.Task[None]) -> None:  # not in its body: cancelled before its first step, it never runs
+        def ended(task: asyncio.Task[None]) -> None:  # cancelled early, the body never runs
             if task.cancelled() and not self._stop.is_set() and not over():
                 self.break_down(RuntimeBroken(f"the {what}'s task was cancelled from outside"))
 
@@ -116,7 +116,7 @@ class Services:
             try:
                 return await self._close()
             except asyncio.CancelledError:
-                continue  # bounded: each cancel makes the closing hurry
+                continue  # bounded, since each cancel makes the closing hurry
             except RuntimeBroken:
                 return  # it is logged
 

@@ -231,7 +231,7 @@ class Supervisor:
             self.cache = None
         if self.held is not None:
             await self._unregistering.done()
-        await self._unregistering.over()  # of a registration that has failed
+        await self._unregistering.over()  # a registration that failed may be ending
 
     async def _register(self, groups: Sequence[CacheGroup], copy_blocks: BlockCopier | None) -> None:
         assert self._services is not None, "it runs"
@@ -293,7 +293,7 @@ class Supervisor:
         assert services is not None, "it was opened"
         await carry_out(self._end_work)
         if self._incarnation is not None:
-            self._incarnation.poller.wait_for_transport()  # who waits for a read to stop goes on with the runtime
+            self._incarnation.poller.wait_for_transport()  # flights wait on for their reads to stop
         problem = await carry_out(self._end_incarnation)
         if cache is not None:
             problem = problem or await carry_out(partial(self._end_copies_of, cache))
@@ -357,7 +357,7 @@ class Supervisor:
             await incarnation.transport.aclose(bound_s)
         except TransportError as error:
             problem = str(error)
-        stopped = not problem and not isinstance(self._cause, TransportBroken)  # it has waited for the last read
+        stopped = not problem and not isinstance(self._cause, TransportBroken)  # after the last read
         incarnation.poller.settle(stopped=stopped)
         if cache and stopped:
             cache.loader.all_stopped()
@@ -370,7 +370,7 @@ class Supervisor:
         bound_s = self.config.limits.transport_close_timeout_s
         try:
             async with asyncio.timeout(bound_s):
-                await self._copier.run(lambda: None)  # they run one after the other
+                await self._copier.run(lambda: None)  # jobs run one after the other
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = cache.loader.open_requests, cache.serving.open_requests

@@ -104,7 +104,7 @@ class KeptConnection:
         self._files = [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
         for file, look in zip(self._files, (self._look, self._look_at_monitor), strict=True):
             self._loop.add_reader(file, look)
-        self._loop.call_soon(self._look_at_monitor)  # of what came before, the loop may not hear
+        self._loop.call_soon(self._look_at_monitor)  # the loop may not be told of messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
         """Send a question. Raises ZMQError."""
@@ -114,7 +114,7 @@ class KeptConnection:
             self._socket.send_multipart([header, body], flags=zmq.NOBLOCK)
         self._asked += 1
         self.waiting[question.number] = question
-        self._look()  # sending takes notice of what has come, so the loop does not
+        self._look()  # sending consumes the event of messages that have come
         return question
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class KeptConnection:
                 question.answered = True
                 question.heard.put_nowait(frames)
         elif self._asked > 1:
-            self._end(zmq.Event.DISCONNECTED)  # whose answer is it? Each asks again, by itself
+            self._end(zmq.Event.DISCONNECTED)  # whose answer is unknown: each is asked again by itself
         else:
             self._tell(frames)
 

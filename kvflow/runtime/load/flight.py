@@ -33,7 +33,7 @@ from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import ReadEnded, TransportError
 
-_FADE = 63 / 64  # of the longest read that is known of a peer, with each that is shorter
+_FADE = 63 / 64  # factor of the longest known read of a peer, with each shorter one
 
 # Steps that each load goes through, looked up once.
 _READING = fire(TRANSFER_TABLE, TransferState.PENDING, TransferEvent.POST)

@@ -40,8 +40,8 @@ _TURN_LOADS = 3
 _PAUSE_MAX_S = 5e-3
 
 _IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
-_OF_PEER_MAX = (1 << 15, 128)  # of one rank
-_AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
+_OF_PEER_MAX = (1 << 15, 128)  # the same, from one rank
+_AHEAD_S = 1e-3  # to see the end of a read and to post another one takes no longer
 
 
 class Posts(Protocol):
@@ -162,7 +162,7 @@ class Words:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._admit()  # it may have been the first
+                self._admit()  # this load may have been the first in the queue
             else:
                 self.give_back(sources)
             raise

@@ -30,8 +30,8 @@ from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 LOOK_EVERY_S = 0.1
 _WORTH_S = 1e-3
 _WORTH_LEAST_BYTES = 1 << 17  # at a gigabit per second, a millisecond
-_GOLDEN = 0.618  # multiples of it, but for their whole part, never come close to each other
-_SPEED_SHARE = 0.25  # of a new measurement in what is known
+_GOLDEN = 0.618  # fractional parts of its multiples are spread evenly
+_SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
 @dataclass(slots=True, eq=False)

@@ -38,8 +38,8 @@ from kvflow.transport.base import AgentName
 
 logger = logger_of(__name__)
 
-_PAUSE_LEAST_S = 0.01  # whatever a ticket says
-_FIRST_AFTER_S = 0.25  # most loads are over by then, and say nothing
+_PAUSE_LEAST_S = 0.01  # between renewals, whatever ttl a ticket has
+_FIRST_AFTER_S = 0.25  # most loads are over by then, and renew nothing
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class RemoteLeases:
                 return await (self._release_awaited(ticket) if ticket.awaited else self._release_offered(ticket))
         except TimeoutError:
             what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
-            logger.warning("%s: could not give the leases of all its ranks back within %s s", what, bound_s)
+            logger.warning("%s: leases of all its ranks not given back within %s s", what, bound_s)
             return False
 
     def release_soon(self, ticket: Ticket) -> None:
@@ -217,7 +217,7 @@ class RemoteLeases:
                 told = told and await self._release_one(ticket, at) and told  # another one may have failed meanwhile
             except (PeerError, Overloaded) as error:
                 problem = error.of_request(ticket.request_id, ticket.engine_id)
-                logger.warning("a lease could not be given back: %s", problem)
+                logger.warning("lease not given back: %s", problem)
                 told = False
             return told
 

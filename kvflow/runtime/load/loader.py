@@ -265,7 +265,7 @@ class Loader:
             self._end(load, work, bug, "failed", type(bug).__name__, str(bug))
             raise
         else:
-            if work.overdue:  # in the moment in which it was done
+            if work.overdue:  # it was cancelled in the moment in which it was done
                 work.was_late()
             self._counts["bytes"] += report.bytes
             self._end(load, work, report, "succeeded", LOADED)
@@ -274,7 +274,7 @@ class Loader:
 
     def _failed(self, load: Load, work: Work, error: KVFlowError) -> KVFlowError:
         """End a load with an error that names it, and carries it as `quarantine` if bytes may still land."""
-        if isinstance(error, PeerError | LoadError | RequestError):  # of its ticket, or which others meet, too
+        if isinstance(error, PeerError | LoadError | RequestError):  # shared by loads of one handshake, perhaps
             error = error.of_request(load.request_id, work.ticket.engine_id)
         if isinstance(error, PeerError | LoadError) and work.attempts is None:
             self._never_read.failed(work.ticket.engine_id, str(error))
@@ -346,7 +346,7 @@ class Loader:
 
     def _record(self, load: Load, work: Work, outcome: str, error: str) -> LoadRecord:
         flight, ticket = work.flight, work.ticket
-        if outcome != LOADED:  # else its report has ended them
+        if outcome != LOADED:  # a report has ended its phases already
             work.end_phases()
         return LoadRecord(
             engine_id=self._config.engine_id,

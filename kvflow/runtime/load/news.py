@@ -28,7 +28,7 @@ from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, words
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.01, 0.5
-_UNREACHABLE_MAX = 3  # in a row
+_UNREACHABLE_MAX = 3  # failures in a row
 
 
 class LeaseOver(Exception):
@@ -99,7 +99,7 @@ class Followed:
         self.payload = news.payload
         over = news.state is LeaseNews.ENDED or news.state is LeaseNews.FAILED
         if over and self.unknown and self.known_tokens < self.num_tokens:
-            self.source.proof.heard(None, -math.inf)  # nobody may look at its seal any more
+            self.source.proof.heard(None, -math.inf)  # as if the seal was wiped: perhaps no look at it comes
         if news.state is LeaseNews.FAILED:
             why = words(news.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"

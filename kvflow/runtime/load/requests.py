@@ -149,7 +149,7 @@ class LoadingStatistics:
     in_flight: InFlight
     """Reads that are posted and have not stopped yet, those into quarantined blocks included."""
     peers: Mapping[str, PeerLoad]
-    """The same for each rank, by its agent's name, that has any."""
+    """Reads in flight and waiting, by the agent's name of each rank that has any."""
     quarantines: int
     succeeded: int
     failed: int

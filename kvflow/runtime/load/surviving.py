@@ -55,7 +55,7 @@ LATE_LEAST_S = 0.5
 """Lateness: no read has ended for so many times the longest one, and for so long at least. The bound for a peer that
 was never read from is Config.handshake_timeout_s, as on the side channel."""
 _LOOK_EVERY_S = 0.05
-_KEEP_AFTER = 0.25  # of the ttl_s of what waits: most loads are over by then, and renew nothing
+_KEEP_AFTER = 0.25  # share of the ttl_s of waiting tickets: most loads are over by then, and renew nothing
 
 _LEAD_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch)
 _OVER = ("LeaseExpired", "PrefillFailed")
@@ -155,7 +155,7 @@ class _Course:
             ledger.let_go(work.entries, safe=work.flight is None or work.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
-        """Read the next source: the report if it has given all, None if another one is left. Raises why the load ends."""
+        """Read the next source. None if it failed and another one is left; raises why the load ends."""
         work, surviving = self._work, self._surviving
         work.ticket = self._next()
         self._begun_s, self._taken = surviving.clock.now_s(), True
@@ -283,7 +283,7 @@ class _Course:
     def _look(self) -> None:
         """Callback of the timer: end the attempt if its source is late, and keep the leases of waiting ones."""
         work, now_s = self._work, self._surviving.clock.now_s()
-        stalled = now_s - self._looked_s > 2 * _LOOK_EVERY_S  # we were not there to hear of anything
+        stalled = now_s - self._looked_s > 2 * _LOOK_EVERY_S  # the loop was held up: ends of reads were not heard
         self._timer = None
         if work.flight is not None and not stalled and (why := self._why_late(work.flight, now_s)):
             assert work.task is not None, "it is under way"

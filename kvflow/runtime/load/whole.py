@@ -78,7 +78,7 @@ class Whole:
             work.enter("handshake")
             sources = await self._reach.reach(ticket, keep)
         work.enter("plan")
-        if work.seconds["handshake"] > TURN_S:  # many may have waited for the same one
+        if work.seconds["handshake"] > TURN_S:  # many loads may have waited for the same handshake
             await self.gate.come(request.priority, again=True)
         plan = self._plan(load, work, sources)
         if request.after is not None or not self._gear.words.take(plan.sources):

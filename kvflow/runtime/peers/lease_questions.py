@@ -1,4 +1,4 @@
-"""Questions to ranks that a ticket does not name for the leases that they hold of its request."""
+"""Questions for leases, to ranks that a ticket does not name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
 
 
 class LeaseQuestions:
-    """Asks ranks for their leases, again and again for a while: one may open its lease a moment after it was asked."""
+    """Asks ranks for their leases. One that has none is asked again for a while: it may open its lease soon."""
 
     def __init__(self, local: LocalRank, peers: Peers, lease_wait_s: float) -> None:
         self._local = local
@@ -28,9 +28,7 @@ class LeaseQuestions:
         self._lease_wait_s = lease_wait_s
 
     async def when_served(self, ask: Callable[[], Awaitable[ResultT | messages.NoLease]]) -> ResultT | messages.NoLease:
-        """Answer of a rank that a ticket does not name. NoLease if the lease has ended, or is still not there after
-        Limits.lease_wait_s.
-        """
+        """Ask until a rank has the lease. NoLease if that has ended, or is not there after Limits.lease_wait_s."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._lease_wait_s
         pause_s = _ASK_AGAIN_FIRST_S
@@ -72,7 +70,7 @@ class LeaseQuestions:
 
 
 def lease_told(at: Address, found: messages.LeaseFound) -> RankLease:
-    """A lease as the rank itself has told of it."""
+    """The lease in a rank's answer."""
     host, port = split_address(at.address, what="peer")
     return RankLease(
         pp_rank=at.rank.pp,
@@ -92,7 +90,7 @@ def lease_told(at: Address, found: messages.LeaseFound) -> RankLease:
 
 
 def wrong_lease(peer: Peer, error: RequestError) -> PeerError:
-    """A rank tells of a lease that cannot be right."""
+    """Error of a rank that tells of a lease that cannot be right."""
     return peer.at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
 
 

@@ -21,7 +21,7 @@ _AT_ONCE_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prewarmed:
-    """The result for one engine: `ranks` are connected; all that loads from it need, unless there is an error."""
+    """The result for one engine: `ranks` are connected. Without an error these are all that loads from it need."""
 
     engine_id: str
     ranks: tuple[Rank, ...]

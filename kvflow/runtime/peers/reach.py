@@ -1,10 +1,10 @@
-"""The ranks that a load reads from or reports to, by its ticket: who they are, their connections, their leases.
+"""The way from a ticket to the ranks that its load reads from or reports to: their connections and their leases.
 
-A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from the parallelism of
-both engines (`core.plan.topology`); those whose lease the ticket does not name are asked for it.
+A ticket names one or more ranks of an engine. The parallelism of both engines decides which of its ranks concern us
+(`core.plan.ranks`). Those whose lease the ticket does not name are asked for it (`lease_questions`).
 
-Tickets are not signed, so what one says of its engine is believed step by step. What cannot be right is refused before
-anybody is asked. Then one rank is asked, and only if it says itself that its engine is cut like that the others are, a
+Tickets are not signed, so they are believed step by step. A ticket that cannot be right is refused before anybody is
+asked. Then one rank is asked how its engine is cut. Only if its answer agrees with the ticket the others are asked, a
 few at a time, and no more of them once one has failed.
 """
 
@@ -72,15 +72,15 @@ class Reach:
         questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
         self.when_served, self._find_lease = questions.when_served, questions.find
         self.spread = messages.checksum(local.reader.encode())
-        """A number that differs between ranks and incarnations: where each begins among many engines."""
+        """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
         self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """A ticket that somebody gave us, checked. RequestError names what is wrong with it."""
+        """Check a ticket that was given to us. RequestError names what is wrong with it."""
         return read_ticket(ticket, self._config.limits.block_ids_max)
 
     async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
-        """Every rank that a load with a checked ticket reads from or reports to, its own stages' layers complete.
+        """Reach every rank that a load with a checked ticket reads from or reports to; they have all layers of ours.
 
         `found` gets each one as soon as it is known, while others are still waited for. Raises a PeerError,
         LeaseExpired if a rank has restarted or its lease is over, PrefillFailed if a rank that is asked for its lease
@@ -187,7 +187,7 @@ class Reach:
         async def in_turn(at: Address) -> None:
             await room.acquire()
             results[at] = await visit(at)
-            room.release()  # only now: after a visit that raised no other rank gets its place
+            room.release()  # not after a visit that raised: then no other rank is visited
 
         await _all_of([in_turn(at) for at in ranks if at != first])
         return [results[at] for at in ranks]
@@ -256,7 +256,7 @@ class Reach:
             raise wrong_lease(peer, error) from error
 
     def succeeded(self, sources: Sequence[Source]) -> None:
-        """Bytes were read from all of them: whatever failed before is over."""
+        """Forget failures of these ranks, since bytes were read from all of them."""
         now_s = self._clock.now_s()
         for source in sources:
             source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
@@ -273,19 +273,19 @@ class Reach:
         return any(peer.engine_id == engine_id and peer.read_s > 0 for peer in self._peers.known.values())
 
     def failed(self, source: Source, why: str) -> None:
-        """A read from it failed."""
+        """Note that a read from a source failed."""
         self._peers.failed(source.connection, why)
 
     async def check(self, ticket: Ticket) -> None:
-        """PeerIncompatible if the ticket's parallelism does not go with ours, and its first rank is who it says."""
+        """PeerIncompatible if the ticket's parallelism does not go with ours, once its first rank has answered."""
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
-        if plan.problems and not plan.impossible:  # which `whereabouts` refuses
+        if plan.problems and not plan.impossible:  # `whereabouts` refuses what is impossible
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # names them all
+            await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # its answer names them all
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
-        """Ranks that a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
+        """Plan of the ranks of an engine that is cut like this. Plans are remembered: there are few ways to cut one."""
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
             if len(self._plans) >= _PLANS_MAX:

@@ -1,9 +1,9 @@
-"""Rendezvous become tickets: the ranks are asked what they offer, and wait with their answers until they know.
+"""Rendezvous become tickets: ranks are asked for their offers, and answer once they have one.
 
-A rendezvous (`Ticket.rendezvous`) names an engine's ranks and a request that the engine may have yet to hear of. Each
-rank that we read from or report to is connected, which may go on while the prompt is computed, and asked for its offer:
-one first, and when that one knows, the others, which may take as long. All have to offer the same. What comes of it is
-a ticket as any other, with the leases of all ranks.
+A rendezvous (`Ticket.rendezvous`) names an engine's ranks and a request that the engine may not know yet. Each rank
+that we read from or report to is connected, perhaps while the prompt is still computed, and asked for its offer: one
+rank first and, when it has answered, the others. All have to offer the same. The result is an ordinary ticket with the
+leases of all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvflow.runtime.peers.reach import Reach
 logger = logger_of(__name__)
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.1
-_UNREACHABLE_MAX = 3  # in a row: a listener that has too many connections drops all of them
+_UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all of them
 _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
 
 
@@ -41,7 +41,7 @@ class Rendezvous:
         self._reach = reach
 
     async def meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
-        """The ticket of what is offered under a rendezvous, once there is one.
+        """Wait for the offers of a rendezvous, and make the ticket of them.
 
         `found` gets each lease, and its `ttl_s`, as soon as it is known, while others are still waited for: for the
         ticket's own `ttl_s` at most. Raises PrefillFailed if the engine declines, or opens no lease in time;
@@ -83,7 +83,7 @@ class Rendezvous:
         return agreed
 
     async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> messages.Offer:
-        """Ask for a rank's offer. A question that comes back without an answer is put again, after a pause if soon."""
+        """Wait for a rank's offer. A question that comes back without one is put again, if need be after a pause."""
         loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
         while True:
             begun_s = loop.time()
@@ -120,7 +120,7 @@ class Rendezvous:
                 pause_s = _PAUSE_FIRST_S
 
     def _agreed(self, ticket: Ticket, offers: list[tuple[Address, messages.Offer]]) -> Ticket:
-        """The ticket of what all ranks offer."""
+        """The ticket of the offers of all ranks, which have to be equal."""
         if not offers:
             raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks has anything for us")
         (first_at, first), *others = offers

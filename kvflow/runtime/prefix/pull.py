@@ -41,7 +41,7 @@ class _Pull:
     search: Search
     ends_s: float
     answers_end_s: float
-    """Until then, peers that have not answered yet are worth waiting for."""
+    """Time until which peers that have not answered yet are waited for."""
     taken: Holder | None = None
     """The holder of the prefix that was read."""
     there: int = 0
@@ -116,7 +116,7 @@ class Prefixes:
         return self._report(pull, loads)
 
     async def _pull(self, pull: _Pull) -> list[LoadReport]:
-        """The prefix from the best holder, or from the next, if one fails."""
+        """Read the prefix from the best holder, or from the next if one fails."""
         with ExitStack() as kept:
             for spare in pull.search.holders[1:]:
                 kept.enter_context(self._means.keep_while(spare.offer.ticket))
@@ -133,7 +133,7 @@ class Prefixes:
         return []
 
     async def _pull_both(self, pull: _Pull) -> list[LoadReport]:
-        """The prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
+        """Read the prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
         best = next(iter(pull.search.holders), None)
         if best is not None and self._pays(pull, best):
             tables, cached = pull.tables, pull.request.cached_tokens
@@ -155,7 +155,7 @@ class Prefixes:
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
             report, end = await self._taken(pull, best, prefix), await rest
-            if report is None:  # its bytes are those of the whole prompt as well, whose lease is open still
+            if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
                 rest = self._start_rest(pull, pull.tables)
                 loads.append(rest)
                 end = await rest
@@ -210,7 +210,7 @@ class Prefixes:
         expected_s = self._rates.expected_s(engine_id, tokens)
         queued_s = self._rates.expected_s(engine_id, offer.queued_bytes / max(self._token_bytes, 1))
         pull.pull_s = None
-        if expected_s is not None:  # of one that is read by many it is a second longer at most
+        if expected_s is not None:  # other readers of that holder delay it by a second at most
             pull.pull_s = offer.round_trip_s + expected_s + min(queued_s or 0.0, 1.0)
         if per_token_s is None:
             return True
@@ -283,13 +283,13 @@ class _Unsafe:
 
 
 def _offered(load: Load) -> int:
-    """Tokens of the prompt that a load has been offered, and so are there once it has succeeded."""
+    """Tokens that the offer of a load has: they are there once it has succeeded."""
     assert load.work is not None, "it was started"
     return load.work.ticket.offered_tokens
 
 
 def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> PrefixRequest:
-    """The request for a prefix that ends where local blocks do: what is behind comes from elsewhere."""
+    """Cut the request so that the prefix ends where local blocks do: the tokens behind it come from elsewhere."""
     whole = [(group.block_size, len(ids)) for group, ids in zip(groups, tables, strict=True) if group.whole]
     unit = math.lcm(request.key_tokens, *(size for size, _ in whole))
     most = min((request.cached_tokens // size + count) * size for size, count in whole) if whole else 0

@@ -1,6 +1,7 @@
-"""The reader's questions: who of several engines has how much of a prefix.
+"""Questions for prefixes: how much of one each of several engines has.
 
-Every engine is asked by a task of its own, which outlives who asks: an offer that comes too late is given back.
+Each engine is asked by a task of its own. The task goes on if nobody waits for it: an offer that comes too late is
+given back.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class _Engine(NamedTuple):
 
     asked: list[Address]
     others: tuple[RankLease, ...]
-    """Ranks that a load looks at, and that have nothing for us."""
+    """Ranks that have no blocks for us, which a ticket names, too."""
     connection: Connection
-    """To one of those that are asked."""
+    """The connection to one of the ranks that are asked."""
     fixed_ports: bool
 
 
@@ -54,15 +55,15 @@ class Seeker:
         self._peers = peers
         self._remote_leases = remote_leases
         self._names: OrderedDict[str, PeerAddress] = OrderedDict()
-        """Who was found at an address."""
+        """Engines by the addresses at which they were found."""
         self._silent: set[str] = set()
-        """Engines, as they were given, with a question that nobody waits for any more and that has no answer yet."""
+        """Peers, as they were given, that have yet to answer a question of a search that is over."""
 
     async def seek(self, request: PrefixRequest, within_s: float) -> Search:
-        """Ask all its peers. Returns with the best holders first.
+        """Ask all peers of a request. Returns the search, with the best holders first.
 
-        That is once all have answered or `within_s` has passed; or, if one has all of it, after as much time again. Who
-        has not answered by then still may, until `Search.give_back`. Cancelling gives back what is offered.
+        Waits until all have answered or `within_s` has passed; once one has the whole prefix, only for as much time
+        again. Peers that have not answered by then still may, until `give_back`. Cancelling gives offers back.
         """
         loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
@@ -80,7 +81,7 @@ class Seeker:
                 _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if any(one.offer.num_tokens >= most for one in search.holders):
                     ends_s = min(ends_s, begun_s + 2 * (loop.time() - begun_s))
-                    most = math.inf  # once
+                    most = math.inf  # only the first one shortens the wait
         except BaseException:
             self.give_back(search)
             raise
@@ -109,7 +110,7 @@ class Seeker:
     async def _ask_engine(
         self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
     ) -> PrefixOffer | str:
-        """The offer of an engine, or the reason why it has none."""
+        """Ask one engine: its offer, or the reason why it has none."""
         engine = await self._found(peer, request)
         ranks = engine.asked
         asked.peer = self._peers.get(ranks[0]).label
@@ -149,7 +150,7 @@ class Seeker:
         )
 
     async def _connected_again(self, engine: _Engine, offers: Sequence[tuple[Address, messages.Offer]]) -> _Engine:
-        """Connect to those that have restarted, or registered again, since we were connected."""
+        """Connect again to ranks that have restarted, or registered again, since we were connected."""
         connection = engine.connection
         for at, offer in offers:
             peer = self._peers.get(at)
@@ -158,13 +159,13 @@ class Seeker:
         return engine._replace(connection=connection)
 
     def _check(self, ticket: Ticket, at: Address) -> None:
-        """ProtocolError, of the holder, if what it offers cannot be right, where it is a rank that we read from."""
+        """ProtocolError if the offer of a rank that we read from cannot be right."""
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.current is not None and lease is not None:
             self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
 
     async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
-        """The ranks of an engine that are to be asked. Raises a KVFlowError if that cannot be known."""
+        """Find the ranks of an engine that are to be asked. Raises a KVFlowError if they cannot be known."""
         if isinstance(peer, str):
             peer = self._names.get(peer) or await self._who(peer)
         fixed = isinstance(peer, PeerAddress)
@@ -192,7 +193,7 @@ class Seeker:
         return _Engine(wanted, tuple(others), first, fixed)
 
     async def _who(self, given: str) -> PeerAddress:
-        """Who listens at an address."""
+        """Ask which engine listens at an address."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
         PeerAddress(engine_id="unknown", address=address).checked()
         question = messages.WhoRequest(reader=self._local.reader)
@@ -235,7 +236,7 @@ def _named(peer: GivenPeer) -> str:
 def _ticket(
     engine: _Engine, question_id: str, offers: Sequence[tuple[Address, messages.Offer]], block_ids_max: int
 ) -> Ticket | None:
-    """The ticket of what all these ranks offer: as much as all have. None if there is nothing that they have in common.
+    """The ticket of these ranks' offers: as many tokens as all have. None if they have none in common.
 
     Ranks may have a prefix in different blocks. A window, or state, is of one length only.
     """

@@ -58,7 +58,7 @@ class ServeRequest:
 
 
 def checked_serve_request(request: object, config: Config) -> ServeRequest:
-    """The request with its numbers and texts as Python's own, so that its ticket is one that readers take.
+    """Check a request, and give it with its numbers and texts as Python's own, as readers take them.
 
     RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
     """
@@ -196,7 +196,7 @@ class Lease:
         return self
 
     def fail(self, reason: str = "") -> Lease:
-        """The prompt will never be computed: the lease ends as FAILED, and its readers at once, with PrefillFailed.
+        """End the lease as FAILED: its prompt will never be computed. Its readers end at once, with PrefillFailed.
 
         For a prefill that broke, so that the request goes elsewhere; nobody waits for its time to be over then. An
         engine of several ranks fails all of its leases. No effect on a lease that has ended.
@@ -216,7 +216,7 @@ class Lease:
         return self
 
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
-        """The prompt's first `num_tokens` tokens are computed, in all groups, once `ready` has happened, or are now.
+        """Say that the first `num_tokens` tokens are computed in all groups: once `ready` has happened, or now.
 
         For leases that were opened with `computed_tokens`. Readers take what is there, and end when all is. A group's
         state belongs to the prompt's last token. An advance takes effect after all earlier ones, and none on a lease
@@ -235,7 +235,7 @@ class Lease:
         self._keeper.advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
-        """These blocks follow, in prompt order: for leases that were opened with fewer than their tokens need.
+        """Add the blocks that follow, in prompt order, to a lease that was opened with fewer than its tokens need.
 
         They are the lease's from now on. In the end a group has as many as hold all tokens; one with a window, as many
         as hold the tokens of the window at the prompt's end. No effect on a lease that has ended. Readers that know
@@ -254,7 +254,7 @@ class Lease:
         self._keeper.extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
-        """All tokens are computed, once `ready` has happened, or are now; `payload` goes to every load of the lease.
+        """Say that all tokens are computed: once `ready` has happened, or now. Every load of the lease gets `payload`.
 
         The same as `advance` to the last token, and the end of what a lease has to tell that was opened with
         `ServeRequest.payload`: `LoadReport.payload` has it, and no load of it ends before. kvflow does not look into
