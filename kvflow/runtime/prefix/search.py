@@ -34,11 +34,6 @@ class AskedPeer:
     """The holder that it is, or the reason why it is none."""
     task: asyncio.Task[None] | None = None
 
-    @property
-    def silent(self) -> bool:
-        """True while it may still answer."""
-        return self.task is not None and not self.task.done()
-
 
 class Search:
     """The engines that are asked for one prefix. They may answer until it is over."""
@@ -78,7 +73,7 @@ class Search:
             left = [one for one in self.holders if one not in tried]
             if left:
                 return min(left, key=Holder.worth)
-            waiting = [one.task for one in self.asked if one.task is not None and one.silent]
+            waiting = [one.task for one in self.asked if one.task is not None and not one.task.done()]
             left_s = until_s - asyncio.get_running_loop().time()
             if not waiting or left_s <= 0:
                 return None

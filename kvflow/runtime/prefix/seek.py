@@ -91,7 +91,7 @@ class Seeker:
     def give_back(self, search: Search, but: Collection[Holder] = ()) -> None:
         """End a search: see `Search.give_back`. Engines that have not answered are not asked again before they have."""
         search.give_back(but)
-        self._silent.update(one.given for one in search.asked if one.silent)
+        self._silent.update(one.given for one in search.asked if one.task is not None and not one.task.done())
 
     async def _ask(
         self, search: Search, one: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str

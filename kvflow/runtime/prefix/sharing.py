@@ -77,7 +77,7 @@ class SharedPrefixes:
         self._pinned_max = most
         self._groups = local.groups
         self._token_bytes = token_bytes(local)
-        self.on_close: Callable[[], None] = _nothing
+        self.on_close: Callable[[], None] = lambda: None
         """Called once, when it is closed."""
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         """Number of runs that have pinned each block, by its ledger entry."""
@@ -318,7 +318,3 @@ class SharedPrefixes:
         why = "it was cancelled" if error is None else checks.said(error)
         logger.error("prefix question %s: the shelf's run could not be leased: %s", question.request_id, why)
         return self._counted("failed")
-
-
-def _nothing() -> None:
-    """Tell nobody."""
