@@ -56,7 +56,7 @@ class Load(Pending[LoadReport]):
         return self.done and (self._load is None or self._load.safe)
 
     def __iter__(self) -> Iterator[Progress]:
-        """Its progress, as of `kvflow.Load`: whenever more tokens have landed, until it has ended.
+        """Progress of the load, as of `kvflow.Load`: whenever more tokens have landed, until it has ended.
 
         Raises what `result` raises; TimeoutError if the loop's thread is stuck, for longer than the load may take and
         the runtime's `call_timeout_s`. Each step waits for the loop; other threads may wait for the same load.

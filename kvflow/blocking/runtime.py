@@ -288,7 +288,7 @@ class Runtime:
             ticket: as it came from the router.
 
         Returns:
-            Whether all ranks were told in time.
+            True if all ranks were told in time.
 
         Raises:
             RequestError: the ticket cannot be right.
@@ -439,7 +439,7 @@ class Runtime:
             address: of one rank; None for all.
 
         Returns:
-            Whether it was forgotten within Config.handshake_timeout_s; if not it will be later.
+            True if it was forgotten within Config.handshake_timeout_s; if not it will be later.
 
         Raises:
             RequestError: what was given is no text.

@@ -32,13 +32,13 @@ class Identity:
     rank: Rank
     incarnation: str
     agent_name: str
-    """Its name in the transport, and as a reader: unique per incarnation."""
+    """Name in the transport, and as a reader: unique per incarnation."""
     host: str
     port: int
 
     @property
     def address(self) -> str:
-        """Its side channel's address, as tickets name it."""
+        """Address of its side channel, as tickets name it."""
         return f"tcp://{self.host}:{self.port}"
 
 

@@ -288,7 +288,7 @@ class Runtime:
             ticket: as it came from the router.
 
         Returns:
-            Whether all ranks were told, within Config.handshake_timeout_s. A producer that has restarted or cannot be
+            True if all ranks were told, within Config.handshake_timeout_s. A producer that has restarted or cannot be
             reached is no error, since leases run out.
 
         Raises:
@@ -463,7 +463,7 @@ class Runtime:
             address: of one rank; None for all.
 
         Returns:
-            Whether it was forgotten within Config.handshake_timeout_s; if not it will be later.
+            True if it was forgotten within Config.handshake_timeout_s; if not it will be later.
         """
         self._require("forget_peer", new_work=False)
         checks.text(engine_id, "engine_id")

@@ -86,7 +86,7 @@ class Work:
         self.entries = entries
         self.begun_s = self._since_s = begun_s
         self.ends_s = math.inf
-        """Its deadline, by the loop's clock."""
+        """Deadline, by the loop's clock."""
         self.phase = "queued"
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.task: asyncio.Task[Any] | None = None

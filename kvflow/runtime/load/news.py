@@ -49,7 +49,7 @@ class Followed:
 
     source: Source
     tables: Sequence[BlockIds]
-    """Its blocks, by group; -1 stands for those that are not known."""
+    """Blocks of the lease, by group; -1 stands for those that are not known."""
     known: list[int]
     """Blocks that are known, by group."""
     num_tokens: int

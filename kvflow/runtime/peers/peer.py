@@ -129,7 +129,7 @@ class Handshake:
     since_s: float
     task: asyncio.Task[None] | None = None
     contact: Contact | None = None
-    """Its turn, if it needs one and has it."""
+    """Turn of a first contact, if it needs one and has it."""
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:

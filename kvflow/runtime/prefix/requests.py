@@ -50,7 +50,7 @@ class PrefixRequest:
     """Time in which a holder has to answer; who answers later is left out."""
     priority: int = 0
     after: DeviceEvent | None = None
-    """As for a `LoadRequest`: without it the local blocks have to be at rest."""
+    """Event as in a `LoadRequest`: without it the local blocks have to be at rest."""
     recompute_s_per_token: float | None = None
     """Seconds that computing a token takes here. With it no prefix is pulled that is computed sooner, by the measured
     rate of its holder; None pulls any."""

@@ -19,7 +19,7 @@ class Holder:
     """The reason why nothing is read from it; "" if the prefix is."""
 
     def worth(self) -> tuple[int, int]:
-        """Its place among others, least first: the longest prefix, then the least busy engine."""
+        """Sort key among holders: the longest prefix first, then the least busy engine."""
         return -self.offer.num_tokens, self.offer.queued_bytes
 
 
@@ -29,7 +29,7 @@ class AskedPeer:
 
     given: str
     peer: str
-    """Its name once that is known, before that as given."""
+    """Name of the engine once that is known, before that as given."""
     answer: Holder | str = "it has not answered in time"
     """The holder that it is, or the reason why it is none."""
     task: asyncio.Task[None] | None = None

@@ -45,9 +45,9 @@ class HeldBlocks:
 
     lease_id: str
     tables: tuple[BlockIds, ...]
-    """Its blocks, by group."""
+    """Blocks by group."""
     entries: BlockIds
-    """Its blocks as the ledger counts them."""
+    """Blocks as the ledger counts them."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
     """Host blocks that peers read, with host staging."""

@@ -146,12 +146,12 @@ class Lease:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Its blocks by now; those of the first group, if there are several."""
+        """Blocks of the lease by now; those of the first group, if there are several."""
         return self.block_tables[0]
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Its blocks by now, by group."""
+        """Blocks of the lease by now, by group."""
         return tuple(tuple(ids.tolist()) for ids in self._opened.held.tables)
 
     @property

@@ -39,9 +39,9 @@ class WantedEntry(NamedTuple):
     key: bytes
     direction: Direction
     tables: Sequence[BlockIds]
-    """Its blocks, by group."""
+    """Blocks by group."""
     entries: BlockIds
-    """Its blocks as the ledger counts them."""
+    """Blocks as the ledger counts them."""
 
 
 class Job:
@@ -71,7 +71,7 @@ class Job:
         self.timed = False
         """True while the deadline counts: it has begun, and has no outcome yet."""
         self.outcome = "failed"
-        """Its outcome, as far as it is known."""
+        """Outcome, as far as it is known."""
         self.reserved: Entry | None = None
         """The entry that it writes; its room is reserved."""
         self.read: Entry | None = None
@@ -126,12 +126,12 @@ class Job:
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Its blocks, by group."""
+        """Blocks by group."""
         return tuple(tuple(ids.tolist()) for ids in self.tables)
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Its blocks; those of the first group, if there are several."""
+        """Blocks of the job; those of the first group, if there are several."""
         return self.block_tables[0]
 
     @property
