@@ -43,22 +43,24 @@ from kvflow.runtime.world import World
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 
-# Seconds that a verb may take, beyond `call_timeout_s`.
-
 
 def _storing_s(config: Config, request: SaveRequest | RestoreRequest | PrefixRequest) -> float:
+    """Seconds that a save, a restore or a pull may take."""
     return loading_s(config, request) + config.cancel_grace_s
 
 
 def _ending_s(config: Config) -> float:
+    """Seconds that unregistering may take."""
     return config.ending_s + config.limits.goodbye_timeout_s + 2 * config.limits.transport_close_timeout_s
 
 
 def _closing_s(config: Config) -> float:
+    """Seconds that closing may take."""
     return _ending_s(config) + config.drain_timeout_s
 
 
 def _draining_s(config: Config, deadline_s: float | None = None) -> float:
+    """Seconds that draining may take."""
     wanted_s = config.drain_timeout_s if deadline_s is None else deadline_s
     return checks.seconds(wanted_s, "drain: deadline_s", error=UsageError) + _closing_s(config)
 
