@@ -17,7 +17,8 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
 from kvflow.runtime.drain import DrainReport
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Progress
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.prefix.requests import PrefixAnswer, PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.runtime.prefix.sharing import SharedPrefixes

@@ -88,14 +88,14 @@ class Config:
     """
 
     engine_id: str
-    """Name of the engine, the same for all its ranks: printable, without spaces. Tickets, errors and logs show it."""
+    """Name of the engine, the same for all its ranks: printable, without spaces."""
     listen: str = "tcp://127.0.0.1:5600"
     """Base address of the side channel, tcp://host:port. A rank listens at the port plus its number within the engine;
     with port 0 the system chooses a free one, which tickets carry."""
     advertise_host: str | None = None
-    """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0. "auto" is decided when the runtime
-    opens, on the host that it runs on: the address of the interface that the default route leaves by; of the one that
-    routes to HOST with "auto:HOST", such as a peer or a head node; or what `listen` binds, if that is one address."""
+    """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0. "auto" is the
+    address by which this host's default route leaves when the runtime opens, "auto:HOST" the one by which its route to
+    HOST leaves, such as a peer or a head node; both are what `listen` binds, if that is one address."""
 
     model: str = ""
     """Name of the model; both sides must give the same."""
@@ -111,31 +111,31 @@ class Config:
     pp_size: int = 1
     """Pipeline stages of the engine."""
     num_kv_heads: int | None = None
-    """KV heads of the whole model. None works it out with the peer's; give it where tp_size may exceed it."""
+    """KV heads of the whole model; needed where tp_size may exceed it. None infers it, with the peer's."""
 
     curve_secret_key_file: str | PathLike[str] | None = None
-    """Encrypts and authenticates the side channel by ZeroMQ CURVE: this engine's key, as `kvflow keys new` makes it."""
+    """This engine's key, made by `kvflow keys new`: it encrypts and authenticates the side channel by ZeroMQ CURVE."""
     curve_peers_dir: str | PathLike[str] | None = None
-    """The public keys of the engines that this one talks to, each in a file `<engine_id>.public`."""
+    """Folder of the public keys of peers, each in a file `<engine_id>.public`."""
 
     role: str = "both"
-    """Part played: "producer" only serves blocks, "consumer" only loads them. Memory is registered for that alone."""
+    """Part played: "producer" (serves blocks), "consumer" (loads them) or "both". Memory is registered for that."""
 
     transport: str = "nixl"
-    """Moves the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
+    """Mover of the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
     nixl_backend: str = "UCX"
     """NIXL's backend between engines. Several are separated by commas, such as "UCX,LIBFABRIC": NIXL takes the first
     that reaches both sides' memory."""
     nixl_backend_params: Mapping[str, str] = field(default_factory=dict)
-    """Parameters for the backend when it starts. "NAME.key" is for the backend of that name alone, such as
-    "POSIX.use_uring" for the one that the store uses; a plain "key" is for each that `nixl_backend` names."""
+    """Parameters of the backends. A plain "key" is for each that `nixl_backend` names, "NAME.key" for that backend
+    alone, such as "POSIX.use_uring" for the store's."""
 
     lease_ttl_s: float = 30.0
-    """Time blocks are kept for their readers; a reader that is at it renews that."""
+    """Time blocks are kept for their readers; a reader renews it while it loads."""
     lease_lifetime_s: float = 600.0
-    """Time after an offer in which readers can renew it: no reader keeps blocks forever. A longer ttl_s is kept."""
+    """Time after an offer in which readers can renew its lease. A longer ttl_s is kept."""
     load_deadline_s: float = 30.0
-    """Longest time a load takes, if its request does not say."""
+    """Deadline of loads whose request has none."""
     handshake_timeout_s: float = 5.0
     """Longest time a peer has to answer on the side channel."""
     cancel_grace_s: float = 1.0
@@ -144,33 +144,32 @@ class Config:
     """Time closing waits for loads and leases that are still open."""
 
     verify_share: Share = 0.0
-    """Share of loads whose bytes are compared with the producer's by checksums, drawn load by load: 0 is none, 1 all.
-    `LoadRequest.verify` says it of one load."""
+    """Share of loads, drawn at random, whose bytes are compared with the producer's by checksums: 0 is none, 1 all.
+    `LoadRequest.verify` decides for one load."""
 
     loads_waiting_max: int = 1 << 12
     """Loads that may wait; one more is `Overloaded`."""
     in_flight_bytes_max: int = 0
-    """Bytes in flight, over all loads. A read that is larger by itself goes when nothing else is in flight.
-    0: 256 MiB for a cache in host memory, 1 GiB on CUDA."""
+    """Bytes in flight, over all loads. A larger read goes alone. 0: 256 MiB for a cache in host memory, 1 GiB on
+    CUDA."""
 
     scratch: str = "auto"
-    """Use of scratch memory, where blocks whose pieces are small are read whole and permuted: "auto" (where that
-    is faster), "always" or "never"."""
+    """Use of scratch memory, in which blocks of small pieces are read whole and permuted: "auto" (where it is faster),
+    "always" or "never"."""
     staging: str = "auto"
-    """Use of host buffers for blocks: "auto" (if the transport cannot reach the cache's device), "always", or
-    "never", which makes registering a cache raise ConfigError where it would be needed."""
+    """Use of host buffers: "auto" (if the transport cannot reach the cache's device), "always", or "never": then
+    registering a cache that needs them raises ConfigError."""
     host_buffer_bytes_max: int = 0
-    """Host memory for staged blocks; offers and loads share it. 0: a quarter of the cache, but at least 256 MiB and at
-    most an eighth of the host's memory, shared by the engine's ranks."""
+    """Host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB, at most an
+    eighth of the host's memory, shared by the engine's ranks."""
 
     store_dir: str | PathLike[str] | None = None
-    """Folder that blocks are saved to and restored from (`Runtime.save_blocks`). Each rank has a folder of its own in
-    it, which no other runtime may use at the same time."""
+    """Folder for saved blocks (`Runtime.save_blocks`). Each rank has a folder in it, for one runtime at a time."""
     store_bytes_max: int = 16 << 30
-    """Bytes that a rank's files may take; entries that were not used for longest make room for new ones."""
+    """Bytes of a rank's files; the least recently used entries make room for new ones."""
 
     limits: Limits = field(default_factory=Limits)
-    """The bounds that few have to change."""
+    """Bounds that are seldom changed: below."""
 
     def __post_init__(self) -> None:
         checks.settle_fields(self, _BY_TYPE, _BY_NAME)

@@ -186,7 +186,7 @@ class BlocksBusy(RequestError):
 
 
 class PromptMismatch(RequestError):
-    """The ticket is of another prompt: what it offers would be answered, but to another question."""
+    """The ticket is of another prompt."""
 
 
 class UsageError(InvalidInput):
@@ -202,7 +202,7 @@ class RuntimeUnavailable(KVFlowError):
 
 
 class RuntimeDraining(RuntimeUnavailable):
-    """The runtime drains: what it has begun goes on, new work it does not take."""
+    """The runtime drains: it finishes what it has begun and takes no new work."""
 
 
 class CacheUnregistered(RuntimeUnavailable):
@@ -246,7 +246,7 @@ class PeerError(KVFlowError):
 
 
 class PeerUnreachable(PeerError):
-    """Nobody answers at the peer's address within the bound, or it has failed and is not asked for now."""
+    """Nobody answers at the peer's address in time, or it has failed and is not asked for a while."""
 
     retryable = True
 
@@ -286,11 +286,11 @@ class LoadError(KVFlowError):
 
 
 class LeaseExpired(LoadError):
-    """The producer's promise did not provably cover the whole read: it ran out, was withdrawn or was used up."""
+    """The lease did not provably cover the whole read: it ran out, was withdrawn or was used up."""
 
 
 class PrefillFailed(LoadError):
-    """The producer has not computed the prompt, and will not: it has said so, or it has offered nothing in time."""
+    """The producer says that it will not compute the prompt, or has offered nothing in time."""
 
     blame = Blame.PEER
     retryable = True
@@ -340,18 +340,18 @@ class StoreError(KVFlowError):
 
 
 class NotStored(StoreError):
-    """An entry under a key that is not stored, or no more: other entries have needed the room."""
+    """Nothing is stored under the key, or no longer: other entries needed the room."""
 
     blame = Blame.NOBODY
     memory_safe = _MemorySafe(True)
 
 
 class EntryDamaged(StoreError):
-    """An entry that is torn, of something else, or not what was saved. Its file is removed."""
+    """The entry is torn, of something else, or not what was saved. Its file is removed."""
 
 
 class StoreFull(StoreError):
-    """A store that has no room now: all entries that could go are being read, and the rest is being written."""
+    """The store has no room now: entries that could make room are being read, the others written."""
 
     retryable = True
     memory_safe = _MemorySafe(True)

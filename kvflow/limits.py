@@ -69,67 +69,67 @@ def by_device(given: T, kind: str) -> T:
 @checks.naming_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The bounds that few have to change. ConfigError names a limit that is unknown, or cannot be."""
+    """Bounds that are seldom changed. ConfigError names a limit that is unknown, or cannot be."""
 
     clock_age_s: float = 60.0
     """Age at which a reader's knowledge of a producer's clock is renewed, beside its loads."""
     lease_wait_s: float = 1.0
-    """Time a reader waits for the lease of a rank that its ticket does not name: ranks open theirs one by one."""
+    """Time a reader waits for a rank, not named by its ticket, to open its lease."""
     seal_hold_s: float = 0.05
     """Time blocks are kept after their lease has ended: loads that take less than half of it save a round trip."""
     leases_max: int = 1 << 14
     """Leases open at once; each has a 16-byte seal that readers check."""
     loads_max: int = 1 << 12
-    """Ranks read from at once, over all loads, those with quarantined blocks included; further loads wait."""
+    """Ranks read from at once, over all loads, with quarantined ones; further loads wait."""
     load_ranks_max: int = 256
-    """Ranks of an engine that a load may concern; a ticket that needs more is refused before anybody is asked."""
+    """Ranks of one engine in a load; a ticket that needs more is refused before any is asked."""
     block_ids_max: int = 1 << 18
-    """Block ids in one request, and in a ticket with those of all its ranks: the event loop judges them in one go."""
+    """Block ids in a request, and in a ticket over all its ranks: the event loop judges them in one go."""
 
     peer_backoff_first_s: float = 0.2
-    """Time a peer is not asked after a failure; doubled with each further one in a row."""
+    """Time a peer is not asked after a failure; each further one in a row doubles it."""
     peer_backoff_max_s: float = 10.0
     """Longest time a failed peer is not asked."""
     peer_idle_s: float = 600.0
-    """Time after which a connection that no load has used is given up. Making one again costs a handshake, and NIXL
-    keeps a file descriptor or two of each that it gives up, so do not set it low."""
+    """Time after which an unused connection is given up. Do not set it low: another one costs a handshake, and NIXL
+    keeps a file descriptor or two of each that was given up."""
     peers_max: int = 1024
-    """Ranks of remote engines that are remembered at once; those that have never answered make room first."""
+    """Remote ranks that are remembered; those that have never answered make room first."""
     first_contacts_max: int = 16
-    """Peers that have never answered, and are asked at once. When more want to be, who came last goes first, and one
-    that has not answered in a tenth of Config.handshake_timeout_s makes way."""
+    """Peers asked at once that have never answered. Others wait, the latest first; meanwhile one that is silent for a
+    tenth of Config.handshake_timeout_s makes way."""
     readers_max: int = 1024
-    """Readers that are remembered, to be told when this rank goes."""
+    """Readers that are remembered, and told when this rank closes."""
     goodbye_timeout_s: float = 1.0
     """Longest time that draining and closing take to tell readers."""
     transport_close_timeout_s: float = 10.0
     """Longest time that closing waits for reads to stop, and then for a copy that still runs."""
 
     slice_bytes_max: int = 0
-    """Bytes of a load that are read in one go. Loads take turns by slices, so a small load waits for this much of a
-    huge one. 0: 8 MiB for a cache in host memory, 32 MiB on CUDA."""
+    """Bytes of one slice. Loads take turns by slices, so a small load waits for this much of a huge one. 0: 8 MiB for a
+    cache in host memory, 32 MiB on CUDA."""
     slice_descriptors_max: int = 8192
     """Descriptors in one slice."""
     slices_in_flight_max: int = 0
     """Slices of one load in flight: the second hides the completion latency of the first. 0: 2 for a cache in host
     memory, 32 on CUDA."""
     peer_in_flight_bytes_max: int = 0
-    """Bytes in flight from one rank of an engine: two slices, and room for small reads beside them. More if the rank
-    delivers more in a millisecond. 0: 20 MiB for a cache in host memory, 160 MiB on CUDA."""
+    """Bytes in flight from one rank, with room for small reads; more if it delivers more in a millisecond. 0: 20 MiB
+    for a cache in host memory, 160 MiB on CUDA."""
     scratch_slot_bytes_max: int = 32 * _MIB
     """Bytes of a scratch buffer."""
     scratch_slots_max: int = 3
-    """Scratch buffers, each made when it is first needed."""
+    """Scratch buffers, made when first needed."""
 
     side_channel_requests_per_s_max: int = 1000
-    """Requests a second from one peer: an engine with CURVE, else an address. What comes faster gets no answer."""
+    """Requests a second from one peer: an engine with CURVE, else an address. More get no answer."""
     side_channel_connections_max: int = 2048
-    """Connections to the side channel at once; when there are more, all are dropped. Keep it well above `readers_max`:
-    after a restart each reader comes with a connection, and keeps it for some seconds."""
+    """Connections to the side channel at once; with more, all are dropped. Keep it well above `readers_max`: after a
+    restart each reader opens one and keeps it for some seconds."""
     digests_max: int = 64
-    """Questions for checksums of leased blocks that are answered at once; one more is refused, to be asked later."""
+    """Questions for checksums of leased blocks answered at once; further ones are refused as not ready."""
     notification_poll_interval_s: float = 0.005
-    """Interval at which readers' notifications are looked for; ten times longer when none has come for a while."""
+    """Interval of looking for readers' notifications; ten times longer when none has come for a while."""
 
     def __post_init__(self) -> None:
         checks.settle_fields(self, BOUNDS, _RULES)

@@ -86,7 +86,7 @@ COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake",
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {
     "kvflow/runtime/channel/asking.py": "a listener drops all connections when it has too many",
-    "kvflow/runtime/peers/reach.py": "a rank may open its lease a moment after the reader asked for it",
+    "kvflow/runtime/peers/lease_questions.py": "a rank may open its lease a moment after the reader asked for it",
     "kvflow/runtime/peers/rendezvous.py": "a rank may have no room for one more question that waits",
     "kvflow/ray/peers.py": "Serve tells its own routers only when replicas come and go",
     "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tables import HANDLES, find, public_names  # noqa: E402
+from tables import HANDLES, api_list, api_table, find, public_names  # noqa: E402
 
 # Pages of the repository that are pages of the site, too.
 PAGES = {
@@ -32,7 +32,6 @@ _PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
 )
-_API_ROW = re.compile(r"^\| `(kvflow[\w.]*)` \|", re.MULTILINE)
 
 # What the runtime, and nobody else, calls on what users hold.
 _OWN = {
@@ -100,5 +99,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     markdown = _PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
     if name == "reference/api.md":
-        markdown = _API_ROW.sub(r"| [`\1`](api/\1.md) |", markdown)
+        assert api_list() in markdown
+        markdown = markdown.replace(api_list(), api_table())
     return _LINK.sub(link, markdown) if name in PAGES or not name.startswith("reference/api") else markdown

@@ -13,7 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,29 @@ def _source_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+def api_list() -> str:
+    """Public names by module."""
+    rows = ((f"`{module}`", ", ".join(map(_short, names))) for module, names in public_names().items())
+    return table(("module", "public names"), rows)
+
+
 def api_table() -> str:
+    """The same with the first sentence of each name's docstring, linked to its page: what the site has in its place."""
+
     def rows() -> Iterator[tuple[str, str]]:
         for module, names in public_names().items():
             yield f"**{module}**", ""
-            yield from ((f"`{full}`", said_of(full)) for full in names)
+            yield from ((f"[{_short(full)}](api/{full}.md)", _first_sentence(said_of(full))) for full in names)
 
     return table(("name", "what it is"), rows())
+
+
+def _short(full: str) -> str:
+    return f"`{full.rpartition('.')[2]}`"
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s+(?=[A-Z`])", text, maxsplit=1)[0]
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -96,19 +112,17 @@ def _cell(text: str) -> str:
 
 
 def settings_table(kind: type[Any]) -> str:
-    """Fields of a dataclass with type, default and docstring."""
+    """Fields of a dataclass with default and docstring; their type where the default does not show it."""
     said = docstrings_of(kind)
-    code = "`{}`".format
-    rows = (
-        (
-            code(entry.name),
-            code(str(entry.type).replace(" | ", " or ")),
-            code(default_of(entry)),
-            said.get(entry.name, ""),
-        )
-        for entry in fields(kind)
-    )
-    return table(("setting", "type", "default", "meaning"), rows)
+
+    def default(entry: Field[Any]) -> str:
+        shown, types = default_of(entry), str(entry.type).removesuffix(" | None").replace(" | ", " or ")
+        if shown in ("required", "{}"):
+            return f"{shown}, `{types}`"
+        return f"`None` or `{types}`" if shown == "None" else f"`{shown}`"
+
+    rows = ((f"`{entry.name}`", default(entry), said.get(entry.name, "")) for entry in fields(kind))
+    return table(("setting", "default", "meaning"), rows)
 
 
 def docstrings_of(kind: type[Any]) -> dict[str, str]:
@@ -196,26 +210,24 @@ def shapes_table() -> str:
 
 
 def backends_table() -> str:
-    """What `layout_for_backend` knows by name."""
-    from kvflow.core.cache.backends import BACKEND_LAYOUTS
+    """What `layout_for_backend` knows by name; neighbours that differ in nothing but name and versions share a row."""
+    from kvflow.core.cache.backends import BACKEND_LAYOUTS, BackendLayout
 
-    rows = (
-        (
-            f"`{row.backend}`",
-            row.versions,
-            f"`{row.style}`",
-            row.order,
-            ", ".join(row.memory_orders),
-            ", ".join(dict.fromkeys((*row.kv_formats, *row.byte_formats))),
-            row.view,
-        )
-        for row in BACKEND_LAYOUTS
-    )
-    return table(("backend", "read from", "style", "axes", "strides", "`kv_format`", "first"), rows)
+    def shape(row: BackendLayout) -> tuple[str, ...]:
+        formats = ", ".join(dict.fromkeys((*row.kv_formats, *row.byte_formats)))
+        return f"`{row.style}`", row.order, ", ".join(row.memory_orders), formats, row.view
+
+    rows = []
+    for told, alike in groupby(BACKEND_LAYOUTS, shape):
+        names = []
+        for versions, found in groupby(alike, lambda row: row.versions.replace(" and later", "+")):
+            names.append(f"{', '.join(f'`{row.backend}`' for row in found)} ({versions})")
+        rows.append(("; ".join(names), *told))
+    return table(("backend (read from)", "style", "axes", "strides", "`kv_format`", "first"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "api": api_table,
+    "api": api_list,
     "config": config_table,
     "limits": limits_table,
     "errors": errors_table,

@@ -15,7 +15,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.kv_events import EventSource, PrefixMap, Subscriber
 from kvflow.logs import logger_of
-from kvflow.runtime.load.load import LoadReport
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.surviving import SOURCES_MAX
 from kvflow.runtime.prefix.requests import PEERS_MAX, PrefixOffer, PrefixRequest
 from kvflow.runtime.runtime import Runtime

@@ -25,7 +25,8 @@ from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.prefix.sharing import SharedPrefixes
 from kvflow.runtime.prefix.shelf import Run
 from kvflow.runtime.producer.lease import Lease, ServeRequest

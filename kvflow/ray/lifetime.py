@@ -16,7 +16,7 @@ OpenedT = TypeVar("OpenedT")
 
 
 class Lifetime(Generic[OpenedT]):
-    """The content of a context, from `start` to `stop`.
+    """Content of a context that a task of its own enters at `start` and leaves at `stop`.
 
     Args:
         context: is entered and left by one task.

@@ -1,7 +1,4 @@
-"""The parts of a registered KV cache: those that serve, load and know peers, and what peers are answered.
-
-Each registration makes all of it anew (`incarnation`); nothing here changes afterwards but the parts themselves.
-"""
+"""Assembly of a registered KV cache: its parts are made here, once for each registration, and peers are answered."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign
-from kvflow.runtime.load.flight import Gear, Poller, Words
+from kvflow.runtime.load.gear import Gear, Poller, Words, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
-from kvflow.runtime.load.loader import Carriers, Loader, reads_in_flight
+from kvflow.runtime.load.loader import Carriers, Loader
 from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.surviving import Surviving
@@ -41,6 +38,7 @@ from kvflow.runtime.memory.scratch import Scratch
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
+from kvflow.runtime.peers.rendezvous import Rendezvous
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.prefix.pull import Means, Prefixes
 from kvflow.runtime.prefix.seek import Seeker
@@ -88,7 +86,7 @@ class RegisteredCache:
         equipment: Equipment,
         foreign: Foreign | None,
     ) -> None:
-        """`metadata`: what readers are told of this rank, but for what its clock shows then."""
+        """`metadata`: this rank as readers are told of it; its clock is read for each of them."""
         gear, route, offered, self.store = equipment
         self.local = local
         self.metadata = metadata
@@ -100,9 +98,10 @@ class RegisteredCache:
         self.own_reach = Reach(context, local, self.peers)
         """Reach of engines of our own make; `reach` may know others."""
         self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
-        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling)
+        meet = Rendezvous(context, local, self.own_reach).meet
+        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling, meet)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
-        meeting = Meeting(local, self.reach, self.remote_leases, self.whole.carry)
+        meeting = Meeting(local, meet, self.remote_leases, self.whole.carry)
         several = Surviving(context, meeting, self.reach, self.remote_leases, gear, self.whole.carry)
         carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry, several.accept)
         self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
@@ -141,7 +140,7 @@ class RegisteredCache:
             self.sharing = None
 
         def serve(request: ServeRequest, alone: bool) -> None:
-            if self.serving.news.turned_away:  # the shelf has looked for long
+            if self.serving.news.turned_away:  # it drains since the shelf was asked
                 raise RequestError(f"request {request.request_id!r}: {self.serving.news.turned_away}")
             self.serving.serve(request, holds=False, alone=alone)
 
@@ -198,7 +197,7 @@ class RegisteredCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankMemory:
-    """A cache that is being registered: the engine's layers, and what peers read and loads fill."""
+    """Memory of a cache that is being registered: the engine's layers, and those that peers read and loads fill."""
 
     groups: Sequence[CacheGroup]
     own: tuple[LayerSet, ...]
@@ -210,7 +209,7 @@ class _RankMemory:
 
     @property
     def filled(self) -> CacheDevice:
-        """The cache's sets as loads fill them."""
+        """The device whose memory loads fill."""
         return CacheDevice(HOST) if self.staging else self.device
 
 
@@ -306,7 +305,7 @@ async def _register(
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
     route = Route(config, sets, scratch, memory.staging, gear.copy_thread)
     offered = OfferedBlocks(local.groups, gear.ledger, seals, memory.staging, gear.copy_thread, limits.slice_bytes_max)
-    store = None if files is None else await _store(context, gear, memory, local, files)  # the last that is waited for
+    store = None if files is None else await _store(context, gear, memory, local, files)  # nothing after it may wait
     return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, store), foreign)
 
 

@@ -26,7 +26,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """This machine's clock; it goes on while the machine is suspended, where there is one that does."""
+    """The machine's clock: where it has one that goes on while it is suspended, that one."""
 
     now_s = staticmethod(partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)))
 

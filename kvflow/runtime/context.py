@@ -27,18 +27,18 @@ class Spawn(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """This rank, and its incarnation."""
+    """Name and place of this rank, and its incarnation."""
 
     rank: Rank
     incarnation: str
     agent_name: str
-    """Its name in the transport, and as a reader: unique per incarnation."""
+    """Name in the transport, and as a reader: unique per incarnation."""
     host: str
     port: int
 
     @property
     def address(self) -> str:
-        """Its side channel's address, as tickets name it."""
+        """Address of its side channel, as tickets name it."""
         return f"tcp://{self.host}:{self.port}"
 
 
@@ -56,4 +56,4 @@ class RankContext:
     seals: SealTable
     """Seals of the leases, one table for all registrations: its words lie where readers of any of them look."""
     token_hex: Callable[[int], str]
-    """Random bytes, so many, in hexadecimal, that nobody can guess."""
+    """Draws that many random bytes, in hexadecimal, which nobody can guess."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvflow.config import Config
 from kvflow.logs import logger_of
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.producer.serving import Serving
+
+if TYPE_CHECKING:
+    from kvflow.runtime.store.store import BlockStore
 
 logger = logger_of(__name__)
 
@@ -19,7 +22,7 @@ _NAMED_MAX = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReport:
-    """The ends of what was open when draining began; `finished` says that all did by itself, within the deadline."""
+    """Outcomes of what was open when draining began; `finished`: all ended by itself, within the deadline."""
 
     finished: bool
     leases_read: int = 0
@@ -27,27 +30,18 @@ class DrainReport:
     leases_revoked: int = 0
     loads_succeeded: int = 0
     loads_failed: int = 0
-    """Cancelled ones and those that the deadline ended included."""
-
-
-class Storing(Protocol):
-    """Saves and restores."""
-
-    @property
-    def open_requests(self) -> list[str]: ...
-    def close(self) -> None: ...
-    async def drained(self) -> None: ...
+    """Loads that failed, were cancelled, or were ended by the deadline."""
 
 
 class Registration(Protocol):
-    """The work that a registration has begun, of each kind."""
+    """The work that a registration has begun: `assembly.RegisteredCache`, named to keep chains of imports short."""
 
     @property
     def serving(self) -> Serving: ...
     @property
     def loader(self) -> Loader: ...
     @property
-    def store(self) -> Storing | None: ...
+    def store(self) -> BlockStore | None: ...
 
 
 def busy(work: Registration) -> bool:
@@ -96,7 +90,7 @@ async def end(work: Registration, config: Config, *, broken: bool = False) -> No
     bound_s = config.ending_s
     if not await _all_within(waits, bound_s):
         what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"
-        logger.warning("engine %r: not over after another %s s: %s", config.engine_id, bound_s, what)
+        logger.warning("engine %r: still open after another %s s: %s", config.engine_id, bound_s, what)
 
 
 def _some(requests: Sequence[str]) -> str:
@@ -106,7 +100,7 @@ def _some(requests: Sequence[str]) -> str:
 
 
 async def _all_within(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
-    """Wait for all of `waits`, but at most `timeout_s`; whether all are over."""
+    """Wait for all of `waits`, at most `timeout_s`. True if all are over."""
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*waits)

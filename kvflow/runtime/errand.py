@@ -1,7 +1,7 @@
-"""Errands: work that is carried out to its end by a task of its own, whoever waits for it.
+"""Errands: work that a task of its own carries to its end, even if who waits for it is cancelled.
 
-Who waits may be cancelled; the work goes on. Hosts cancel all tasks when they end, the errand's own included, so its
-steps hold cancellation back (`carry_out`): each of them is bounded and can be begun anew.
+A host that ends cancels all tasks, the errand's own included. So the steps of an errand hold cancellation back
+(`carry_out`): each step is bounded, and can be begun anew.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Errand:
             await asyncio.wait([self._task])
 
     def _running(self) -> asyncio.Task[None]:
-        if self._task is None or self._task.done():  # cancelled before its first step: later it would have gone on
+        if self._task is None or self._task.done():  # one that was cancelled before its first step is begun anew
             self._task = asyncio.create_task(self._work(), name=self._name)
             self._task.add_done_callback(seen)
         return self._task
 
 
 async def carry_out(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None) -> ResultT:
-    """One step of an errand, to its end: cancelled, it is begun anew, and `on_cancel` is told."""
+    """Carry one step of an errand to its end: if it is cancelled it is begun anew, and `on_cancel` is called."""
     while True:
         try:
             return await step()
@@ -58,6 +58,6 @@ async def carry_out(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[
 
 
 def seen(task: asyncio.Future[None]) -> None:
-    """The error of a task belongs to who waits for it; nobody may, and it is logged."""
+    """Mark the error of a task as seen: who waits gets it, it is logged, and nobody may wait."""
     if not task.cancelled():
         task.exception()

@@ -1,9 +1,8 @@
-"""Engines of another make: what a rank is given to read from them and to be read by them. Protocols only; see `stock`.
+"""Engines of another make: how a rank reads from them and is read by them. Protocols only; `stock` has them.
 
-A rank that has nobody of the kind is given nothing, and has nothing of it. One that has is given other ways to the same
-ends: its loads find their sources by a `Reaching` that knows both kinds of tickets, and a handshake says how a peer is
-told of its leases (`Telling`) and what vouches for what is read (`Proof`). Peers, loads, leases and their books are the
-same objects for all.
+A rank whose fleet has such engines is given a `Foreign`. Then its loads find their sources by a `Reaching` that knows
+both kinds of tickets, and each handshake says how the peer is told of its leases (`Telling`) and what vouches for
+reads from it (`Proof`). Peers, loads, leases and their books are the same objects for all makes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ from kvflow.runtime.peers.table import Handshaking, Peers
 
 
 class Leases(Protocol):
-    """This rank's own leases, as readers of another make need them; see `producer.serving.Serving`."""
+    """The leases of this rank: `producer.serving.Serving`, as far as readers of another make need it.
+
+    Named here to keep chains of imports short.
+    """
 
     def lease_id_of(self, request_id: str) -> str | None: ...
 
@@ -35,7 +37,7 @@ class Service(Protocol):
         """The frames of an answer; None if there is none. Never waits, and never raises."""
 
     def hears(self, payload: bytes) -> bool:
-        """Take a notification if it is of theirs; whether it is."""
+        """Take a notification if it is one of theirs. True if it is."""
 
 
 @runtime_checkable

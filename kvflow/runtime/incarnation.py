@@ -1,8 +1,8 @@
 """One incarnation of a rank: the life of one registration, from its agents to its last task.
 
-A cache that is registered again gets another one: another name, other agents, another poller, as if the rank had
-restarted at its address. So whatever peers know of the one before is over by the same comparison that tells a restarted
-rank from the one that it was (docs/decisions/0017-generations.md).
+A cache that is registered again gets another incarnation: another name, other agents, another poller, as if the rank
+had restarted at its address. Peers drop what they know of the one before by the comparison of names that also tells
+them of a restart (docs/decisions/0017-generations.md).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.errors import CacheUnregistered
-from kvflow.runtime.load.flight import Poller
+from kvflow.runtime.load.gear import Poller
 from kvflow.runtime.services import Services
 from kvflow.runtime.world import World
 
 
 class Incarnation:
-    """Made, opened, run, and ended in order: its tasks first, then its transport. A transport is not opened twice."""
+    """Tasks and transport of one registration. They end in order, the tasks first; a transport is opened once."""
 
     def __init__(self, config: Config, world: World, on_notification: Callable[[bytes], None]) -> None:
         self.name: str = world.token_hex(8)
@@ -53,7 +53,7 @@ class Incarnation:
         return task
 
     async def end_tasks(self) -> None:
-        """End its poller and all that was spawned, and wait for that. From now on nothing is."""
+        """End its poller and all spawned tasks, and wait for that. `spawn` raises from now on."""
         self._over = True
         for task in list(self._tasks):
             task.cancel()

@@ -1,8 +1,8 @@
-"""Records: what became of each load and each lease, told once, when it is over, to whoever observes a runtime.
+"""Records: each load and each lease as it has ended, told once to the observers of a runtime.
 
-A record is complete and final. Observers run on the event loop, in the step that ends the load or lease: they are to be
-quick. One that raises is logged and changes nothing; of many failures of one the 1st, 2nd, 4th, 8th ... are, and how
-many were left out. In tests its error is raised, too, when the runtime is closed (`World.forgives`).
+A record is final. Observers run on the event loop, in the step that ends the load or lease, so they have to be quick.
+The error of an observer is logged and changes nothing; of many of one observer the 1st, 2nd, 4th, 8th ... are logged,
+with how many were left out. In tests the first one is also raised when the runtime is closed (`World.forgives`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LoadRecord:
     bytes: int = 0
     blocks: int = 0
     blocks_by_group: Mapping[str, int] = field(default_factory=dict)
-    """The same, by the names of the cache's groups of layers."""
+    """Number of blocks by the names of the cache's groups of layers."""
     descriptors: int = 0
     verification: str = "off"
     """Outcome of comparing its bytes with the producer's, a `Verification`: "off", "verified", "repaired", "mismatch"
@@ -99,7 +99,7 @@ class LeaseRecord:
     """The reason why its prompt could not be computed, if its producer has said so."""
     blocks: int
     blocks_by_group: Mapping[str, int]
-    """The same, by the names of the cache's groups of layers."""
+    """Number of blocks by the names of the cache's groups of layers."""
     tokens: int
     readers: int
     """Ranks of consumers that said they have read."""

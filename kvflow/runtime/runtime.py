@@ -1,4 +1,4 @@
-"""The Runtime: what users hold. It checks that a call may be made, and passes it on to whoever does the work.
+"""The Runtime, which users hold. It checks that a call may be made, and passes it on to the part that does the work.
 
 It belongs to the event loop that opened it: every verb is called there, by its thread, or raises UsageError.
 """
@@ -26,8 +26,9 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.errand import seen
 from kvflow.runtime.foreign import Foreign
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, refused_load
+from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
@@ -287,7 +288,7 @@ class Runtime:
             ticket: as it came from the router.
 
         Returns:
-            Whether all ranks were told, within Config.handshake_timeout_s. A producer that has restarted or cannot be
+            True if all ranks were told, within Config.handshake_timeout_s. A producer that has restarted or cannot be
             reached is no error, since leases run out.
 
         Raises:
@@ -462,7 +463,7 @@ class Runtime:
             address: of one rank; None for all.
 
         Returns:
-            Whether it was forgotten within Config.handshake_timeout_s; if not it will be later.
+            True if it was forgotten within Config.handshake_timeout_s; if not it will be later.
         """
         self._require("forget_peer", new_work=False)
         checks.text(engine_id, "engine_id")
@@ -511,7 +512,7 @@ class Runtime:
         return self._supervisor.statistics()
 
     def _require(self, what: str, *, new_work: bool) -> None:
-        """The services are there, this is their loop, and `new_work` is possible if that is meant."""
+        """Raise unless the runtime runs, this is its loop and, with `new_work`, it takes new work."""
         self._supervisor.require_running()
         require_loop(self._supervisor.loop, what)
         if new_work:
@@ -532,7 +533,7 @@ class Runtime:
         return store
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
-        """Whoever takes loads now; observers are told of those that come while the runtime goes."""
+        """The loader that takes loads now. Observers are told of loads that come while the runtime drains."""
         here = asyncio._get_running_loop() is self._supervisor.loop
         if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:
             return self._supervisor.cache.loader  # the usual case, in few steps
@@ -552,7 +553,7 @@ class Runtime:
 
 
 def _dropped(supervisor: Supervisor) -> None:
-    """The handle of a runtime is gone. It may have been closed, else it is now, on its loop if that is still there."""
+    """Close a runtime whose handle is gone, unless it was closed: on its loop, if that is still there."""
     loop = supervisor.loop
     if loop is None:
         return

@@ -1,7 +1,7 @@
-"""The tasks of one runtime, and the one that holds them: whichever dies, everybody gets to know.
+"""The tasks of one runtime, in one task group: if one of them dies, the runtime is *broken*.
 
-One task holds a task group with the listener, the pollers and the handshakes. If a service ends before it is told to,
-by an error or because somebody has cancelled it, or if any other task raises, the runtime is *broken*.
+The supervisor's task holds the group. A service (the listener, a poller) has died if it raises, or if somebody else
+cancels it. Any other task has died if it raises.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ class Services:
             raise RuntimeClosed(f"the runtime {self._owner} is closing") from error
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
-        task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it has never begun
+        task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it never begins
         return task
 
     def must_last(self, task: asyncio.Task[None], what: str, over: Callable[[], bool] = lambda: False) -> None:
-        """This task is of a service: if somebody else cancels it, before that is `over`, the service has died."""
+        """Watch a service's task: if somebody else cancels it, before the service is `over`, the service has died."""
 
-        def ended(task: asyncio.Task[None]) -> None:  # not in its body: cancelled before its first step, it never runs
+        def ended(task: asyncio.Task[None]) -> None:  # cancelled early, the body never runs
             if task.cancelled() and not self._stop.is_set() and not over():
                 self.break_down(RuntimeBroken(f"the {what}'s task was cancelled from outside"))
 
         task.add_done_callback(ended)
 
     def break_down(self, cause: Exception) -> None:
-        """A task died: settle everybody, once, and end the others."""
+        """Break the runtime, once, since a task has died: settle everybody, and end the other tasks."""
         if self.cause is not None or self._stop.is_set():
             return
         logger.error("runtime %s broke: %s: %s", self._owner, type(cause).__name__, cause, exc_info=cause.__cause__)
@@ -91,9 +91,9 @@ class Services:
         self._on_break()
 
     async def _supervise(self, begin: Callable[[], None]) -> None:
-        """The supervisor's task: runs until told to stop, or until a service ends before that.
+        """Body of the supervisor's task: until told to stop, or until a service dies.
 
-        Cancelled from outside, by a host that ends, it closes everything before it goes: nobody else may be left to.
+        If a host that ends cancels it, it closes everything before it goes: nobody else may be left to do that.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -116,19 +116,19 @@ class Services:
             try:
                 return await self._close()
             except asyncio.CancelledError:
-                continue  # bounded: each cancel makes the closing hurry
+                continue  # bounded, since each cancel makes the closing hurry
             except RuntimeBroken:
                 return  # it is logged
 
     async def _watched(self, body: Coroutine[None, None, None]) -> None:
-        """The body of every task: what it raises breaks the runtime."""
+        """Body of every task: an error breaks the runtime."""
         try:
             await body
         except Exception as problem:  # noqa: BLE001 - whatever it is, everybody gets to know
             self.break_down(problem)
 
     def _never_ran(self) -> None:
-        """The supervisor's task has ended, perhaps cancelled before its first step: nobody may wait for it."""
+        """Settle who waits, if the supervisor's task was cancelled before its first step."""
         if not self._started.is_set():
             self.cause = RuntimeBroken("the supervisor's task was cancelled before it began")
             self._on_break()

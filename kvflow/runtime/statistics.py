@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.channel.protocol import ListenerStatistics
-from kvflow.runtime.load.load import LoadingStatistics
+from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.prefix.requests import PrefixStatistics
 from kvflow.runtime.prefix.shelf import SharingStatistics
@@ -39,7 +39,9 @@ class RuntimeState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeStatistics:
-    """A snapshot. Before a cache is registered, and in a runtime that was abandoned, its parts are None.
+    """A snapshot of a runtime: what is open, and what has happened.
+
+    Before a cache is registered, and in a runtime that was abandoned, its parts are None.
 
     A cache that is registered again goes on counting where the one before has ended. Between the two there are no
     `blocks`.
@@ -60,9 +62,9 @@ class RuntimeStatistics:
     early_notifications: int
     """Notifications that came before a cache was registered, when no lease could exist."""
     store: StoreStatistics | None = None
-    """None also where Config names no store. It counts anew with each registration."""
+    """Counts of the store, anew with each registration; None also where Config names none."""
     sharing: SharingStatistics | None = None
-    """None where the cache is not shared. It counts anew with each `Runtime.share`."""
+    """Counts of the shared cache, anew with each `Runtime.share`; None where it is not shared."""
     prefixes: PrefixStatistics | None = None
     """Counts of shared prefixes, anew with each registration."""
 

@@ -1,13 +1,13 @@
-"""The supervisor: opens, runs and closes everything that a runtime consists of, in order, and ends it if a part dies.
+"""The supervisor: opens, runs and closes the parts of a runtime in order, and ends them all if one dies.
 
-`Runtime` is the handle that users hold; nothing here refers to it, so that a handle which is dropped is noticed. The
-listener, the side channel, the copy thread, the clock and the words of seals are the runtime's; agents, poller, ledger,
-peers and all that is read or written are of one registration, whose life is an `Incarnation`. If a service dies the
-runtime is *broken*: leases are revoked, loads fail, and later calls raise RuntimeBroken with the cause.
+`Runtime` is the handle that users hold. Nothing here refers to it, so that a handle which is dropped is noticed. The
+listener, the side channel, the copy thread, the clock and the seals last as long as the runtime. Agents, poller,
+ledger and peers last as long as one registration, which is an `Incarnation`. If a service dies the runtime is
+*broken*: leases are revoked, loads fail, and later calls raise RuntimeBroken with the cause.
 
-Unregistering ends one incarnation, closing ends all there is; both are errands, carried out to their end whoever waits.
-Once closing is cancelled it waits for nobody who could still finish in peace. A runtime whose loop has gone is
-*abandoned*: what must not stay is given back without it.
+Unregistering ends one incarnation, closing ends everything. Both are errands: they go on if who waits is cancelled. A
+closing that is cancelled no longer waits for leases and loads to end by themselves. A runtime whose loop has gone is
+*abandoned*: sockets, threads and memory are given back without the loop.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Supervisor:
             await self._services.supervised()
 
     def abandon(self, wait_s: float = 0.0) -> None:
-        """Give back what must not stay, without the loop, which is gone: sockets now, threads when reads have ended.
+        """Give sockets back now, and threads when reads have ended, without the loop, which is gone.
 
         Waits up to `wait_s` for the threads. Whoever waited on the loop was settled by the loop's own end.
         """
@@ -181,7 +181,7 @@ class Supervisor:
         )
 
     def require_running(self, *, new_work: bool = False) -> None:
-        """The services are there; and they take `new_work`, if that is meant."""
+        """Raise unless the runtime runs and, with `new_work`, takes new work."""
         match self.state:
             case RuntimeState.DRAINING if new_work:
                 raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
@@ -231,7 +231,7 @@ class Supervisor:
             self.cache = None
         if self.held is not None:
             await self._unregistering.done()
-        await self._unregistering.over()  # of a registration that has failed
+        await self._unregistering.over()  # a registration that failed may be ending
 
     async def _register(self, groups: Sequence[CacheGroup], copy_blocks: BlockCopier | None) -> None:
         assert self._services is not None, "it runs"
@@ -278,7 +278,7 @@ class Supervisor:
         return self._services.cause if self._services is not None else None
 
     def _on_break(self) -> None:
-        """A service died: settle everybody."""
+        """Settle everybody, since a service has died."""
         if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self.state = RuntimeState.BROKEN
         if self.held:
@@ -288,12 +288,12 @@ class Supervisor:
                 self.held.store.close()
 
     async def _unregister(self) -> None:
-        """The errand: end what there is of a registration, be it half done."""
+        """Body of the errand: end a registration, also one that is half done."""
         services, cache = self._services, self.held
         assert services is not None, "it was opened"
         await carry_out(self._end_work)
         if self._incarnation is not None:
-            self._incarnation.poller.wait_for_transport()  # who waits for a read to stop goes on with the runtime
+            self._incarnation.poller.wait_for_transport()  # flights wait on for their reads to stop
         problem = await carry_out(self._end_incarnation)
         if cache is not None:
             problem = problem or await carry_out(partial(self._end_copies_of, cache))
@@ -309,7 +309,7 @@ class Supervisor:
         return Past(serving=now.serving, loading=now.loading, transport=now.transport)
 
     async def _close(self) -> None:
-        """The errand."""
+        """Body of the errand: end everything."""
         hurry = self._hurry
         assert self._services is not None, "it was opened"
         try:
@@ -331,7 +331,7 @@ class Supervisor:
         self._hurried = True
 
     async def _end_work(self, *, drained: bool = False) -> None:
-        """End leases and loads, those that may be `drained` in peace if there is time; readers get to know of it."""
+        """End leases and loads, and tell readers. With `drained` they may first end by themselves, if there is time."""
         cache = self.held
         if cache is None:
             return
@@ -357,7 +357,7 @@ class Supervisor:
             await incarnation.transport.aclose(bound_s)
         except TransportError as error:
             problem = str(error)
-        stopped = not problem and not isinstance(self._cause, TransportBroken)  # it has waited for the last read
+        stopped = not problem and not isinstance(self._cause, TransportBroken)  # after the last read
         incarnation.poller.settle(stopped=stopped)
         if cache and stopped:
             cache.loader.all_stopped()
@@ -370,7 +370,7 @@ class Supervisor:
         bound_s = self.config.limits.transport_close_timeout_s
         try:
             async with asyncio.timeout(bound_s):
-                await self._copier.run(lambda: None)  # they run one after the other
+                await self._copier.run(lambda: None)  # jobs run one after the other
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = cache.loader.open_requests, cache.serving.open_requests

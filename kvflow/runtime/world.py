@@ -37,6 +37,6 @@ class World:
     """Random bytes, so many, in hexadecimal: incarnations and lease ids, which must not be guessed."""
     copier: Callable[[str], CopyThread] = CopyThread
     forgives: bool = True
-    """An observer that raises is logged and no more. If not, as in tests, closing raises its error, too."""
+    """True if the error of an observer is only logged. If False, as in tests, closing raises it, too."""
     real: bool = True
-    """A runtime that is dropped, or that Python's end meets, is closed. A simulated process just crashes."""
+    """True if a runtime that is dropped, or is left at Python's end, is closed. A simulated process just crashes."""

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from kvflow.blocking import Load
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import KVFlowError, PeerError, PeerIncompatible
-from kvflow.runtime.load.load import LoadRequest
+from kvflow.runtime.load.requests import LoadRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.manager import Wanted, wanted_message
 

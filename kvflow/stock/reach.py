@@ -35,7 +35,7 @@ class StockReach:
 
     def __init__(self, context: RankContext, peers: Peers, own: Reach, handshakes: StockHandshakes) -> None:
         self.walk, self.when_served, self.ask_digests = own.walk, own.when_served, own.ask_digests
-        self.meet, self.ask_patiently = own.meet, own.ask_patiently
+        self.ask_patiently = own.ask_patiently
         self.succeeded, self.failed = own.succeeded, own.failed
         self.backs_off, self.delivered = own.backs_off, own.delivered
         self._block_ids_max = context.config.limits.block_ids_max

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 from unittest import mock
 
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Progress
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.runtime import Runtime
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kvflow.config import Config
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.runtime.load.load import LoadRequest
+from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime

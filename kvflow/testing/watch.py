@@ -181,7 +181,7 @@ class OfferWatch:
 
 
 def _held(lease: Lease) -> HeldBlocks:
-    held = lease._held
+    held = lease._opened.held
     assert isinstance(held, HeldBlocks), "a runtime has opened it"
     return held
 

@@ -25,7 +25,7 @@ from kvflow.core.protocol.messages import PREFIX_OF
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.kv_events import BlockStored
-from kvflow.runtime.load.load import LoadReport
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixRequest
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime

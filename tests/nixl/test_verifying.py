@@ -11,7 +11,7 @@ import torch
 
 from kvflow.core.protocol import messages
 from kvflow.errors import ChecksumMismatch
-from kvflow.runtime.load.load import Verification
+from kvflow.runtime.load.requests import Verification
 from kvflow.testing import nixl_pair
 
 pytestmark = pytest.mark.nixl

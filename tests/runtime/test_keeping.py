@@ -73,6 +73,7 @@ async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
         cast(Peers, None),
         cast(Reach, reach),
         cast(LeaseIdTelling, None),
+        cast(Any, None),
     )
     with leases.keep_while(cast(Ticket, AnyTicket())):
         await reach.searching.wait()

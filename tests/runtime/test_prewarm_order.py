@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.core.protocol.addresses import Address, PeerAddress
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.peers.prewarm import prewarm
 
@@ -17,13 +17,14 @@ async def test_readers_begin_at_different_engines_of_a_long_list(count: int, spr
     """Decode engines that restart together have the same list: at each engine of it they would all come at once."""
     asked: list[str] = []
 
-    def get(at: Address) -> Any:
-        asked.append(at.engine_id)
-        raise at.failure(PeerUnreachable, "nobody")
+    async def ranks_at(engine: PeerAddress) -> Any:
+        asked.append(engine.engine_id)
+        raise PeerUnreachable("nobody", peer=engine.address)
 
     names = [f"e{number}" for number in range(count)]
     engines = [PeerAddress(engine_id=name, address="tcp://127.0.0.1:5600") for name in names]
-    found = await prewarm(SimpleNamespace(spread=spread), SimpleNamespace(get=get, connect=None), engines)  # type: ignore[arg-type]
+    reach: Any = SimpleNamespace(spread=spread, ranks_at=ranks_at)
+    found = await prewarm(reach, peers=SimpleNamespace(), engines=engines)  # type: ignore[arg-type]
     assert asked == names[first:] + names[:first]
     assert [one.engine_id for one in found] == names
     assert all(isinstance(one.error, PeerUnreachable) for one in found)

@@ -31,7 +31,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.load.load import Verification
+from kvflow.runtime.load.requests import Verification
 from kvflow.runtime.memory.digests import DigestedCache
 from kvflow.runtime.producer import digests
 from kvflow.runtime.world import World

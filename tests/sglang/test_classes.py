@@ -496,8 +496,8 @@ def test_poll_asks_nobody(pair: tuple[Server, Server], monkeypatch: pytest.Monke
 
     def poll_all() -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(blocking._Host, "call", refuse)
-            patched.setattr(blocking._Host, "start", refuse)
+            patched.setattr(blocking.host.LoopHost, "call", refuse)
+            patched.setattr(blocking.host.LoopHost, "start", refuse)
             for one in (*request.senders, *request.receivers):
                 one.poll()
 

@@ -15,7 +15,8 @@ from kvflow import Config, Lease, LoadReport, LoadRequest, Ticket
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.clock import Clock
-from kvflow.runtime.load.load import Load, LoadingStatistics
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World

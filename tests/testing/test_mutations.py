@@ -24,12 +24,14 @@ from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.load import plan, verifying
-from kvflow.runtime.load.flight import Flight, Poller
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import Poller
 from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.lanes import Lane, PromptSpan
 from kvflow.runtime.load.leases import LeaseIdTelling
-from kvflow.runtime.load.load import Load, LoadReport, Work
+from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.news import News
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.surviving import Surviving, _Course
 from kvflow.runtime.load.verifying import Comparison
 from kvflow.runtime.memory.copy_thread import CopyThread

@@ -181,7 +181,7 @@ async def test_what_an_event_stands_for_is_computed_when_it_has_happened(
         compute(producer.cache, range(11))
         watch.assert_unchanged()
         event.happen()
-        await until(lambda: lease._held.computed)
+        await until(lambda: lease._opened.held.computed)
         watch.assert_unchanged()
         compute(producer.cache, range(7, 8))
         await lease.revoke()

@@ -1,8 +1,7 @@
 """The side channel over ZeroMQ: the end that asks, over connections that are kept for a while; `ZmqListener` answers.
 
-ZeroMQ itself would try a connection that fails again and again, in silence; its monitor says so, and the question ends.
-Names of hosts are looked up before (`lookups`), since ZeroMQ's thread, which all questions share, would stand still for
-that.
+ZeroMQ would silently retry a connection that fails. Its monitor reports the failure, and the question ends. Names of
+hosts are looked up before (`lookups`): ZeroMQ would look them up on its thread, which all questions share.
 
 With CURVE the engine that is asked must own the key that our allowlist has under its name, and it must have ours.
 """
@@ -33,10 +32,10 @@ ATTEMPTS_MAX = 6
 """Times that a question is put whose connection is closed before its answer, the first time included."""
 
 ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
-"""The pauses between: a listener that had too many connections and dropped all must not get them back at once."""
+"""Pauses between them: a listener that had too many connections and dropped all must not get them back at once."""
 
 _CLOSED = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
-"""Events of a connection that the other side has closed; the second is also what one says that uses CURVE alone."""
+"""Events of a connection that the other side has closed. The second comes, too, where one side alone uses CURVE."""
 
 
 class ZmqSideChannel:
@@ -74,7 +73,7 @@ class ZmqSideChannel:
         self._connections.abandon()
 
     async def _keys(self) -> Keyring | None:
-        """This engine's keys, read when they are first needed; None without CURVE."""
+        """Keys of this engine, read when they are first needed; None without CURVE."""
         config, secret, peers = self._config, self._config.curve_secret_key_file, self._config.curve_peers_dir
         if self._keyring is None and secret is not None and peers is not None:
             self._keyring = await Keyring.read(config.engine_id, Path(secret), Path(peers), self._now_s)

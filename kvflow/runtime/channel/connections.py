@@ -1,13 +1,13 @@
 """Connections to listeners: a new one for a first question, kept for a while for those that follow.
 
-A connection belongs to the one question that it was opened for until that is answered. If the answer says which
-question it is for, others may share the connection, several at once, and it is kept for some time after the last of
-them; each answer goes to the question that it names, and one whose question is over goes to nobody. A listener that
-does not number its answers gets a connection for every question.
+A connection belongs to the question that it was opened for until that is answered. If the answer has the question's
+number, other questions may share the connection, several at once, and it is kept for some time after the last of them.
+An answer goes to the question that it names; one whose question is over is dropped. A listener that does not number
+its answers gets a connection for every question.
 
-A question that ends without an answer, because its time is up or nobody wants to know any more, spends its connection:
-what waits on it may go on, but whoever asks next gets a new one. So a connection that has gone dead in silence costs
-one question, as it would if none was kept.
+A question that ends without an answer, because its time is up or it was cancelled, spends its connection: questions
+that wait on it may go on, but the next one gets a new connection. So a connection that died in silence costs one
+question, as it would if none was kept.
 
 A kept socket has no task and no timer of its own: the loop hears of it when ZeroMQ has something for it.
 """
@@ -34,7 +34,7 @@ ANSWER_BYTES_MAX = 4 << 20
 KEPT_IDLE_S = 5.0
 """Time a connection to a peer is kept after its last question, for the next one."""
 KEPT_MAX = 32
-"""Connections that are kept so: the one that was not used for longest goes first. Each has four files."""
+"""Connections that are kept so. The one that was not used for longest goes first; each has four open files."""
 _TAKEN_AT_ONCE = 2 * QUESTIONS_MAX
 _NOTICED = (
     zmq.Event.CONNECT_RETRIED
@@ -45,7 +45,7 @@ _NOTICED = (
 )
 
 _MONITORS = itertools.count()
-"""Names for what tells of a connection's failures. None is used twice: ZeroMQ lets go of a closed one only later."""
+"""Numbers for the names of monitors. None is used twice: ZeroMQ lets go of a closed one only later."""
 
 Heard: TypeAlias = "list[bytes] | zmq.Event"
 """The frames of an answer, or what has become of the connection: all but CONNECT_RETRIED are its end."""
@@ -62,12 +62,12 @@ class ListenerWay:
 
 @dataclass(slots=True, eq=False)
 class OpenQuestion:
-    """One that waits for its answer."""
+    """A question that waits for its answer."""
 
     number: int
     heard: asyncio.Queue[Heard] = field(default_factory=asyncio.Queue)
     answered: bool = False
-    """An answer has come that names it."""
+    """True once an answer has come that names it."""
 
 
 class KeptConnection:
@@ -80,7 +80,7 @@ class KeptConnection:
         answer_bytes_max: int,
         over: Callable[[KeptConnection], None],
     ) -> None:
-        """`over` is called when it has come to its end by itself. Raises ZMQError."""
+        """Connect; `over` is called if the connection ends by itself. Raises ZMQError."""
         self.way = way
         self.waiting: dict[int, OpenQuestion] = {}
         self.spent = False
@@ -104,7 +104,7 @@ class KeptConnection:
         self._files = [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
         for file, look in zip(self._files, (self._look, self._look_at_monitor), strict=True):
             self._loop.add_reader(file, look)
-        self._loop.call_soon(self._look_at_monitor)  # of what came before, the loop may not hear
+        self._loop.call_soon(self._look_at_monitor)  # the loop may not be told of messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
         """Send a question. Raises ZMQError."""
@@ -114,11 +114,11 @@ class KeptConnection:
             self._socket.send_multipart([header, body], flags=zmq.NOBLOCK)
         self._asked += 1
         self.waiting[question.number] = question
-        self._look()  # sending takes notice of what has come, so the loop does not
+        self._look()  # sending consumes the event of messages that have come
         return question
 
     def close(self) -> None:
-        """Closing twice is fine."""
+        """Close its sockets. Closing twice is fine."""
         if self.closed:
             return
         self.closed = True
@@ -152,7 +152,7 @@ class KeptConnection:
         self._monitor.close(linger=0)
 
     def _look(self) -> None:
-        """Take what has come. ZeroMQ tells the loop of a change once, so all of it, or look again soon."""
+        """Take all messages that have come, or look again soon: ZeroMQ tells the loop of a change once."""
         for _ in range(_TAKEN_AT_ONCE):
             frames = None if self.closed else _received(self._socket)
             if frames is None:
@@ -168,7 +168,7 @@ class KeptConnection:
                 question.answered = True
                 question.heard.put_nowait(frames)
         elif self._asked > 1:
-            self._end(zmq.Event.DISCONNECTED)  # whose answer is it? Each asks again, by itself
+            self._end(zmq.Event.DISCONNECTED)  # whose answer is unknown: each is asked again by itself
         else:
             self._tell(frames)
 
@@ -192,7 +192,7 @@ class KeptConnection:
 
 
 class Connections:
-    """All that one engine has, to whomever it asks."""
+    """All connections of one engine, to whomever it asks."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -205,12 +205,12 @@ class Connections:
         self._closed = False
 
     def shared(self, way: ListenerWay) -> KeptConnection | None:
-        """One that has answered before, and has room for a question."""
+        """A connection that has answered before, and has room for a question."""
         found = self._shared.get(way)
         return None if found is None or len(found.waiting) >= QUESTIONS_MAX else found
 
     def open(self, way: ListenerWay) -> KeptConnection:
-        """A new one, for one question. Raises ZMQError, such as for too many open files."""
+        """Open a connection, for one question. Raises ZMQError, such as for too many open files."""
         if self._context is None:
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -236,7 +236,7 @@ class Connections:
             self._ended(connection, answered=question is not None and question.answered)
 
     def close(self) -> None:
-        """Keep none any more; those in use are closed after their last question."""
+        """Keep no connection any more; those in use are closed after their last question."""
         self._closed = True
         for connection in list(self._idle):
             self._drop(connection)
@@ -250,7 +250,7 @@ class Connections:
             self._forget(connection)
 
     def _ended(self, connection: KeptConnection, *, answered: bool) -> None:
-        """A question has ended."""
+        """End a question: its connection is kept, or closed."""
         way = connection.way
         if not answered:
             connection.spent = True
@@ -298,7 +298,7 @@ class Connections:
             self._timer = loop.call_at(since_s + KEPT_IDLE_S, self._look_at_idle)
 
     def _look_at_idle(self) -> None:
-        """Close those that were not used for long."""
+        """Close connections that were not used for long."""
         self._timer = None
         over_s = asyncio.get_running_loop().time() - KEPT_IDLE_S
         for connection, since_s in list(self._idle.items()):

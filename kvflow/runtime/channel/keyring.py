@@ -37,7 +37,7 @@ _READ_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """32 bytes each."""
+    """A public and a secret key, 32 bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -51,7 +51,7 @@ class _Allowlist(NamedTuple):
 
 
 class Keyring:
-    """This engine's keys, and those of the engines that it talks to."""
+    """Keys of this engine, and public keys of those that it talks to."""
 
     def __init__(self, own: KeyPair, folder: Path, allowlist: _Allowlist, now_s: Callable[[], float]) -> None:
         self.own = own
@@ -75,7 +75,7 @@ class Keyring:
         return self._allowlist.keys.get(engine_id)
 
     async def engine_of(self, key: bytes) -> str | None:
-        """Engine whose public key that is; None if it is not in the folder."""
+        """The engine with that public key; None if it is not in the folder."""
         await self._refresh()
         return self._allowlist.engines.get(key)
 

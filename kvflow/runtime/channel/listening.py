@@ -170,7 +170,7 @@ class ZmqListener:
             self._send(sender, header.question, reply)
 
     def _send_late(self, sender: bytes, question: int, reply: asyncio.Future[messages.Reply]) -> None:
-        """A reply that was promised is there."""
+        """Send a reply that was promised."""
         if not reply.cancelled() and not self._socket.closed:
             self._send(sender, question, reply.result())
 
@@ -183,7 +183,7 @@ class ZmqListener:
         self._post([sender, *messages.encode_frames(messages.our_header(b"", question), reply)], outcome)
 
     def _answer_stranger(self, answer: AnswerStranger, sender: bytes, question: bytes) -> None:
-        """Answer a reader of another make as it expects it, or not at all: what else is sent may end it."""
+        """Answer a reader of another make as it expects it, or not at all: another answer may make it exit."""
         frames = answer(question)
         if frames is None:
             self._drop("a question of another make that has no answer")

@@ -22,7 +22,7 @@ Answer: TypeAlias = Callable[[messages.Header, messages.Request], Answered]
 
 
 def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
-    """A "no", and why."""
+    """Refuse a question, and say why."""
     why = printable(reason, REASON_CHARS_MAX - 3)
     return messages.Refusal(reason=why, version=messages.PROTOCOL_VERSION, transient=transient)
 
@@ -37,7 +37,7 @@ class ListenerStatistics:
 
     answered: int
     refused: int
-    """Answered with a reason."""
+    """Requests that were answered with a reason."""
     dropped: int
     """Messages not answered: none of ours, or nobody took the answer."""
     over_rate: int = 0

@@ -1,4 +1,4 @@
-"""Wrappers of a load's read, where they are asked for: an event before it, a comparison after it."""
+"""Wrappers of a load's read, for loads that ask for them: an event before it, a comparison after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kvflow.checks import said
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.errors import ChecksumMismatch, PeerError, TransferFailed
 from kvflow.logs import logger_of
-from kvflow.runtime.load.load import VERIFY, Load, Verification, Work
+from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.requests import VERIFY, Verification
 from kvflow.runtime.load.verifying import LeaseEnded, NotCompared, Verifier
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.peers.peer import Source
@@ -19,7 +20,7 @@ logger = logger_of(__name__)
 
 @contextmanager
 def held(sources: Sequence[Source]) -> Iterator[None]:
-    """Keep the transport's side of their connections alive while the block waits, or claims them."""
+    """Keep connections open in the transport while the block waits, or claims them."""
     for source in sources:
         source.connection.users += 1
     try:
@@ -32,7 +33,7 @@ def held(sources: Sequence[Source]) -> Iterator[None]:
 
 
 async def until(event: DeviceEvent, copy_thread: CopyThread, load: Load, work: Work) -> None:
-    """Wait until the device has left the blocks alone. TransferFailed if that will never be known."""
+    """Wait until the device does nothing to the blocks any more. TransferFailed if that will never be known."""
     work.enter("queued")
     try:
         await copy_thread.happened(event)
@@ -42,7 +43,7 @@ async def until(event: DeviceEvent, copy_thread: CopyThread, load: Load, work: W
 
 
 class Verifying:
-    """Reads and compares with what the producer holds; where that differs reads once more, and compares again."""
+    """Reads, and compares with what the producer holds. If it differs, reads and compares once more."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
@@ -52,9 +53,9 @@ class Verifying:
         return self._verifier.drawn()
 
     async def read(self, load: Load, work: Work, read: Callable[[], Awaitable[bool]]) -> bool:
-        """True if the lease has covered it. Raises ChecksumMismatch, or why a load that has to be verified is not.
+        """Read and compare. True if the lease has covered the read.
 
-        Its blocks stay claimed all the time.
+        Raises ChecksumMismatch, or why a load that has to be verified is not. Its blocks stay claimed all the time.
         """
         try:
             difference = await self._read_and_compare(work, read)
@@ -76,7 +77,7 @@ class Verifying:
         return True
 
     async def _read_and_compare(self, work: Work, read: Callable[[], Awaitable[bool]]) -> str:
-        """Difference, "" if there is none. Raises LeaseEnded or NotCompared when no read is under way any more."""
+        """Read, and give the difference in words, "" if there is none. Raises LeaseEnded or NotCompared afterwards."""
         async with self._verifier.asking(work.ticket.request_id, work.sources, work.tables) as comparison:
             work.enter("wire")
             if not await read():
@@ -85,7 +86,7 @@ class Verifying:
             return await comparison.difference()
 
     def _not_verified(self, load: Load, work: Work, problem: NotCompared) -> None:
-        """A read that could not be compared: raises what follows from that, if the load must not go on."""
+        """Note that a read could not be compared. Raises if the load must not go on without that."""
         if work.verification is Verification.MISMATCH:
             why = f"what was read is not what is offered, and then could not be compared: {problem}"
             raise work.failure(load, ChecksumMismatch, why) from problem

@@ -1,81 +1,43 @@
 """One load's bytes: a flight owns what it has claimed, posts reads, and knows when the last one has stopped.
 
 Posted reads cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
-here for its posted reads, up to a bound; past it the blocks are quarantined, and the flight outlives the load until
-they are safe (invariant I1). What it has claimed (blocks, words for seals, connections) has one way out: `_give_back`.
+here for its posted reads, up to a bound. Past the bound the blocks are quarantined, and the flight outlives the load
+until they are safe (invariant I1). Blocks, words for seals and connections are given back in one place: `_give_back`.
 
-Most reads go straight into the cache. What cannot land there goes through buffers, in copy groups: reads from one or
-several ranks and, when the last of them has landed, a copy to run on the copy thread. A copy under way is as little to
-be taken back as a read, so it counts as one.
+Most reads go straight into the cache. The others go through buffers, in copy groups (`reads.CopyGroup`): reads from one
+or several ranks and, when the last of them has landed, a copy on the copy thread. A copy that runs cannot be taken back
+either, so it counts as a read.
 
-Every read needs a permit before it is posted, and has it until it has stopped, quarantined or not. Deadlock-free: a
-permit is asked for when the read can be posted at once, so its holder waits for nobody, and what a load holds while it
-waits (its words, buffers) is never asked for by a holder of a permit.
-
-The `Poller` is the one task that takes events from the transport. When it ends, for whatever reason, it settles every
-flight, so nobody waits on a transport that nobody listens to any more (invariant I7). If a cache is unregistered that
-is done once the transport has been closed, which waits for the reads: who waits for their end goes on with the runtime.
+Every read needs a permit before it is posted, and keeps it until it has stopped, quarantined or not. There is no
+deadlock: a permit is asked for when the read can be posted at once, so its holder waits for nobody; and no holder of a
+permit asks for words or buffers, which a load may hold while it waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
 
-from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
-from kvflow.core.policy.ledger import BlockLedger
-from kvflow.core.policy.queue import FairQueue, Permit, PermitState
+from kvflow.core.policy.queue import Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
-from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealTable, Step, fetch_seal
-from kvflow.errors import BlocksBusy, RuntimeBroken, TransportBroken
-from kvflow.runtime.clock import Clock
-from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.digests import DigestGear
+from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
+from kvflow.errors import BlocksBusy, RuntimeBroken
+from kvflow.runtime.load.gear import Gear
+from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
 from kvflow.runtime.memory.pool import granted
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
-from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
+from kvflow.transport.base import ReadEnded, TransportError
 
-Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
-"""Callback told how a read has ended; RuntimeBroken if that will never be known."""
+_FADE = 63 / 64  # factor of the longest known read of a peer, with each shorter one
 
-
-_FADE = 63 / 64  # of the longest read that is known of a peer, with each that is shorter
-
-# What each load goes through, looked up once.
+# Steps that each load goes through, looked up once.
 _READING = fire(TRANSFER_TABLE, TransferState.PENDING, TransferEvent.POST)
 _LANDED = fire(TRANSFER_TABLE, TransferState.READING, TransferEvent.LAND)
-
-
-class Read(NamedTuple):
-    """One read from one rank."""
-
-    source: Source
-    descriptors: Descriptors
-    carries_seal: bool = False
-
-
-class CopyGroup(NamedTuple):
-    """Reads that belong together, and what happens when all have landed."""
-
-    reads: Sequence[Read]
-    copy: Callable[[], None] | None = None
-    """Runs on the copy thread once all reads have landed."""
-    release: Callable[[], None] | None = None
-    """Runs on the loop once nothing can touch the group's buffers any more."""
-    on_land: Callable[[float, float], None] | None = None
-    """Callback told, once all of it is in the cache, when that was, and when its first read was posted."""
-
-
-class CopyFailed(Exception):
-    """A copy between buffers and the cache raised; `__cause__` says what."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,166 +48,6 @@ class _Running:
     pending: int = 1  # the beginning counts as one
     intact: bool = True
     begun_s: float = math.inf
-
-
-class Posts(Protocol):
-    """The object that posts reads: the `Poller`, and the moves of a store."""
-
-    @property
-    def behind(self) -> bool: ...
-
-    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None: ...
-
-    def give_up_reads(self, heard: Callable[..., None]) -> None: ...
-
-
-class Poller:
-    """Posts reads and dispatches events. `run` is the poller task's body."""
-
-    def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
-        self._transport = transport
-        self._on_notification = on_notification
-        self._under_way: dict[PostedRead, Told] = {}
-        self._cause: BaseException | None = None
-        self._ended = self._patient = False
-
-    @property
-    def behind(self) -> bool:
-        """See `Transport.behind`."""
-        return self._transport.behind
-
-    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None:
-        """Post a read (see `Transport.post_read`); `told` is called once, when it ends."""
-        if self._ended:
-            raise RuntimeBroken("the transfer poller has ended") from self._cause
-        self._under_way[self._transport.post_read(agent, descriptors)] = told
-
-    def give_up_reads(self, heard: Callable[..., None]) -> None:
-        """Have those reads end of which a part of `heard` is told, where the transport can (`Transport.give_up`)."""
-        told = self._under_way.items()
-        self._transport.give_up([read for read, one in told if isinstance(one, partial) and one.func == heard])
-
-    async def run(self) -> None:
-        """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
-        try:
-            await self._transport.run(self._dispatch)
-        except BaseException as error:
-            self._cause = error
-            raise
-        finally:
-            self._ended = True
-            if not self._patient:
-                self.settle(stopped=False)
-
-    def wait_for_transport(self) -> None:
-        """Leave reads to the transport, which is about to be closed and waits for them: they are not lost yet."""
-        self._patient = True
-
-    def settle(self, *, stopped: bool) -> None:
-        """Fail all reads under way. They have `stopped`, or it is not known whether they have."""
-        under_way, self._under_way = self._under_way, {}
-        for posted, told in under_way.items():
-            if stopped:
-                told(ReadEnded(posted, TransportError("the transport was closed"), 0.0))
-            else:
-                lost = TransportBroken("the transfer poller ended while the read was under way")
-                lost.__cause__ = self._cause
-                told(lost)
-
-    def _dispatch(self, event: ReadEnded | Notified) -> None:
-        if isinstance(event, ReadEnded):
-            self._under_way.pop(event.read)(event)
-        else:
-            self._on_notification(event.payload)
-
-
-class Words:
-    """The words of host memory that seals are fetched to, and the loads that wait for some.
-
-    A load is admitted when each rank that it reads from has one.
-
-    A smaller priority goes first, equal ones in the order in which they came; nothing overtakes who is first.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.table = SealTable(count)
-        """Seals as they were fetched."""
-        self.address = self.table.address(0)
-        """Address of the first word."""
-        self._free = list(range(count - 1, -1, -1))
-        self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
-        """A heap."""
-        self._numbers = itertools.count()
-
-    @property
-    def span(self) -> Span:
-        return self.table.span
-
-    @property
-    def waiting(self) -> int:
-        """Number of loads that wait."""
-        return sum(not turn.done() for *_, turn in self._queue)
-
-    @property
-    def used(self) -> int:
-        return self.table.count - len(self._free)
-
-    def take(self, sources: Sequence[Source]) -> bool:
-        """Give each source a word: True if there are enough, and nobody waits."""
-        if self._queue or len(self._free) < len(sources):
-            return False
-        for source in sources:
-            source.word = self._free.pop()
-        return True
-
-    async def wait(self, sources: Sequence[Source], priority: int) -> None:
-        """Return once each of them has a word. Cancelling gives them, or the place in the queue, back."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._queue, (priority, next(self._numbers), sources, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._admit()  # it may have been the first
-            else:
-                self.give_back(sources)
-            raise
-
-    def give_back(self, sources: Sequence[Source]) -> None:
-        """Take words back that are needed no more: wipe them, and admit who waits."""
-        for source in sources:
-            self.table.words[source.word] = 0
-            self._free.append(source.word)
-        if self._queue:
-            self._admit()
-
-    def _admit(self) -> None:
-        while self._queue:
-            *_, sources, turn = self._queue[0]
-            if not turn.done():
-                if len(self._free) < len(sources):
-                    return
-                for source in sources:
-                    source.word = self._free.pop()
-                turn.set_result(None)
-            heapq.heappop(self._queue)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gear:
-    """Parts that all flights of a runtime share."""
-
-    ledger: BlockLedger
-    words: Words
-    """Words that seals are fetched to."""
-    queue: FairQueue
-    """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
-    poller: Posts
-    copy_thread: CopyThread
-    clock: Clock
-    reads_max: int
-    """Reads of one load at once, and as many copies; 2 hides the completion latency of the first."""
-    digests: DigestGear
 
 
 class Flight:
@@ -329,8 +131,7 @@ class Flight:
         return Piece(self._gear.words.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def fly(self, reads: Iterable[Read]) -> bool:
-        """Read all of it straight into the cache; whether the seals vouch for the data (`core.protocol.proof` has the
-        arguments).
+        """Read straight into the cache. True if the seals vouch for all of it (`core.protocol.proof` says why).
 
         A seal is fetched with the first read from its rank: if it is broken nothing further is posted. Raises the first
         TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.
@@ -347,7 +148,7 @@ class Flight:
         return await self._look_again(again) if fresh and again else fresh
 
     async def fly_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
-        """The same of copy groups, each posted when it is there."""
+        """Read copy groups, each as soon as it is given; else as `fly`."""
         if self.state is TransferState.PENDING:
             self.state = _READING
         try:
@@ -361,19 +162,19 @@ class Flight:
         return await self._look_again(again) if fresh and again else fresh
 
     def land(self) -> None:
-        """Every posted byte has landed, and no more are posted."""
+        """End the flight well: every posted byte has landed, and no more are posted."""
         assert self.state is TransferState.READING, "it has flown"
         self.state = _LANDED
         self._give_back()
 
     def give_up(self) -> None:
-        """Nobody answers: have its reads end, if that can be before somebody does."""
-        self._gear.poller.give_up_reads(self._heard)
+        """Have its reads end although the peers do not answer, where the transport can do that."""
+        self._gear.poller.give_up_reads(self)
 
     async def stop(self, grace_s: float) -> bool:
-        """End the flight whatever it is doing: wait up to `grace_s` for posted reads. Whether the blocks are safe.
+        """End the flight whatever it is doing: wait up to `grace_s` for posted reads. True if the blocks are safe.
 
-        This is the one place that holds cancellation back: a cancel that arrives while it waits is raised at its end.
+        Cancellation is held back here, and nowhere else: a cancel that arrives while it waits is raised at its end.
         """
         cancelled = False
         if self.state in (TransferState.PENDING, TransferState.READING):
@@ -391,7 +192,7 @@ class Flight:
         return self.safe
 
     def all_stopped(self) -> None:
-        """The poller ended first, but then the transport was closed in good order: what was lost has stopped, too."""
+        """Note that all reads have stopped: the transport was closed in good order, after the poller had ended."""
         lost, self._lost = self._lost, []
         for running in lost:
             self._ended(running, intact=False)
@@ -420,7 +221,7 @@ class Flight:
         await self.below(self._under_way + 1)
 
     def nudge(self) -> None:
-        """Wake who waits, as something has happened: a read or a copy has ended, the last one perhaps."""
+        """Wake who waits: a read or a copy has ended, perhaps the last one."""
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
         stopping = self.state is TransferState.STOPPING or self.state is TransferState.QUARANTINED
@@ -429,7 +230,7 @@ class Flight:
             self._give_back()
 
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
-        """Fail for a reason beside its reads: it ends as if one of them had failed."""
+        """Fail as if one of its reads had failed, for another reason."""
         if self._error is None:
             self._error, self.failed = error, source
         self.nudge()
@@ -439,7 +240,7 @@ class Flight:
         await self._send(source, fetch_seal(self.head(source)), None, fetches_seal=True)
 
     def _judge(self) -> tuple[bool, list[Source]]:
-        """After the last read: whether no source's proof calls it stale, and which of them want one more look."""
+        """Judge after the last read: True if no source's proof calls it stale; and the sources to look at once more."""
         now_s = self._gear.clock.now_s()
         fresh, again = True, []
         for source in self._sources:
@@ -457,7 +258,7 @@ class Flight:
         return all(source.proof.after(None) is Step.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
-        """Post a group's reads when there is room; False if a lease turned out to be over. The group ends by itself."""
+        """Post a group's reads when there is room; False if a lease turned out to be over. Its end needs no waiting."""
         running = _Running(group)
         begun = False
         try:
@@ -498,7 +299,7 @@ class Flight:
     async def _send(
         self, source: Source, descriptors: Descriptors, running: _Running | None, *, fetches_seal: bool
     ) -> None:
-        """Post it when it has a permit; raises what has gone wrong while it waited."""
+        """Post a read when it has a permit. Raises what has gone wrong meanwhile."""
         gear, agent = self._gear, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
         permit = gear.queue.ask((size_bytes, count, 1), agent, self._priority)
@@ -509,7 +310,7 @@ class Flight:
                 raise self._error
             now_s = gear.clock.now_s()
             told = partial(self._heard, source, permit, running, now_s, fetches_seal)
-            gear.poller.post(agent, descriptors, told)
+            gear.poller.post(agent, descriptors, told, self)
         except BaseException:
             gear.queue.end(permit)
             raise
@@ -568,7 +369,7 @@ class Flight:
         self.nudge()
 
     def _note_lost(self, error: RuntimeBroken) -> None:
-        """The poller has ended, so it will never be known when these bytes have stopped."""
+        """Settle who waits: the poller has ended, so it will never be known when these bytes have stopped."""
         end = self._ending()
         if not end.done():
             end.set_exception(error)
@@ -581,7 +382,7 @@ class Flight:
         return self._end
 
     async def _hold(self, grace_s: float) -> bool:
-        """Wait for the last read to stop, or `grace_s`; whether a cancel arrived meanwhile."""
+        """Wait for the last read to stop, or `grace_s`. True if a cancel arrived meanwhile."""
         loop, end = asyncio.get_running_loop(), self._ending()
         deadline_s = loop.time() + grace_s
         cancelled = False
@@ -593,7 +394,7 @@ class Flight:
         return cancelled
 
     def _ended(self, running: _Running, *, intact: bool) -> None:
-        """One part of a group is over; after the last one its copy runs, or its buffers are given back."""
+        """End one part of a group. After the last one its copy runs, or its buffers are given back."""
         running.intact = running.intact and intact
         running.pending -= 1
         if running.pending:
@@ -626,7 +427,7 @@ class Flight:
         self.nudge()
 
     def _give_back(self) -> None:
-        """Give back what was claimed, once, as no byte can land any more."""
+        """Give back what was claimed. Called once, when no byte can land any more."""
         gear = self._gear
         gear.ledger.end_load(self._ids)
         gear.words.give_back(self._sources)

@@ -1,9 +1,9 @@
 """Loads of leases that grow: their prompts are still being computed, or copied to where they can be read.
 
-The only module that knows the word. A load is told of growth in one way: by the answer to a question that waits at the
-producer (`news`). An answer vouches for nothing, so the seal is looked at when one came, at the end of the read, and
-every `LOOK_EVERY_S` in case that none comes. What a seal was seen to say is there is read, in the order of the prompt,
-from each rank by itself where that may be, once it is worth a read.
+No other module of loads knows of growth. A load is told of it in one way: by the answer to a question that waits at the
+producer (`news`). An answer vouches for nothing. So the seal is looked at after each answer, at the end of the read,
+and every `LOOK_EVERY_S` in case that no answer comes. Tokens that a seal has shown to be there are read in the order of
+the prompt, once they are worth a read, and from each rank by itself where that is possible.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from kvflow.config import Config
 from kvflow.core.policy.history import History
 from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.flight import CopyGroup, Flight
+from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.lanes import GroupSpan, Lane
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.news import Followed, Follower
 from kvflow.runtime.load.plan import Matched
+from kvflow.runtime.load.reads import CopyGroup
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 
 LOOK_EVERY_S = 0.1
 _WORTH_S = 1e-3
 _WORTH_LEAST_BYTES = 1 << 17  # at a gigabit per second, a millisecond
-_GOLDEN = 0.618  # multiples of it, but for their whole part, never come close to each other
-_SPEED_SHARE = 0.25  # of a new measurement in what is known
+_GOLDEN = 0.618  # fractional parts of its multiples are spread evenly
+_SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +76,7 @@ class GrowingLoads:
                 one.attach(matched)
 
     async def read(self, load: Load, flight: Flight, matched: Matched) -> bool:
-        """Read what it reads as it comes; see `Flight.fly_groups`."""
+        """Read the load's blocks as they are computed; see `Flight.fly_groups`."""
         self._count += 1
         carrier = _Carrier(self, load, flight, matched)
         try:
@@ -102,13 +103,13 @@ class GrowingLoads:
 
 
 def _told(work: Work, source: Source) -> None:
-    """Take note of an answer."""
+    """Note an answer of a source's rank."""
     if work.grown is not None:
         work.grown(source)
 
 
 class _Carrier:
-    """One load's way through what grows."""
+    """One load of leases that grow."""
 
     def __init__(self, loads: GrowingLoads, load: Load, flight: Flight, matched: Matched) -> None:
         assert load.work is not None, "it is under way"
@@ -124,15 +125,16 @@ class _Carrier:
         self._take_news()
 
     def close(self) -> None:
-        """The read is over."""
+        """End the read."""
         self._work.grown = None
         if self._timer is not None:
             self._timer.cancel()
 
     async def groups(self) -> AsyncGenerator[CopyGroup, None]:
-        """Groups that are there and worth a read, as they come.
+        """Give copy groups as they are there and worth a read.
 
-        If all is there before any of it was read, and that goes straight, it is read as if it had never grown.
+        If all blocks are there before any was read, and go straight into the cache, they are read as of a lease that
+        does not grow.
         """
         route, sources, work = self._loads.route, self._work.sources, self._work
         parts = route.parts(sources)
@@ -169,8 +171,8 @@ class _Carrier:
         return any(one.due and not one.source.proof.looking for one in self._growing.values())
 
     async def _look(self, frontier: Frontier) -> None:
-        """Look at the seals that are due, and at all of them if something has landed that nobody has vouched for yet
-        and somebody wants to know. One look at a time at each.
+        """Look at the seals that are due; at all of them, if the caller follows the load and tokens have landed that no
+        seal vouches for yet. One look at a time at each seal.
         """
         unvouched = self._load.followed and frontier.unvouched
         for one in self._growing.values():
@@ -179,7 +181,7 @@ class _Carrier:
                 await self._flight.look(one.source)
 
     async def _wait(self) -> None:
-        """Wait until something has happened: a look or another read has ended, an answer came, or a look is due."""
+        """Wait until a look or another read has ended, an answer came, or a look is due."""
         if self._work.news is None and all(source.proof.seen_s > -math.inf for source in self._work.sources):
             self._loads.follow(self._load, self._work.sources, self._matched)
             self._take_news()
@@ -191,20 +193,20 @@ class _Carrier:
         await self._flight.changed()
 
     def _look_again(self) -> None:
-        """The timer: nobody may have told of what is there by now."""
+        """Callback of the timer: look at all seals, since an answer may have been lost."""
         self._timer = None
         for one in self._growing.values():
             one.due = True
         self._flight.nudge()
 
     def _told(self, source: Source) -> None:
-        """Take note of an answer of its rank."""
+        """Note an answer of the source's rank."""
         if (one := self._growing.get(source)) is not None:
             one.due = True
         self._flight.nudge()
 
     def _take_news(self) -> None:
-        """Take in the news of the leases that are read; at first any token is of interest."""
+        """Take in the news of the leases that are read. At first any new token is of interest."""
         news = self._work.news
         for one in news.followed if news is not None else ():
             if one.source in self._growing:
@@ -213,13 +215,13 @@ class _Carrier:
 
 
 class Growth:
-    """Decision when what has grown is worth a read, of one load.
+    """Decides for one load when new tokens are worth a read.
 
-    Loads of leases that advance in step would all read in the same turn of the loop, so their first reads differ.
+    Loads of leases that advance in step would all read in the same turn of the loop: so their first reads differ.
     """
 
     def __init__(self, num_tokens: int, slice_bytes: int, number: int) -> None:
-        """`number` tells loads apart."""
+        """`number`: of the load, so that loads differ."""
         self._num_tokens = num_tokens
         self._slice_bytes = slice_bytes
         self._share = 0.5 + (number * _GOLDEN) % 1.0
@@ -229,9 +231,9 @@ class Growth:
         return min(growing[source].there(self._num_tokens) for source in lane.sources)
 
     def due(self, lanes: Sequence[Lane], growing: dict[Source, _Growing]) -> list[Lane]:
-        """Tokens to be read now: all of what is complete, and the rest if it is worth a read.
+        """Lanes to read now: those that are complete, and the others if they are worth a read.
 
-        If nothing is, the ranks are asked to tell when that may have changed.
+        If none is due, the ranks are asked to tell when that may have changed.
         """
         tokens, due, rest, size_bytes = self._num_tokens, [], [], 0
         for lane in lanes:
@@ -257,9 +259,9 @@ class Growth:
 
 
 def worth_bytes(growing: Iterable[_Growing], slice_bytes: int) -> int:
-    """Least size of a read: what ranks deliver in about a millisecond, so that what is left at the end is no more.
+    """Least size of a read: as many bytes as ranks deliver in about a millisecond, so that no more are left at the end.
 
-    A reader of many leases that advance in small steps has few reads to post then.
+    So a reader of many leases that advance in small steps posts few reads.
     """
     speed = sum(one.speed for one in growing)
     return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), slice_bytes)
@@ -268,8 +270,8 @@ def worth_bytes(growing: Iterable[_Growing], slice_bytes: int) -> int:
 class Frontier:
     """Tokens of the prompt, from the first one on, that have landed in all lanes and are vouched for.
 
-    That takes a look that has found the leases open, and was posted after the last byte had landed, or so shortly
-    before that the blocks were held until then anyway: the arguments of `core.protocol.proof`.
+    Tokens are vouched for by a look that has found the leases open. It was posted after their last byte had landed, or
+    so shortly before that the blocks were held until then anyway (`core.protocol.proof`).
     """
 
     def __init__(
@@ -279,7 +281,7 @@ class Frontier:
         tell: Callable[[int, int], None],
         history: History | None,
     ) -> None:
-        """`tell` is given how many tokens, and of how many; `history` what has landed, vouched for or not."""
+        """`tell` is given the vouched tokens, and how many there will be; `history` all that have landed."""
         self._lanes = lanes
         self._sources = tuple(sources)
         self._tell = tell
@@ -288,21 +290,21 @@ class Frontier:
         self._last = max(lane.tokens.stop for lane in lanes)
         self._told = self._first
         self._upto = self._first
-        """Landed, and not vouched for when it had."""
+        """Tokens that have landed, vouched for or not."""
         self._landed_s = -math.inf
 
     @property
     def done(self) -> bool:
-        """True once all was told of."""
+        """True once all tokens were told."""
         return self._told >= self._last
 
     @property
     def unvouched(self) -> bool:
-        """True if more has landed than was told of."""
+        """True if more tokens have landed than were told."""
         return self._upto > self._told
 
     def note_landed(self, one: GroupSpan, now_s: float) -> None:
-        """A span is in our blocks."""
+        """Note that a span has landed in our blocks."""
         one.lane.note_landed(one.span)
         self.look()
         self._upto = min(self._last, *(lane.landed_upto for lane in self._lanes))
@@ -312,12 +314,12 @@ class Frontier:
         self.look()
 
     def look(self) -> None:
-        """Tell of what is vouched for by now."""
+        """Tell how many tokens are vouched for by now."""
         if self.unvouched and all(map(self.vouches, self._sources)):
             self._told = self._upto
             self._tell(self._upto - self._first, self._last - self._first)
 
     def vouches(self, source: Source) -> bool:
-        """True if a source vouches for what has landed."""
+        """True if a source vouches for all that has landed."""
         quick_s = source.connection.quick_read_max_s
         return not source.proof.over and self._landed_s - source.proof.seen_s < quick_s

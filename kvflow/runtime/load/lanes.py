@@ -1,6 +1,6 @@
-"""Lanes: how a load is cut into spans of the prompt where that matters: it needs buffers, or not all is there yet.
+"""Lanes: a load that needs buffers, or whose lease grows, is cut into spans of the prompt.
 
-A lane is read in prompt order. A span is cut when it is taken, at what is there then.
+A lane is read in prompt order. A span ends with the tokens that are there when it is taken.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class GroupSpan(NamedTuple):
 
 
 class Grouping:
-    """Slices of a load of one group of layers: by units of the larger block where whole remote blocks are read, else
-    by ours.
+    """Units in which one group of layers of a load is cut: the larger of both sides' blocks where whole remote blocks
+    are read, else our blocks.
     """
 
     def __init__(self, parts: Sequence[Part], staging: HostBuffers | None) -> None:
@@ -89,12 +89,12 @@ class Grouping:
         return self._unit // self._local_tokens
 
     def fits(self, slot_bytes: int) -> bool:
-        """True if the smallest group has room: scratch memory, where a tail takes a second unit, and host blocks."""
+        """True if the smallest span has room in host blocks and scratch memory, where a tail takes a second unit."""
         host_blocks_do = self._host_blocks is None or self.local_blocks <= self._host_blocks
         return 2 * self.scratch_bytes <= slot_bytes and host_blocks_do
 
     def units(self, group_bytes: int, slot_bytes: int) -> int:
-        """Units of a group: not too many for one turn, the scratch buffer, and half the host buffers."""
+        """Units of a span: not too many for one turn of the loop, the scratch buffer, and half the host buffers."""
         units = group_bytes // max(self._unit_bytes, self.scratch_bytes)
         if self.scratch_bytes:
             units = min(units, slot_bytes // self.scratch_bytes - 1)
@@ -118,7 +118,7 @@ class Grouping:
         return range(self._first, self._last)
 
     def upto(self, there: int) -> int:
-        """End of what may be read when so many tokens are there: whole units, and the end of it."""
+        """End of the readable tokens when so many are there: whole units, and all once all are there."""
         return self.end if there >= self._last else there // self._unit * self._unit
 
     def size_bytes(self, tokens: int) -> int:
@@ -147,7 +147,7 @@ class Lane:
         local_ids: BlockIds,
         units: int,
     ) -> None:
-        """`units` make a span at most."""
+        """`units`: of a span, at most."""
         self.parts = parts
         """Shares that are read of it from each rank."""
         self.staging = staging
@@ -155,7 +155,7 @@ class Lane:
         self.landed_upto = grouping.begin
         """The first token that is not in our blocks yet."""
         self._landed: dict[int, int] = {}
-        """Spans that have landed behind it, from token to token."""
+        """Spans that have landed beyond that token: first token and the one behind the last."""
         self._grouping = grouping
         self._local_ids = local_ids
         self._units = units
@@ -163,7 +163,7 @@ class Lane:
 
     @property
     def done(self) -> bool:
-        """True once all of it was taken."""
+        """True once all spans were taken."""
         return self._at >= self._grouping.end
 
     @property
@@ -188,7 +188,7 @@ class Lane:
         return self._take(max(self._grouping.upto(there), self._at))
 
     def rest(self) -> Iterator[GroupSpan]:
-        """All that was not taken."""
+        """Spans that were not taken."""
         return self._take(self._grouping.end)
 
     def _take(self, stop: int) -> Iterator[GroupSpan]:
@@ -196,14 +196,14 @@ class Lane:
         return map(GroupSpan, repeat(self), self._grouping.spans(self._local_ids, self._units, start, stop))
 
     def note_landed(self, span: PromptSpan) -> None:
-        """All of a span is in our blocks."""
+        """Note that all of a span is in our blocks."""
         self._landed[span.start_token] = span.stop_token
         while self.landed_upto in self._landed:
             self.landed_upto = self._landed.pop(self.landed_upto)
 
 
 def by_group(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
-    """Parts that fill the same group of layers, with its number."""
+    """Parts by the group of layers that they fill: its number and its parts."""
     found: dict[int, list[Part]] = {}
     for part in parts:
         found.setdefault(part.block_map.local_group, []).append(part)
@@ -211,7 +211,7 @@ def by_group(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
 
 
 def by_source(parts: Sequence[Part]) -> Iterable[list[Part]]:
-    """Parts that are read from the same rank."""
+    """Parts by the rank that they are read from."""
     found: dict[Source, list[Part]] = {}
     for part in parts:
         found.setdefault(part.source, []).append(part)

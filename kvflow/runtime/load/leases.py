@@ -1,18 +1,17 @@
-"""The leases that other engines hold open for us: kept while they are needed, given back after.
+"""Leases that other engines hold open for us: kept while they are needed, given back after.
 
-*Keeping* is renewal: one notification per peer names the leases that are still needed, first a moment after they are
-needed, so that their owner knows who is at them (`producer.attendance`), then every third of their ttl, so two
-notifications in a row may be lost; a peer of another make gets its heartbeats instead (`Connection.telling`). Loads
-keep the leases that they read under, and so do requests that wait for their load. Most loads take a millisecond and
-renew nothing, so all that they pay for is an entry in a dict: there is one timer, which is set earlier when an earlier
-lease comes, and otherwise looks, when it fires, whether anything is left to do.
+*Keeping* is renewal: one notification per peer names the leases that are still needed. The first one is sent a moment
+after a lease is needed, so that its owner knows its readers (`producer.attendance`), the next ones every third of its
+ttl, so that two in a row may be lost. A peer of another make gets its heartbeats instead (`Connection.telling`). Leases
+are kept for loads under way and for requests that wait for their load. Most loads take a millisecond and renew nothing:
+they cost one entry in a dict, and there is one timer for all.
 
 *Giving back* is a notification where there is a connection, after a read or instead of one: a request may find all its
 blocks cached, or be rejected before decode. Elsewhere it is one question on the side channel, and the transport never
 hears of the peer; the rank works out itself which share of the lease such a reader reports.
 
-All of it is best effort: whether a lease was open during a read is for its seal to say (`core.protocol.proof`), and
-a lease that nobody gives back runs out.
+Both are best effort: the seal says whether a lease was open during a read (`core.protocol.proof`), and a lease that
+nobody gives back runs out.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from kvflow.errors import KVFlowError, Overloaded, PeerError, RuntimeUnavailable
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, check_parallelism
+from kvflow.runtime.peers.peer import LocalRank, Meet, Reaching, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import AgentName
 
 logger = logger_of(__name__)
 
-_PAUSE_LEAST_S = 0.01  # whatever a ticket says
-_FIRST_AFTER_S = 0.25  # most loads are over by then, and say nothing
+_PAUSE_LEAST_S = 0.01  # between renewals, whatever ttl a ticket has
+_FIRST_AFTER_S = 0.25  # most loads are over by then, and renew nothing
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class _Kept:
 
 
 class LeaseIdTelling:
-    """Tells producers of our own make, in notifications that name leases by their ids; see `peer.Telling`."""
+    """Notifications to producers of our own make, which name leases by their ids; see `peer.Telling`."""
 
     heartbeat_s: float | None = None
 
@@ -90,9 +89,15 @@ class RemoteLeases:
     """Keeps leases of other engines, and gives them back."""
 
     def __init__(
-        self, context: RankContext, local: LocalRank, peers: Peers, reach: Reaching, telling: LeaseIdTelling
+        self,
+        context: RankContext,
+        local: LocalRank,
+        peers: Peers,
+        reach: Reaching,
+        telling: LeaseIdTelling,
+        meet: Meet,
     ) -> None:
-        """`telling`: how ranks of our own make are told."""
+        """`telling`: notifications to ranks of our own make."""
         self._config = context.config
         self._clock = context.clock
         self._spawn = context.spawn
@@ -100,6 +105,7 @@ class RemoteLeases:
         self._peers = peers
         self._reach = reach
         self._telling = telling
+        self._meet = meet
         self._kept: dict[object, list[_Kept]] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
@@ -122,7 +128,7 @@ class RemoteLeases:
             self._peers.read_clock(source.peer, now_s)
 
     def forget(self, owner: object) -> None:
-        """Renew nothing for this owner any more. Nothing happens if it keeps nothing."""
+        """Renew nothing for this owner any more. No effect if it keeps nothing."""
         for kept in self._kept.pop(owner, ()):
             kept.source.peer.leases_kept -= 1
 
@@ -131,7 +137,7 @@ class RemoteLeases:
         """Keep a checked ticket's leases until the block ends, for a request that waits for its load.
 
         They are found beside the block, as a load would find them, so their peers are connected before the load comes.
-        What could not be kept is for the load to say. Raises RuntimeClosed.
+        A lease that cannot be kept raises nothing here: its load fails. Raises RuntimeClosed.
         """
         if ticket.offers_nothing:
             yield  # its leases ended when they were made
@@ -150,7 +156,7 @@ class RemoteLeases:
             source.connection.telling.read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
-        """Give a ticket's leases back unread; whether every rank that holds one was told.
+        """Give a ticket's leases back unread. True if every rank that holds one was told.
 
         One rank is told first, and the others only if that one holds a lease for the ticket's request, or held one.
         Takes Config.handshake_timeout_s at most; of a rendezvous the offer is waited for, within its `ttl_s`, too.
@@ -164,25 +170,25 @@ class RemoteLeases:
                 return await (self._release_awaited(ticket) if ticket.awaited else self._release_offered(ticket))
         except TimeoutError:
             what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
-            logger.warning("%s: could not give the leases of all its ranks back within %s s", what, bound_s)
+            logger.warning("%s: leases of all its ranks not given back within %s s", what, bound_s)
             return False
 
     def release_soon(self, ticket: Ticket) -> None:
-        """The same beside whatever goes on, and nobody hears what came of it."""
+        """Give a ticket's leases back in a task of its own; its errors are logged or dropped."""
         with contextlib.suppress(RuntimeUnavailable):
             self._spawn(self._release_quietly(ticket), name=f"kvflow-release {ticket.request_id}")
 
     async def _release_quietly(self, ticket: Ticket) -> None:
-        """The body of a task, which ends with the runtime."""
+        """Body of a task, which ends with the runtime."""
         with contextlib.suppress(KVFlowError):
             await self.release(ticket)
 
     def _opens_within_s(self, ticket: Ticket) -> float:
-        """Seconds that an engine may take to open the lease of a ticket."""
+        """Seconds that an engine may take to open the lease of a rendezvous; 0 for other tickets."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
 
     async def _release_awaited(self, ticket: Ticket) -> bool:
-        """Wait for what is offered under a rendezvous, and give it back. A lease that is opened too late runs out."""
+        """Wait for the offer of a rendezvous, and give it back. A lease that is opened too late runs out."""
         met: list[Ticket] = []
         waiting = self._spawn(self._meet_to_release(ticket, met), name=f"kvflow-release {ticket.request_id}")
         try:
@@ -192,9 +198,9 @@ class RemoteLeases:
         return len(met) > 0
 
     async def _meet_to_release(self, ticket: Ticket, met: list[Ticket]) -> None:
-        """The body of a task, which ends with the runtime."""
+        """Body of a task, which ends with the runtime."""
         try:
-            met.append(await self._reach.meet(ticket, lambda source, _: self.tell((source,))))
+            met.append(await self._meet(ticket, lambda source, _: self.tell((source,))))
         except KVFlowError as error:
             logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
 
@@ -211,7 +217,7 @@ class RemoteLeases:
                 told = told and await self._release_one(ticket, at) and told  # another one may have failed meanwhile
             except (PeerError, Overloaded) as error:
                 problem = error.of_request(ticket.request_id, ticket.engine_id)
-                logger.warning("a lease could not be given back: %s", problem)
+                logger.warning("lease not given back: %s", problem)
                 told = False
             return told
 
@@ -226,17 +232,17 @@ class RemoteLeases:
         return True
 
     def close(self) -> None:
-        """Renew nothing any more, whoever comes."""
+        """Renew nothing any more, also for owners that come later."""
         self._stop_timer()
         self._timer_due_s = -math.inf
 
     async def _keep_for(self, owner: object, ticket: Ticket) -> None:
-        """The body of a task: until it is cancelled."""
+        """Body of a task: keep a ticket's leases until it is cancelled."""
         bound_s = self._config.load_deadline_s + self._opens_within_s(ticket)
         try:
             async with asyncio.timeout(bound_s):
                 if ticket.awaited:
-                    ticket = await self._reach.meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
+                    ticket = await self._meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
                 await self._reach.reach(ticket, partial(self.keep, owner, ticket.ttl_s))
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:
@@ -256,7 +262,7 @@ class RemoteLeases:
             self._timer = None
 
     def _renew(self) -> None:
-        """The timer: renew what is due, and what would be soon, so that a peer gets few messages for many leases."""
+        """Callback of the timer: renew leases that are due, or will be soon, in few messages for each peer."""
         now_s = self._clock.now_s()
         due: dict[AgentName, list[Source]] = {}
         for kept in (kept for leases in self._kept.values() for kept in leases):

@@ -1,86 +1,38 @@
-"""A load as its caller sees it: the request, the handle, the report, and the counts of all. `loader` does them."""
+"""A load under way: the check of its request, `Load`, which its caller holds, and `Work`, which its carriers share."""
 
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
-import enum
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, counted_block_ids
-from kvflow.core.policy.events import DeviceEvent, checked_event
+from kvflow.core.plan.descriptors import BlockIds, counted_block_ids
+from kvflow.core.policy.events import checked_event
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, RequestError, UsageError
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.news import News
+from kvflow.runtime.load.requests import PHASES, LoadReport, LoadRequest, Progress, Verification
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.records import Attempt
-
-PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
-VERIFY = "verify"
-"""The phase between "wire" and "notify" of a load that is verified; no other has it."""
 
 _LABEL_OF = attrgetter("peer.label")
 _USUAL_PRIORITY = 0
 _NAME_CHARS_MAX = 512
 
-GivenTicket: TypeAlias = Ticket | Mapping[str, Any]
-Again: TypeAlias = Callable[[Sequence[Attempt]], Awaitable[GivenTicket | None]]
 Carry: TypeAlias = "Callable[[Load, Work], Awaitable[LoadReport]]"
-"""Carries a load out, from what is known of its offer to its report."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """Fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
-
-    With fewer local than offered blocks (a prefix was cached), the tail of the offer is read; with none (all was
-    cached), nothing is read and the producer is told at once. For a cache of several groups they are a list for each,
-    in order, or by the groups' names, where one that is missing has nothing to load.
-
-    `ticket` is a Ticket or its dict; or several of one prompt, the best first: the load reads from the next one if its
-    source fails, has ended, or is late. `deadline_s` covers every phase and defaults to Config.load_deadline_s. Where
-    loads have to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
-    """
-
-    request_id: str
-    ticket: GivenTicket | Sequence[GivenTicket]
-    block_ids: GivenBlockIds
-    deadline_s: float | None = None
-    priority: int = 0
-    prompt: Sequence[int] | None = None
-    """Token ids of the prompt. PromptMismatch if the ticket is of another one, as far as its producer has told."""
-    after: DeviceEvent | None = None
-    """An event after which the device does nothing to the local blocks any more, such as a CUDA event behind the last
-    step of who had them before: no byte lands earlier. **Without it the blocks have to be at rest when the load is
-    asked for.**"""
-    verify: bool | None = None
-    """Comparison of its bytes with the producer's by checksums: True fails the load where that is not possible,
-    False never compares, None leaves it to Config.verify_share."""
-    num_tokens: int | None = None
-    """Tokens that the offer has to be of, for callers that have made room before they could know, as for a
-    rendezvous: PromptMismatch if it is of more or fewer, before anything is read."""
-    keep_offer: bool = False
-    """True if the producer is not told at the end, since other requests are to read the same: `Runtime.release_blocks`
-    tells it, and `Runtime.keep_leases` keeps the blocks until then."""
-    again: Again | None = None
-    """Awaited when no source is left, within the deadline: brings another ticket, such as of a prefill elsewhere, or
-    None. It is given what came of the sources so far. What it raises ends the load."""
-    again_max: int = 2
-    """Times that `again` is awaited at most."""
+"""Carries a load out: from its offer, as far as that is known, to its report."""
 
 
 def checked_load_request(request: object, block_ids_max: int) -> LoadRequest:
-    """The request with its numbers and texts as Python's own.
+    """Check a request, and give it with its numbers and texts as Python's own.
 
     RequestError names what cannot be right whatever the ticket and the cache are.
     """
@@ -113,23 +65,8 @@ _RULES: Mapping[str, checks.Check] = {
 }
 
 
-class Verification(enum.StrEnum):
-    """Outcome of comparing a load's bytes with its producer's."""
-
-    OFF = "off"
-    """Bytes that were not to be compared."""
-    VERIFIED = "verified"
-    """Bytes that are equal."""
-    REPAIRED = "repaired"
-    """Bytes that differed, and are equal since they were read once more."""
-    MISMATCH = "mismatch"
-    """Bytes that differ: the load has failed."""
-    UNVERIFIED = "unverified"
-    """Bytes that could not be compared: the producer does not answer such questions, or not now."""
-
-
 class Work:
-    """A load under way as the loader knows it: what was asked, how far it is, and what it holds."""
+    """A load under way, for the loader and its carriers: its offer, its phase, its sources and its flight."""
 
     def __init__(
         self,
@@ -140,7 +77,7 @@ class Work:
         begun_s: float,
         carry: Carry,
     ) -> None:
-        """`entries` are the local blocks as the ledger counts them, `tables` the same by group."""
+        """`entries` are the local blocks as the ledger counts them, `tables` those of each group."""
         self.ticket = ticket
         self.carry = carry
         self.attempts: Sequence[Attempt] | None = None
@@ -149,7 +86,7 @@ class Work:
         self.entries = entries
         self.begun_s = self._since_s = begun_s
         self.ends_s = math.inf
-        """Its deadline, by the loop's clock."""
+        """Deadline, by the loop's clock."""
         self.phase = "queued"
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.task: asyncio.Task[Any] | None = None
@@ -176,13 +113,13 @@ class Work:
         self._now_s = now_s
 
     def enter(self, phase: str) -> None:
-        """A phase begins. One can be entered again: `queued` is, for every permit."""
+        """Begin a phase. It may be entered again, as `queued` is for every permit."""
         now_s = self._now_s()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
         self.phase, self._since_s = phase, now_s
 
     def leave_source(self) -> None:
-        """Forget what its source has given, or was asked for: the next one begins anew."""
+        """Forget all that belongs to its source: the next one begins anew."""
         self.end_phases()
         if self.news is not None:
             self.news.close()
@@ -191,17 +128,17 @@ class Work:
         self.verification = Verification.OFF
 
     def end_now(self) -> None:
-        """Its time is over: whatever it waits for, it ends. Once; one that has yet to begin finds out then."""
+        """Cancel its task, once, since its time is over. One that has yet to begin finds out when it does."""
         if self.task is not None and not self.overdue:
             self.overdue = True
             self.task.cancel()
 
     def was_late(self) -> bool:
-        """True if a cancellation of its task was only `end_now`; that one is taken back."""
+        """True if its task was cancelled by `end_now` alone; that cancellation is taken back."""
         return self.overdue and self.task is not None and self.task.uncancel() <= self.cancelling
 
     def failure(self, load: Load, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
-        """The cause of its failure, as an error that names the load."""
+        """Make the error of a load that fails: it names the request and the peer."""
         ticket, request_id = self.ticket, load.request_id
         what = f"request {request_id!r} from {ticket.engine_id!r} at {ticket.address}"
         return kind(f"{what}: {why}", request_id=request_id, peer=ticket.address, **facts)
@@ -212,7 +149,7 @@ class Work:
         return "queued" if self.flight is not None and self.flight.waits else self.phase
 
     def end_phases(self) -> None:
-        """End the phases. What its flight has spent waiting for permits, and in posting, was neither on the wire."""
+        """End the phases. Time that its flight has spent waiting for permits, or posting, does not count as "wire"."""
         flight, seconds = self.flight, self.seconds
         self.enter(self.phase)
         if flight is not None:
@@ -243,54 +180,9 @@ class Work:
 
 
 def said_priority(request: LoadRequest) -> int:
-    """Priority of an unchecked request: the usual one if what it says is none, which is about to be refused."""
+    """Priority of an unchecked request; the usual one if its own is none, since it is about to be refused."""
     found = checks.answer(lambda: checks.whole(request.priority, "priority"))
     return _USUAL_PRIORITY if found is None else found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """Result of one load. `seconds` has an entry for each phase, "verify" if it was verified; they sum to `total_s`."""
-
-    request_id: str
-    bytes: int
-    blocks: int
-    tokens: int
-    """Tokens that were read into the local blocks; the last of those may be partly filled."""
-    descriptors: int
-    sources: tuple[str, ...]
-    """The ranks of the producer that were read from."""
-    notified: bool
-    """True if every rank of the producer that holds a lease for us was told that it may free its blocks."""
-    seconds: Mapping[str, float]
-    verification: Verification = Verification.OFF
-    freshness: str = "seal"
-    """Proof of the bytes: "seal", that of each producer's lease; or "deadline", arithmetic alone, for a load
-    from an engine that keeps no seals (`kvflow.stock`)."""
-    payload: builtins.bytes = b""
-    """Bytes that came with the lease's end (`Lease.complete`); b"" if nothing was promised."""
-    attempts: Sequence[Attempt] = ()
-    """Sources of a load of several tickets, or with `again`, in the order of their turns, the last of which has
-    given all of it."""
-
-    @property
-    def verified(self) -> bool:
-        """True if every byte was compared with the producer's, and is equal."""
-        return self.verification in (Verification.VERIFIED, Verification.REPAIRED)
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """State of a load under way: what `async for` over it gives."""
-
-    tokens: int
-    """Tokens of what it loads, from the first one on, that are in the local blocks of all groups; in the end, as
-    many as `LoadReport.tokens`."""
-    tokens_in_all: int
 
 
 class Load:
@@ -319,7 +211,7 @@ class Load:
         self._task: asyncio.Task[LoadReport] | None = None
         self._outcome: LoadReport | BaseException | None = None
         self.followed = False
-        """True once somebody has asked how far it is."""
+        """True once its progress was asked for."""
         self.progress: Progress | None = None
         """Progress that was seen last, while it is under way; None before the first tokens of a load that grows."""
         self._news: asyncio.Event | None = None
@@ -495,58 +387,6 @@ def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
 
 
 def request_name(request: LoadRequest) -> str:
-    """The id of a request that may hold anything, as messages and records may show it."""
+    """Id of an unchecked request, as messages and records may show it."""
     named = checks.answer(lambda: request.request_id)
     return named[:_NAME_CHARS_MAX] if type(named) is str and checks.encodes(named) else checks.shown(named)
-
-
-class InFlight(NamedTuple):
-    """Reads in flight, as permits bound them."""
-
-    bytes: int
-    descriptors: int
-    reads: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerLoad:
-    """Reads in flight from one rank, and how many wait to be."""
-
-    in_flight: InFlight
-    waiting_reads: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadingStatistics:
-    """Loads under way now, how others ended, and blocks that no ended load could declare safe yet."""
-
-    open_loads: int
-    waiting_loads: int
-    """Open loads that wait because Limits.loads_max ranks are read from already."""
-    waiting_reads: int
-    """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
-    in_flight: InFlight
-    """Reads that are posted and have not stopped yet, those into quarantined blocks included."""
-    peers: Mapping[str, PeerLoad]
-    """The same for each rank, by its agent's name, that has any."""
-    quarantines: int
-    succeeded: int
-    failed: int
-    cancelled: int
-    refused: int
-    """Loads whose request could not be right, or that came while the runtime drains."""
-    bytes: int
-    renewals: int
-    """Renewals of leases, for loads under way and by `keep_leases`."""
-    sources_left: int = 0
-    """Sources that loads have left since they failed or were late; which peers are not asked for now `peers` says."""
-    never_read: int = 0
-    """Engines whose tickets loads have failed with again and again, and that no load has ever read from."""
-    verified: int = 0
-    """Loads whose bytes were compared with their producers' and were equal at once."""
-    repaired: int = 0
-    """Loads whose bytes differed, and were equal when they had been read once more."""
-    mismatch: int = 0
-    """Loads that have failed because their bytes differed twice."""
-    unverified: int = 0
-    """Loads that were to be verified and could not be."""

@@ -1,10 +1,9 @@
-"""The consumer's side: one load from ticket to report, and the one place where it ends.
+"""The loader: accepts loads, has them carried out, and ends them, in one place.
 
-What kind of load it is, is decided when it is accepted: one that offers nothing, one with nothing to fill, one that
-fills blocks, or one that has to meet its offer first. A load passes through phases (`load.PHASES`), all under one
-deadline. What it may raise is typed; whatever happens, its local blocks are either safe when it returns or carried by
-the error as a quarantine (invariant I1), and success is reported only if the proof of every rank that was read calls
-the whole read fresh (invariant I2).
+The kind of a load is decided when it is accepted: its offer is known or still to come, from one source or from several.
+A load passes through phases (`requests.PHASES`), all under one deadline. Its errors are typed. However it ends, its
+local blocks are safe when it returns, or the error carries them as a quarantine (invariant I1). It succeeds only if
+the proof of every rank that was read calls the whole read fresh (invariant I2).
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvflow.config import Config
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
-from kvflow.core.policy.queue import FairQueue
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
@@ -34,44 +31,35 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.flight import Flight, Gear
-from kvflow.runtime.load.gate import Gate
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import (
+from kvflow.runtime.load.load import Carry, Load, Work, checked_load_request, request_name, said_priority
+from kvflow.runtime.load.meeting import check_expected
+from kvflow.runtime.load.never_read import NeverRead
+from kvflow.runtime.load.requests import (
     PHASES,
-    Carry,
     InFlight,
-    Load,
     LoadingStatistics,
     LoadReport,
     LoadRequest,
     PeerLoad,
     Verification,
-    Work,
-    checked_load_request,
-    request_name,
-    said_priority,
 )
-from kvflow.runtime.load.meeting import check_expected
-from kvflow.runtime.load.never_read import NeverRead
 from kvflow.runtime.peers.peer import LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
 logger = logger_of(__name__)
 
-_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
-_OF_PEER_MAX = (1 << 15, 128)  # of one rank
-_AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
-
 
 class Carriers(NamedTuple):
-    """The carriers of loads, by what is known of a load when it is accepted; and the gate before them."""
+    """Carriers of loads, by what is known of a load when it is accepted; and the gate before them."""
 
     gate: Gate
     whole: Carry
     meeting: Carry
     several: Callable[[LoadRequest, int], tuple[tuple[Ticket, ...], Carry]]
-    """Reads the tickets of a load that may have several sources, and says who carries it."""
+    """Reads the tickets of a load that may have several sources, and chooses its carrier."""
 
 
 class Loader:
@@ -131,7 +119,7 @@ class Loader:
 
     @property
     def open_requests(self) -> list[str]:
-        """The requests whose loads are under way, or whose bytes are."""
+        """Requests whose loads are under way, or whose bytes may still land."""
         return [load.request_id for load in dict.fromkeys([*self._loads, *self._unsafe.values()])]
 
     @property
@@ -183,7 +171,7 @@ class Loader:
             work.end_now()
 
     def all_stopped(self) -> None:
-        """The transport was closed in good order, so no byte can land any more: nothing stays quarantined."""
+        """End all quarantines: the transport was closed in good order, so no byte can land any more."""
         for flight in [*(work.flight for work in self._loads.values()), *self._unsafe]:
             if flight is not None:
                 flight.all_stopped()
@@ -198,13 +186,13 @@ class Loader:
         return await self._carry_out(load, work)
 
     async def _start_in_turn(self, load: Load, work: Work) -> LoadReport:
-        """The body of a load's own task."""
+        """Body of a load's own task."""
         if not self._gate.at_once(self._now_s()):
             await self._gate.come(load.request.priority)
         return await self._carry_out(load, work)
 
     def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Work]:
-        """Check all that can be judged without the peer: from here on it is open. Its time runs already."""
+        """Check all that can be judged without the peer, and open the load. Its time runs already."""
         ids_max, usual_s = self._bounds
         try:
             if self._config.role == "producer":
@@ -240,7 +228,7 @@ class Loader:
         return load, work
 
     def _look_at(self, when_s: float) -> None:
-        """Look for loads past their deadline then, and no earlier. There is one timer for all: most loads are quick."""
+        """Set the timer that looks for loads past their deadline. There is one for all: most loads are quick."""
         if self._look is not None:
             self._look.cancel()
         self._look, self._look_s = None, when_s
@@ -257,7 +245,7 @@ class Loader:
         self._look_at(next_s)
 
     async def _carry_out(self, load: Load, work: Work) -> LoadReport:
-        """Carry a load out, from the first step to the outcome: the one place where a load ends."""
+        """Carry a load out to its outcome. Every load ends here."""
         task = work.task = asyncio.current_task()
         assert task is not None, "loads are carried out by tasks"
         work.cancelling = task.cancelling()
@@ -277,7 +265,7 @@ class Loader:
             self._end(load, work, bug, "failed", type(bug).__name__, str(bug))
             raise
         else:
-            if work.overdue:  # in the moment in which it was done
+            if work.overdue:  # it was cancelled in the moment in which it was done
                 work.was_late()
             self._counts["bytes"] += report.bytes
             self._end(load, work, report, "succeeded", LOADED)
@@ -285,8 +273,8 @@ class Loader:
         raise error from error.__cause__
 
     def _failed(self, load: Load, work: Work, error: KVFlowError) -> KVFlowError:
-        """End it with an error that names it, and carries it if bytes may still land."""
-        if isinstance(error, PeerError | LoadError | RequestError):  # of its ticket, or which others meet, too
+        """End a load with an error that names it, and carries it as `quarantine` if bytes may still land."""
+        if isinstance(error, PeerError | LoadError | RequestError):  # shared by loads of one handshake, perhaps
             error = error.of_request(load.request_id, work.ticket.engine_id)
         if isinstance(error, PeerError | LoadError) and work.attempts is None:
             self._never_read.failed(work.ticket.engine_id, str(error))
@@ -296,14 +284,14 @@ class Loader:
         return error
 
     def _over(self, load: Load, work: Work, task: asyncio.Task[LoadReport]) -> None:
-        """A load's own task has ended, perhaps cancelled before its first step."""
+        """End a load whose own task was cancelled before its first step."""
         if work.task is None:
             self._end(load, work, asyncio.CancelledError(), "cancelled", CANCELLED)
         if not task.cancelled():
             task.exception()  # seen: it is logged, and whoever awaits the load gets it
 
     def _late(self, load: Load, work: Work) -> KVFlowError:
-        """The reason why it has no more time: if the transport died under it, that."""
+        """Error of a load that has no more time: of the transport, if that died under it."""
         phase, lost = work.where, work.flight.lost if work.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
@@ -319,7 +307,7 @@ class Loader:
         return RuntimeClosed(f"request {load.request_id!r}: {why}")
 
     def _landed(self, flight: Flight) -> None:
-        """Callback of a load that has ended before: no byte of it can land any more."""
+        """Callback of a quarantined flight: no byte of it can land any more."""
         del self._unsafe[flight]
         if not self._loads and not self._unsafe:
             self._quiet.set()
@@ -358,7 +346,7 @@ class Loader:
 
     def _record(self, load: Load, work: Work, outcome: str, error: str) -> LoadRecord:
         flight, ticket = work.flight, work.ticket
-        if outcome != LOADED:  # else its report has ended them
+        if outcome != LOADED:  # a report has ended its phases already
             work.end_phases()
         return LoadRecord(
             engine_id=self._config.engine_id,
@@ -381,10 +369,3 @@ class Loader:
             traceparent=ticket.traceparent,
             attempts=work.attempts or (),
         )
-
-
-def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
-    """Bounds on what is in flight at once, in all and from one rank, which may grow with its speed."""
-    of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
-    in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
-    return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -1,6 +1,6 @@
-"""Offers and the room that was made for them: compared once the offer is known, which is later for a rendezvous.
+"""Loads whose ticket is a rendezvous wait for their offer here. From then on they are as any other load.
 
-A load whose ticket is a rendezvous asks for its offer and waits for it. From there on it is as any other load.
+An offer is compared with the room that was made for it once it is known: when a load is accepted, or after it was met.
 """
 
 from __future__ import annotations
@@ -15,41 +15,43 @@ from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
+from kvflow.runtime.load.load import Carry, Load, Work
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
+from kvflow.runtime.peers.peer import LocalRank, Meet, Source
 
 
 class Meeting:
-    """Carries loads that have to meet their offers first, and hands over to who carries all others."""
+    """Carries loads that have to wait for their offers, and hands them over to the carrier of all others."""
 
-    def __init__(self, local: LocalRank, reach: Reaching, remote_leases: RemoteLeases, carry: Carry) -> None:
+    def __init__(self, local: LocalRank, meet: Meet, remote_leases: RemoteLeases, carry: Carry) -> None:
         self._local = local
         self._groups = local.groups
-        self._reach = reach
+        self._meet = meet
         self._remote_leases = remote_leases
         self._carry = carry
 
     async def carry(self, load: Load, work: Work) -> LoadReport:
-        """Wait until its offer is known, then do what follows from that."""
+        """Wait until its offer is known, then hand over."""
         work.enter("handshake")
 
         def found(source: Source, ttl_s: float) -> None:
             self._remote_leases.keep(load, ttl_s, source)
 
-        work.ticket = await self._reach.meet(work.ticket, found)
+        work.ticket = await self._meet(work.ticket, found)
         check_met(self._groups, load.request, work.ticket, work.tables)
         return await self._carry(load, work)
 
     def then(self, carry: Carry) -> Carry:
-        """The same, handing over to somebody else."""
-        return Meeting(self._local, self._reach, self._remote_leases, carry).carry
+        """A meeting that hands over to another carrier."""
+        return Meeting(self._local, self._meet, self._remote_leases, carry).carry
 
 
 def check_expected(
     groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
 ) -> None:
-    """Compare a request with its offer, as far as that is known. PromptMismatch, or RequestError if there are more
-    blocks than the tokens fill.
+    """Compare a request with its offer, as far as that is known.
+
+    PromptMismatch; RequestError if there are more blocks than the tokens fill.
     """
     what, tokens = f"request {request.request_id!r}", ticket.offered_tokens
     if not ticket.awaited:
@@ -62,7 +64,10 @@ def check_expected(
 
 
 def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
-    """The same of an offer that was met; and PromptMismatch if its blocks end with a prompt that goes on."""
+    """Compare a request with an offer that was waited for: as `check_expected`, and its end.
+
+    PromptMismatch if the local blocks end in the middle of the prompt.
+    """
     if request.prompt is not None or request.num_tokens is not None:
         check_expected(groups, request, ticket, tables)
     if request.prompt is not None and request.num_tokens is None and not ticket.offers_nothing:

@@ -1,7 +1,7 @@
 """Pairs that do not work: engines whose tickets come here, and that no load has ever read from.
 
-A load that fails has an error, and a router that has another engine behind this one hides it: the pair never hands
-over, and all that shows is that prompts take long. So it is said once, and counted.
+A router that sends the request elsewhere hides the error of a load. If all loads of a pair fail, prompts take long, and
+nothing else shows. So it is logged once, and counted.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from kvflow.logs import logger_of
 logger = logger_of(__name__)
 
 TOLD_AT = 3
-"""Failures after which it is no accident: a peer that restarts costs one or two."""
+"""Failures after which a pair is said not to work. A peer that restarts costs one or two."""
 _ENGINES_MAX = 1024
 
 
 class NeverRead:
-    """Failures by engine, of those that have never delivered."""
+    """Failures of engines that no load has ever read from."""
 
     def __init__(self, delivered: Callable[[str], bool]) -> None:
-        """`delivered` says whether a read of an engine has ever ended well, as far as is remembered."""
+        """`delivered`: True for an engine of which a read has ended well, as far as is remembered."""
         self._delivered = delivered
         self._failures: dict[str, int] = {}
 
     @property
     def count(self) -> int:
-        """Engines that have failed often enough, and not delivered since."""
+        """Number of engines that have failed `TOLD_AT` times, and were not read from since."""
         return sum(many >= TOLD_AT and not self._delivered(one) for one, many in self._failures.items())
 
     def failed(self, engine_id: str, why: str) -> None:
-        """A load with a ticket of this engine has failed."""
+        """Count a failed load with a ticket of this engine."""
         if self._delivered(engine_id):
             self._failures.pop(engine_id, None)
             return

@@ -1,9 +1,9 @@
 """News that a load gets of the leases it reads under, beside what their seals say.
 
-Each rank whose lease is still to come to an end is asked one question, which it answers when the lease is complete or
-over, when it has blocks that we do not know, or when more of its tokens are there than we want to know of; then it is
-asked again. That makes a load look at the seal, and it is where blocks come from that no ticket names, and payloads. It
-vouches for nothing: a load that needs neither of these ends as well if no answer ever comes.
+Each rank whose lease is not complete yet is asked one question. It answers when the lease is complete or over, has
+blocks that we do not know, or has as many tokens as we have asked for; then it is asked again. An answer makes the load
+look at the seal. Blocks that no ticket names, and payloads, are known from answers alone. An answer vouches for
+nothing: a load that needs neither of these ends as well if no answer ever comes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, words
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.01, 0.5
-_UNREACHABLE_MAX = 3  # in a row
+_UNREACHABLE_MAX = 3  # failures in a row
 
 
 class LeaseOver(Exception):
-    """The lease has ended, and what was waited for will not come."""
+    """The lease has ended, and the payload will not come."""
 
 
 class _Unknown(NamedTuple):
-    """Block ids of a load that may not be known yet: where they belong, which of the lease's they are, and these."""
+    """Block ids of a load that may not be known yet: the array to fill, and positions in the table of the lease."""
 
     ids: BlockIds
     positions: BlockIds
@@ -49,7 +49,7 @@ class Followed:
 
     source: Source
     tables: Sequence[BlockIds]
-    """Its blocks, by group; -1 stands for those that are not known."""
+    """Blocks of the lease, by group; -1 stands for those that are not known."""
     known: list[int]
     """Blocks that are known, by group."""
     num_tokens: int
@@ -61,20 +61,20 @@ class Followed:
     failed: str = ""
     """Reason in words, once it is told that the prompt could not be computed."""
     problem: KVFlowError | None = None
-    """Error because of which the blocks that are not known never will be."""
+    """Error for which blocks that are not known yet never will be."""
     missing_max: int = -1
-    """Tokens that may be missing when more news is of interest; -1: when it has come to its end."""
+    """Missing tokens at which the next news is of interest; -1: at the end of the lease."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     unknown: list[_Unknown] = field(default_factory=list)
 
     def attach(self, matched: Matched) -> None:
-        """A load reads this from the rank: its chunks get blocks as they are told."""
+        """Have the chunks of a load get their block ids as they are told."""
         wanted = (some for block_map in self.source.connection.block_maps for some in matched[block_map.of_groups])
         for (block_map, chunks), some in zip(self.source.chunks, wanted, strict=True):
             self.unknown.append(_Unknown(chunks.remote_ids, some.remote_ids, self.tables[block_map.remote_group]))
 
     def want(self, missing_max: int) -> None:
-        """Ask for that from the next question on."""
+        """Ask to be told when so few tokens are missing, from the next question on."""
         if missing_max < self.missing_max:
             self.lowered.set()
         self.missing_max = missing_max
@@ -99,7 +99,7 @@ class Followed:
         self.payload = news.payload
         over = news.state is LeaseNews.ENDED or news.state is LeaseNews.FAILED
         if over and self.unknown and self.known_tokens < self.num_tokens:
-            self.source.proof.heard(None, -math.inf)  # nobody may look at its seal any more
+            self.source.proof.heard(None, -math.inf)  # as if the seal was wiped: perhaps no look at it comes
         if news.state is LeaseNews.FAILED:
             why = words(news.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"
@@ -107,7 +107,7 @@ class Followed:
             self.end.set_result(news.state)
 
     def fail(self, error: KVFlowError) -> None:
-        """End all that is followed: nothing will be told any more."""
+        """Note that nothing will be told any more."""
         if not self.end.done():
             self.end.set_exception(error)
             self.end.exception()  # seen: who needs nothing of it goes on
@@ -147,7 +147,7 @@ class News:
         self.tasks: list[asyncio.Task[None]] = []
 
     def close(self) -> None:
-        """Close: nobody wants to know any more."""
+        """Stop asking."""
         for task in self.tasks:
             task.cancel()
 
@@ -194,7 +194,7 @@ class Follower:
         return following
 
     async def _ask(self, ticket: Ticket, one: Followed) -> None:
-        """The body of a task: until there is nothing more to be told, or nobody tells."""
+        """Body of a task: ask one rank until its lease has come to its end, or the rank fails to answer."""
         loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
         peer, lease = one.source.peer, one.source.lease
         while True:

@@ -1,8 +1,8 @@
-"""Plan of one load, which of the offered blocks go where: pure, from tables of block ids to chunks of tokens.
+"""Plan of one load, from tables of block ids to chunks of tokens: which offered blocks go where. Pure.
 
-Every rank of an engine holds the same prompt in the same blocks, so what goes where is found once for each pair of
-groups of layers; then each rank's own block ids are put in. Nothing is believed that was not checked against the
-registered caches (invariant I8). `whole` finds a few whole blocks of one rank in one go; this finds all others.
+Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of groups of
+layers; then each rank's own block ids are put in. Nothing is believed that was not checked against the registered
+caches (invariant I8). `whole` plans loads of a few whole blocks of one rank itself, in one go.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     tokens: int
     """Tokens of the prompt that are read."""
     few: Sequence[tuple[int, int]] = ()
-    """(Their block, ours), if these are all of it: nothing is in `matched` and `chunks` then."""
+    """Pairs (their block, ours) of a load of a few blocks; `matched` and `chunks` are empty then."""
 
 
 def planned(

@@ -1,8 +1,8 @@
-"""Routes: where the bytes of a load go. Straight, through scratch memory, or through host buffers.
+"""Routes: the way of a load's bytes into the cache: straight, through scratch memory, or through host buffers.
 
-Most loads are read straight into the cache. What cannot be is cut into spans of the prompt, whole blocks of both sides,
-and each span is a copy group (`flight.CopyGroup`): it takes the buffers it needs, reads from every rank, and copies
-when all reads have landed. While one group is copied others are read.
+Most loads are read straight into the cache. Other loads are cut into spans of the prompt, whole blocks of both sides.
+Each span is a copy group (`reads.CopyGroup`): it takes the buffers it needs, reads from every rank, and copies when
+all reads have landed. While one group is copied others are read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, alike
 from kvflow.core.plan.slices import plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
-from kvflow.runtime.load.flight import CopyFailed, CopyGroup, Flight, Read
+from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, Part, PromptSpan, by_group, by_source
+from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
 from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
@@ -47,7 +48,7 @@ class Route:
         staging: Sequence[HostBuffers],
         copier: CopyThread,
     ) -> None:
-        """`sets` are where loads go: the cache's own or, with `staging`, those of the host blocks of each group."""
+        """`sets`: layers that reads fill: the cache's or, with `staging`, those of the host blocks of each group."""
         self._config = config
         self._sets = sets
         self._scratch = scratch
@@ -126,7 +127,7 @@ class Route:
         return prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches, near=near)
 
     def straight(self, sources: Sequence[Source], head_of: HeadOf | None) -> Iterator[Read]:
-        """Straight to where the bytes belong: one read of each rank after the other, so that all of them are busy."""
+        """Reads straight into the cache, of one rank after the other, so that all of them are busy."""
         if len(sources) == 1:
             yield from self._slices(sources[0], sources[0].chunks, head_of)
             return
@@ -157,9 +158,7 @@ class Route:
     async def grouped(
         self, parts: Sequence[Part], tables: Sequence[BlockIds], head_of: HeadOf
     ) -> AsyncGenerator[CopyGroup, None]:
-        """All groups of layers side by side, in spans of whole blocks of both sides, in prompt order, in copy groups
-        that take their buffers when they are asked for.
-        """
+        """Copy groups of all groups of layers, in prompt order. Each takes its buffers when it is asked for."""
         lanes = [self.lane(some, at, tables[at]) for at, some in by_group(parts)]
         for one in heapq.merge(*(lane.rest() for lane in lanes), key=GroupSpan.stop_token):
             yield await self.group(one, head_of)

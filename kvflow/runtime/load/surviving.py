@@ -1,6 +1,6 @@
-"""Loads that survive their source: one source is read after the other, until one has given all of the prompt.
+"""Loads that survive their source: sources are read one after the other, until one has given all of the prompt.
 
-A load has several tickets of one prompt, or is brought another one (`LoadRequest.again`).
+Such a load has several tickets of one prompt, or is brought another one (`LoadRequest.again`).
 
 Each attempt is an ordinary load into the same local blocks, by the ordinary carriers: bytes count only under the seals
 of the source that gave all of them. The next one begins when no byte of the one before can land any more, and the
@@ -37,10 +37,12 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.flight import Flight, Gear
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Carry, Load, LoadReport, LoadRequest, Work
+from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.meeting import Meeting
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import Reaching
 from kvflow.runtime.records import LOADED, Attempt
 
@@ -50,17 +52,17 @@ SOURCES_MAX = 16
 LATE, ENDED = "late", "ended"
 LATE_TIMES = 8
 LATE_LEAST_S = 0.5
-"""What is late: not heard of for so many times its longest read, and so long at least. Of a peer that has never been
-read from, Config.handshake_timeout_s: as long as it may be silent on the side channel."""
+"""Lateness: no read has ended for so many times the longest one, and for so long at least. The bound for a peer that
+was never read from is Config.handshake_timeout_s, as on the side channel."""
 _LOOK_EVERY_S = 0.05
-_KEEP_AFTER = 0.25  # of the ttl_s of what waits: most loads are over by then, and renew nothing
+_KEEP_AFTER = 0.25  # share of the ttl_s of waiting tickets: most loads are over by then, and renew nothing
 
 _LEAD_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch)
 _OVER = ("LeaseExpired", "PrefillFailed")
 
 
 class Surviving:
-    """What all such loads of a registration have in common."""
+    """Accepts loads that may have several sources, for one registration."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Surviving:
         self.whole = whole
 
     def accept(self, request: LoadRequest, block_ids_max: int) -> tuple[tuple[Ticket, ...], Carry]:
-        """The tickets of a request, checked, and who carries it out. RequestError; PromptMismatch if they differ."""
+        """Check a request's tickets, and choose its carrier. RequestError; PromptMismatch if their prompts differ."""
         what, given = f"request {request.request_id!r}", request.ticket
         several: Sequence[Any] | None = (given,)
         if isinstance(given, list | tuple):
@@ -113,13 +115,13 @@ class _Course:
         self._work = work
         self._first = tickets[0]
         self._waiting = list(tickets)
-        """Those that have not had their turn."""
+        """Tickets of sources that have not had their turn."""
         self._brought: list[Ticket] = []
-        """Those that `again` gave: nobody else knows of them."""
+        """Tickets that `again` gave: nobody else knows of them."""
         self._to_release: list[Ticket] = []
-        """Those whose leases may be open although nobody reads them any more."""
+        """Tickets whose leases may be open although nobody reads them any more."""
         self._taken = False
-        """Whether a source has its turn."""
+        """True while a source has its turn."""
         self._asked = 0
         self._attempts: list[Attempt] = []
         self._begun_s = self._looked_s = surviving.clock.now_s()
@@ -127,11 +129,11 @@ class _Course:
         """Why the source is late, once its attempt was ended for that."""
         self._timer: Timer | None = None
         self._kept: contextlib.ExitStack | None = None
-        """Keeps the leases of those that wait, once that is worth it."""
+        """Keeps the leases of waiting sources, once the load takes long."""
         work.attempts = self._attempts
 
     async def carry(self) -> LoadReport:
-        """See the module. Whatever it raises, its last flight has stopped, or is quarantined."""
+        """Read one source after the other. Whatever it raises, its last flight has stopped, or is quarantined."""
         ledger, work = self._surviving.ledger, self._work
         ledger.keep(work.entries)
         try:
@@ -153,7 +155,7 @@ class _Course:
             ledger.let_go(work.entries, safe=work.flight is None or work.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
-        """The report, if the next source has given all; None if there is another one. Raises why the load ends."""
+        """Read the next source. None if it failed and another one is left; raises why the load ends."""
         work, surviving = self._work, self._surviving
         work.ticket = self._next()
         self._begun_s, self._taken = surviving.clock.now_s(), True
@@ -186,7 +188,7 @@ class _Course:
         return ticket
 
     async def _met(self, load: Load, work: Work) -> LoadReport:
-        """What a rendezvous offers is known: PromptMismatch if that is another prompt than the first ticket's."""
+        """Go on with the offer of a rendezvous. PromptMismatch if its prompt is not that of the first ticket."""
         check_alike(self._first, work.ticket, f"request {load.request_id!r}")
         if self._first.awaited:
             self._first = work.ticket
@@ -240,7 +242,7 @@ class _Course:
         self._waiting.append(ticket)
 
     def _note(self, outcome: str, error: str = "") -> None:
-        """A source has had its turn."""
+        """Note the end of a source's turn."""
         self._taken = False
         ticket, flight = self._work.ticket, self._work.flight
         self._attempts.append(
@@ -255,7 +257,7 @@ class _Course:
         )
 
     def _release_unused(self) -> None:
-        """Give back what nobody is going to read. After a failure the caller's tickets are the caller's still."""
+        """Give back the leases that will not be read. After a failure the caller keeps its tickets."""
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting):
                 self._surviving.remote_leases.release_soon(ticket)
@@ -263,7 +265,7 @@ class _Course:
     # --- lateness
 
     def _was_late(self) -> bool:
-        """Whether a cancellation was only `_look`'s; that one is taken back."""
+        """True if the task was cancelled by `_look` alone; that cancellation is taken back."""
         task = self._work.task
         assert task is not None, "it is under way"
         return bool(self._late) and task.uncancel() <= self._work.cancelling
@@ -279,9 +281,9 @@ class _Course:
             self._timer = None
 
     def _look(self) -> None:
-        """The timer: end the attempt if its source is late, and keep the leases of those that wait."""
+        """Callback of the timer: end the attempt if its source is late, and keep the leases of waiting ones."""
         work, now_s = self._work, self._surviving.clock.now_s()
-        stalled = now_s - self._looked_s > 2 * _LOOK_EVERY_S  # we were not there to hear of anything
+        stalled = now_s - self._looked_s > 2 * _LOOK_EVERY_S  # the loop was held up: ends of reads were not heard
         self._timer = None
         if work.flight is not None and not stalled and (why := self._why_late(work.flight, now_s)):
             assert work.task is not None, "it is under way"
@@ -294,7 +296,7 @@ class _Course:
         self._look_later()
 
     def _why_late(self, flight: Flight, now_s: float) -> str:
-        """In words; "" if it is not late."""
+        """Why the source is late, in words; "" if it is not."""
         peers = [source.peer for source in self._work.sources]
         if flight.reading:
             since_s = flight.heard_s

@@ -37,7 +37,7 @@ class NotCompared(Exception):
 
 
 class _Compared(NamedTuple):
-    """A part of a question, and what ours is computed from."""
+    """A part of a question for digests, and the blocks that our digest is computed from."""
 
     asked: messages.DigestPart
     ours: Digesting
@@ -137,7 +137,7 @@ class Verifier:
 
 
 class _Theirs:
-    """A rank's digests, asked for."""
+    """The digests that one rank is asked for."""
 
     def __init__(
         self, read: Source, parts: Sequence[_Compared], ask: Callable[[], Coroutine[Any, Any, Sequence[int]]]
@@ -148,7 +148,7 @@ class _Theirs:
         self._answer = None if read.proof.grows else asyncio.ensure_future(ask())
 
     async def digests(self) -> Sequence[int]:
-        """Digests, once they are there. Of blocks that were not there before the read they are asked for now."""
+        """Wait for the digests. If the lease grew during the read they are asked for now."""
         if self._answer is None:
             self._answer = asyncio.ensure_future(self._ask())
         return await self._answer

@@ -1,7 +1,7 @@
 """Carries a load whose offer is known, step by step: reach its ranks, plan, claim, read, vouch, tell.
 
-What it may need beside that is chosen once, when the plan is there: growth, a payload that is yet to come, a comparison
-with what the producer holds. What an offer of nothing needs, or a load with nothing to fill, is `_empty`.
+Optional steps are chosen once, after the plan: growth, a payload that is yet to come, a comparison with the producer's
+bytes. Loads of no blocks are carried by `_empty`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from kvflow.errors import (
 )
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.around import Verifying, held, until
-from kvflow.runtime.load.flight import CopyFailed, Flight, Gear, Read
-from kvflow.runtime.load.gate import TURN_S, Gate
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import TURN_S, Gate, Gear
 from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Load, LoadReport, Work
+from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.news import LeaseOver
 from kvflow.runtime.load.plan import Plan, planned
+from kvflow.runtime.load.reads import CopyFailed, Read
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.verifying import Verifier
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
@@ -76,7 +78,7 @@ class Whole:
             work.enter("handshake")
             sources = await self._reach.reach(ticket, keep)
         work.enter("plan")
-        if work.seconds["handshake"] > TURN_S:  # many may have waited for the same one
+        if work.seconds["handshake"] > TURN_S:  # many loads may have waited for the same handshake
             await self.gate.come(request.priority, again=True)
         plan = self._plan(load, work, sources)
         if request.after is not None or not self._gear.words.take(plan.sources):
@@ -99,7 +101,7 @@ class Whole:
         return await self._tell(load, work, sources)
 
     def _plan(self, load: Load, work: Work, sources: Sequence[Source]) -> Plan:
-        """Plan of what goes where. RequestError if blocks, theirs and ours, do not go together."""
+        """Plan which blocks go where. RequestError if theirs and ours do not go together."""
         plan = self._few(work, sources[0]) if len(sources) == 1 and not load.request.verify else None
         if plan is None:
             plan = planned(f"request {load.request_id!r}", work.ticket, work.tables, self._groups, sources)
@@ -108,7 +110,7 @@ class Whole:
         return plan
 
     def _few(self, work: Work, source: Source) -> Plan | None:
-        """Slices of a few whole blocks from one rank, if that is all, and one slice; None if it is for `planned`."""
+        """Plan of a load of a few whole blocks from one rank, in one slice; None if the load is any other."""
         connection, lease, ticket, count = source.connection, source.lease, work.ticket, len(work.entries)
         pairs = connection.alike
         if pairs is None or count > self._few_max or source.proof.grows or ticket.extends or lease.payload:
@@ -123,7 +125,7 @@ class Whole:
         return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
 
     def _read(self, load: Load, work: Work, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-        """Way to read its bytes: at once or as they come, and compared where that is asked for. Chosen only here."""
+        """Choose the way to read: at once or as blocks are computed, and compared where that is asked for."""
         flight, ticket = work.flight, work.ticket
         assert flight is not None, "it was claimed"
         if plan.few:
@@ -169,8 +171,9 @@ class Whole:
                 work.enter("plan")
 
     async def _empty(self, load: Load, work: Work) -> LoadReport:
-        """Carry a load of no blocks: the producer is told, if it waits for us. If it cannot be, its lease runs out: no
-        loss to us. If a payload is to come it is waited for.
+        """Carry a load of no blocks: tell the producer, if it waits for us; wait for the payload, if one is promised.
+
+        A producer that cannot be told loses nothing: its lease runs out.
         """
         ticket = work.ticket
         if ticket.offers_nothing:
@@ -186,8 +189,9 @@ class Whole:
         return await self._tell(load, work, sources)
 
     async def _tell(self, load: Load, work: Work, sources: Sequence[Source]) -> LoadReport:
-        """All is there, but perhaps the payload: when it has come, every rank that holds a lease for us is told, unless
-        others are to read the same.
+        """Wait for the payload, if one was promised; then tell every rank that holds a lease for us.
+
+        Nobody is told if other loads are to read the same offer.
         """
         if work.news is not None:
             try:
@@ -201,7 +205,7 @@ class Whole:
         return work.report(load.request_id, notified=told)
 
     def _over_error(self, load: Load, work: Work) -> LoadError:
-        """Its leases have ended too early: because a prompt could not be computed, or for another reason."""
+        """Error of a load whose leases have ended too early: the prompt could not be computed, or another reason."""
         if work.freshness == "deadline":
             return work.failure(load, LeaseExpired, _PAST_DEADLINE)
         told = [one.failed for one in work.news.followed if one.failed] if work.news is not None else []

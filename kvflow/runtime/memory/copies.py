@@ -10,10 +10,9 @@ copied by numpy: it copies run by run in one thread, at 10 GB/s for runs of 256 
 the GIL released. Torch's indexing goes by elements; on bytes it is 6 times slower, and on 16-byte elements it needs two
 threads to keep up. Elsewhere torch copies, in the largest elements that fit.
 
-Everything here is synchronous: it runs on a copy thread, and what it has copied is there when it returns. A device has
-a stream for that (`device.CacheDevice`), ids go there once per copy, and it is waited for once; who calls has made sure
-that what is copied was computed. Block ids are of blocks that exist; who calls has checked them, and a breach is our
-bug.
+Everything here is synchronous: it runs on a copy thread, and the bytes are there when it returns. A device has a stream
+for copies (`device.CacheDevice`), ids go there once per copy, and it is waited for once. The caller has made sure that
+the bytes were computed and that the block ids are of blocks that exist; a breach is our bug.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _part_tensors(layer: LayerTensors, layout: CacheLayout | StateLayout) -> tup
 
 
 def _style_of(layout: CacheLayout | StateLayout) -> KVStyle | None:
-    """None for state: blocks come first in each of its tensors."""
+    """The cache's style; None for state, whose tensors have the block axis first."""
     return layout.style if isinstance(layout, CacheLayout) else None
 
 

@@ -1,7 +1,7 @@
 """The copy thread: runs copies between buffers and caches off the loop, one after the other, and watches events.
 
-It is started by the first of them. A copy that runs cannot be stopped, so who submitted it waits for its end
-(`flight`). Events are looked at between copies.
+The first of them starts it. A copy that runs cannot be stopped, so its flight waits for its end. Events are looked at
+between copies.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _IDLE_S = 3600.0  # nothing has to be done between jobs
 
 
 class CopyThread:
-    """Jobs for one thread; their ends are told on the loop."""
+    """Runs jobs on one thread, and tells their ends on the loop."""
 
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
-        """`make_device` makes other devices than there are, on this thread."""
+        """`make_device` makes the device of a cache, on this thread; for tests another one than the real."""
         self._name = name
         self.helper = Helper(f"{name} helper")
         """Does a share of a job that asks it to."""
@@ -77,7 +77,7 @@ class CopyThread:
             watch.dropped = True
 
     async def aclose(self, timeout_s: float) -> bool:
-        """End the thread; whether it has in time. If a copy still runs the thread ends after it."""
+        """End the thread. True if it has ended in time; if a copy still runs the thread ends after it."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended()
@@ -122,7 +122,7 @@ class CopyThread:
 
 
 class _End:
-    """A future that is told how something has ended."""
+    """The end of a job or an event, which settles a future on the loop."""
 
     def __init__(self) -> None:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -137,7 +137,7 @@ class _End:
 
 
 def run_all(jobs: Sequence[Callable[[], None]]) -> None:
-    """One job after the other, as one."""
+    """Run jobs one after the other."""
     for job in jobs:
         job()
 

@@ -1,11 +1,11 @@
-"""Digests of the blocks of a cache: what `core.protocol.digests` defines, computed where the bytes lie.
+"""Digests of the blocks of a cache (`core.protocol.digests` defines them), computed where the bytes lie.
 
 On the CPU numpy computes, with the GIL released while it reads the bytes, at some 5 to 10 GB/s on one core; elsewhere
-torch does, on the device. All of it is done on the copy thread, in pieces, so that copies for other requests take turns
-with it. What is small is one job there: blocks are gathered layer by layer, and the arithmetic that follows is done for
-all layers at once, because a call of numpy costs as much as 64 KiB of it.
+torch does, on the device. The copy thread computes in pieces, so that copies for other requests take turns with it. A
+small request is one job there: blocks are gathered layer by layer, and then the arithmetic is done for all layers at
+once, because a call of numpy costs as much as 64 KiB of it.
 
-Views of a cache are made when its first digest is asked for: who never asks pays nothing.
+Views of a cache are made when its first digest is asked for.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Digesting(NamedTuple):
 
     layer_set: int
     layers: Sequence[int]
-    """Their positions in the set."""
+    """Positions of the layers in the set."""
     heads: HeadSpan
     blocks: TokenBlocks
 
@@ -106,7 +106,7 @@ class DigestedCache:
         return [_SetOfViews(one) for one in self._sets]
 
     async def digests(self, run: Run, asked: Sequence[Digesting], helper: Helper | None = None) -> list[int]:
-        """One for each layer of each item, in order. Raises Undigestible, or what computing has raised.
+        """Digests of each layer of each item, in order. Raises Undigestible, or what computing has raised.
 
         `run` is the copy thread's, and `helper` does a share if there is much to do. Cancelling stops the waiting, and
         what is not computed yet is not begun.
@@ -117,7 +117,7 @@ class DigestedCache:
         return work.sums
 
     def _jobs(self, asked: Sequence[Digesting]) -> Iterator[tuple[int, _Job]]:
-        """All of it, each with where its first layer is among those of all items."""
+        """Jobs for all items, each with the position of its first layer among those of all."""
         first = 0
         for one in asked:
             for layer, job in self._views[one.layer_set].jobs(one.layers, one.heads, one.blocks):
@@ -129,12 +129,12 @@ class DigestGear(NamedTuple):
     """The tools of a rank for digests."""
 
     own: DigestedCache
-    """The engine's cache: what its loads have filled."""
+    """The engine's cache, which its loads fill."""
     shown: DigestedCache
     """Memory that peers read: the cache or, with host staging, the host buffers."""
     run: Run
     helper: Helper
-    """Helper of the thread that `run` is of: for who waits for nothing else."""
+    """Helper of the copy thread, which does a share of a job."""
 
 
 class _SetOfViews:
@@ -183,7 +183,7 @@ class _SetOfViews:
     def _steps(
         self, blocks: TokenBlocks, step: int, of_heads: digests.UInt64Array
     ) -> Iterator[tuple[BlockIds, _Weights]]:
-        """Block ids, and what weight their tokens have: none where they are not asked for."""
+        """Block ids, and the weights of their tokens: 0 for tokens that are not asked for."""
         words = digests.word_weights(-(-self._shape.run // digests.WORD_BYTES))
         of_parts = digests.part_weights(self._parts)
         first = max(blocks.start // blocks.size - blocks.first_block, 0)
@@ -199,7 +199,7 @@ class _SetOfViews:
 
 
 def _piece_shape(block: BlockShape, kv_format: str) -> BlockShape:
-    """The shape of a block in runs: one head of one token, or what of an opaque block is never taken apart."""
+    """Shape of a block in runs: one head of one token, or a part of an opaque block that is never taken apart."""
     if kv_format == PLAIN:
         return block
     if heads_are_apart(kv_format, block):
@@ -345,7 +345,7 @@ def _taken(waiting: deque[tuple[int, _Job]]) -> tuple[int, _Job] | None:
 
 
 def _compute(waiting: deque[tuple[int, _Job]]) -> list[_Found]:
-    """The jobs that are left: whoever is through with a job takes the next. If one fails nobody begins with another."""
+    """Do the jobs that are left: a thread that is done with one takes the next. After a failure none is begun."""
     found: list[_Found] = []
     try:
         while (taken := _taken(waiting)) is not None:

@@ -1,8 +1,8 @@
 """Host staging: blocks of a device that the transport cannot reach go through host buffers.
 
-A bounded set of host blocks, laid out like the device's, is what peers see. A producer copies a lease's blocks there
-before they can be read, and says through the seal how far it is; a consumer reads into host blocks and copies from
-there. The copies run on the copy thread: by kvflow's own function for torch devices, or by one that the engine gives.
+Peers see a bounded set of host blocks, laid out like the device's. A producer copies a lease's blocks there before they
+can be read, and its seal says how far it is; a consumer reads into host blocks and copies from there. The copies run on
+the copy thread: by kvflow's own function for torch devices, or by one that the engine gives.
 """
 
 from __future__ import annotations

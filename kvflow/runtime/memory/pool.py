@@ -1,4 +1,4 @@
-"""Waiting for a bounded thing, and pools of numbered things such as host blocks or scratch buffers."""
+"""Waiting for permits, and pools of numbered things such as host blocks or scratch buffers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Pool:
         return self._pop(permit)
 
     def give_back(self, numbers: BlockIds) -> None:
-        """Give back what was taken together. Who takes as many next gets them in this order, so neighbours stay so."""
+        """Give back numbers that were taken together. The next to take as many gets them in the same order."""
         self._free.extend(numbers[::-1].tolist())
         self._queue.end(self._permits.pop(int(numbers[0])))
 

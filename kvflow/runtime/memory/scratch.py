@@ -1,4 +1,4 @@
-"""Scratch memory, and what is done with it: whole blocks of a peer are read there and permuted into the cache.
+"""Scratch memory: whole blocks of a peer are read there and permuted into the cache.
 
 `core.plan.whole_blocks` has the reading side and the rule when this pays. Here are the buffers, registered when the
 first load needs them, and the writing side: which tokens and heads of a scratch block go to which chunk of which of our
@@ -66,7 +66,7 @@ class Scratch:
         return self._pool.used
 
     async def prepare(self) -> None:
-        """Make all buffers now. Raises TransportError if that cannot be, `slot_bytes` is 0 then: there are none."""
+        """Make all buffers now. TransportError if they cannot be had; then there are none, and `slot_bytes` is 0."""
         try:
             for number in range(self._pool.size):
                 self._made[number] = await self._make(number)
@@ -75,7 +75,7 @@ class Scratch:
             raise
 
     async def take(self) -> ScratchBuffer:
-        """A buffer, once one is free. Raises TransportError if it cannot be had."""
+        """Take a buffer, once one is free. Raises TransportError if it cannot be had."""
         numbers = await self._pool.take(1)
         number = int(numbers[0])
         try:

@@ -1,7 +1,7 @@
 """First contacts: peers that have never answered are asked in turns, a few at a time (`core.policy.contacts`).
 
-Forged tickets lead to such peers only, as many as somebody likes to make up. A peer that has answered before needs no
-turn, so it waits for none of them.
+Forged tickets can name any number of such peers. A peer that has answered before needs no turn, so it does not wait
+behind them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The handshake: ask a rank who it is, judge all that it says, and only then let the transport see its metadata.
 
-The transport's side of a connection is an agent: added once, and removed under no running read.
-Nothing of an answer is used before it was judged, and no text of a peer gets into our messages unbounded.
+The transport's side of a connection is an agent: added once, and never removed under a read that runs. An answer is
+judged before any of it is used, and no text of a peer gets into our messages unbounded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Handshakes:
         self.leave, self.gone = self.agents.leave, self.agents.gone
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Shake hands with a peer; the connection that there is already if the peer is who it was.
+        """Shake hands with a peer. Gives the connection that there is if the peer has not restarted.
 
         Raises a PeerError, or TimeoutError. Cancelling leaves no trace in the transport.
         """
@@ -97,7 +97,7 @@ class Handshakes:
         return reply
 
     async def ask_clock(self, peer: Peer) -> None:
-        """The body of a task: ask for a peer's clock. One that cannot be asked is as unknown as before."""
+        """Body of a task: read a peer's clock. A peer that cannot be asked changes nothing."""
         try:
             await self.ask(peer, messages.ClockRequest(reader=self._local.reader, target=peer.at.target))
         except PeerError as error:
@@ -113,7 +113,7 @@ class Handshakes:
 
 
 class Agents:
-    """All agents that the transport knows, by a name that is unique per incarnation of a rank: open, or changing.
+    """Agents that the transport knows, by names that are unique per incarnation of a rank: open, or changing.
 
     One is removed when no peer uses its connection, even if two addresses lead to it, and the last load that held it
     has left. It is added again only after that.
@@ -126,13 +126,13 @@ class Agents:
         self._changing: dict[AgentName, asyncio.Future[None]] = {}
 
     async def find(self, agent: AgentName) -> Connection | None:
-        """The agent's open connection; None if it has to be added, which is possible at once then."""
+        """Find the agent's open connection. None if it has to be added, which is possible at once then."""
         while (change := self._changing.get(agent)) is not None:
             await asyncio.wait([change])
         return self._open.get(agent)
 
     async def add(self, connection: Connection, metadata: bytes) -> AgentName:
-        """Let the transport know the agent, right after `find`; the name by which it took it, or a TransportError.
+        """Add an agent to the transport, right after `find`. Returns the name by which it was taken; TransportError.
 
         Under another name than the connection's it is not kept. Cancelling leaves the agent unknown.
         """
@@ -160,7 +160,7 @@ class Agents:
             self._remove_soon(connection, self._begin(connection.agent))
 
     async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool:
-        """Wait until the transport has forgotten the agents that are on their way out; whether it has in time."""
+        """Wait until the transport has forgotten the agents that are being removed. True if it has in time."""
         changes = [self._changing[agent] for agent in agents if agent in self._changing]
         if not changes:
             return True
@@ -258,7 +258,7 @@ def _different(name: str, ours: object, theirs: object) -> list[str]:
 
 
 def _opaque(regions: Regions, kv_format: str) -> str:
-    """Facts that have to be equal of blocks that nobody can take apart, or no further than into heads."""
+    """Facts that have to be equal on both sides, of blocks that cannot be taken apart, or only into heads."""
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
     if heads_are_apart(kv_format, regions.block):

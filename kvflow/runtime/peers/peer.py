@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvflow.checks import printable, shown
 from kvflow.core.cache.groups import GroupFacts
@@ -129,17 +129,17 @@ class Handshake:
     since_s: float
     task: asyncio.Task[None] | None = None
     contact: Contact | None = None
-    """Its turn, if it needs one and has it."""
+    """Turn of a first contact, if it needs one and has it."""
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:
-        """Count so many more that wait for it, or fewer."""
+        """Count so many waiters more, or fewer."""
         self.waiters += count
         if self.contact is not None:
             self.contact.wanted = self.waiters > 0
 
     def begin(self, contact: Contact) -> None:
-        """Its turn has come."""
+        """Begin, since its turn has come."""
         self.contact = contact
         self.add_waiters(0)
 
@@ -159,9 +159,9 @@ class Peer:
         self.circuit = NEVER_FAILED
         self.last_error = ""
         self.heard_s = -math.inf
-        """Time at which a read of it has ended last, well or not;"""
+        """Time at which its last read has ended, well or not."""
         self.read_s = 0.0
-        """and how long its reads take: the longest of the last ones. 0: none has ended well."""
+        """Time of its longest read lately; 0 if none has ended well."""
         self.used_s = now_s
         self.leases_kept = 0
         """Leases of it that we keep: until they are read or given back it is not idle."""
@@ -173,9 +173,9 @@ class Peer:
         """Incarnations of tickets that have asked for it since it was last connected."""
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
-        """Bounds what it is asked at once: sockets, should it be silent."""
+        """Bounds the questions to it at once, and so the sockets that they take if it is silent."""
         self.digest_questions = asyncio.Semaphore(_DIGESTS_AT_ONCE_MAX)
-        """Bounds likewise the questions for digests, which take it long to answer."""
+        """Bounds the questions for digests to it, which take long to answer."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
@@ -208,7 +208,7 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One rank of the producer in one load: connected, its lease, and what vouches for what is read of it."""
+    """One rank of the producer in one load: connected, its lease, and the proof for all that is read of it."""
 
     peer: Peer
     connection: Connection
@@ -226,6 +226,10 @@ class Source:
     """The word of ours that its seal is fetched to."""
 
 
+Meet: TypeAlias = "Callable[[Ticket, Callable[[Source, float], None]], Awaitable[Ticket]]"
+"""Waits for the offer of a rendezvous: `rendezvous.Rendezvous.meet`."""
+
+
 class Reaching(Protocol):
     """The way from a ticket to its ranks, as loads and leases need it; see `reach.Reach`."""
 
@@ -239,8 +243,6 @@ class Reaching(Protocol):
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, T]]) -> list[T]: ...
 
     async def when_served(self, ask: Callable[[], Awaitable[T | messages.NoLease]]) -> T | messages.NoLease: ...
-
-    async def meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket: ...
 
     async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply: ...
 
@@ -260,13 +262,13 @@ class Reaching(Protocol):
 
 
 class Telling(Protocol):
-    """The way in which a producer is told what becomes of its leases; the handshake with it says which. Never waits."""
+    """The way in which a producer is told what becomes of its leases. Its handshake chooses it. Never waits."""
 
     heartbeat_s: float | None
     """Seconds in which it wants to hear of a lease that is needed; None: by the lease's ttl."""
 
     def needed(self, sources: Sequence[Source]) -> int:
-        """Tell one rank that these leases of it are needed still; how many that are."""
+        """Tell one rank that we still need these leases of it. Returns their number."""
 
     def read(self, source: Source) -> None:
         """Tell a rank that we need a lease's blocks no more."""
@@ -278,7 +280,7 @@ def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> di
 
 
 def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
-    """Groups of an engine as tickets name them: nothing where there is one, of full attention."""
+    """Groups of an engine as tickets name them: none where there is only one, of full attention."""
     return () if len(groups) == 1 and groups[0].whole else groups
 
 

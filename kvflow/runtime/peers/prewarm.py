@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflow.checks import answer, shown
-from kvflow.config import PORT_MAX, rank_offset, split_address
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol.addresses import Address, PeerAddress
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
 from kvflow.runtime.peers.peer import check_parallelism
@@ -22,7 +21,7 @@ _AT_ONCE_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prewarmed:
-    """The result for one engine: `ranks` are connected; all that loads from it need, unless there is an error."""
+    """The result for one engine: `ranks` are connected. Without an error these are all that loads from it need."""
 
     engine_id: str
     ranks: tuple[Rank, ...]
@@ -56,7 +55,7 @@ async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket 
         if isinstance(engine, PeerAddress):
             engine = engine.checked()
             engine_id = engine.engine_id
-            wanted = await ranks_at(reach, peers, engine)
+            wanted = await reach.ranks_at(engine)
         else:
             ticket = reach.parse_ticket(engine)
             engine_id = ticket.engine_id
@@ -72,25 +71,3 @@ async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket 
     except KVFlowError as problem:
         error = problem
     return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=error)
-
-
-async def ranks_at(reach: Reach, peers: Peers, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
-    """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut.
-
-    With `every_rank` those that only other ranks of ours need, too. Raises as `Peers.connect` does, and RequestError.
-    """
-    host, port = split_address(engine.address, what="address")
-    here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
-    parallelism = (await peers.connect(peers.get(Address(engine.engine_id, here, engine.address)), None)).parallelism
-    sizes = {"tp_size": parallelism.tp_size, "pp_size": parallelism.pp_size}
-    base, wanted = port - rank_offset(*here, **sizes), []
-    what = f"engine {engine.engine_id!r} at {engine.address}"
-    ranks = reach.ranks_of(parallelism, engine.dp_rank, what)
-    if every_rank:
-        ranks = parallelism.ranks(engine.dp_rank)
-    for rank in ranks:
-        there = base + rank_offset(*rank, **sizes)
-        if not 0 < there <= PORT_MAX:
-            raise RequestError(f"{what}: port {port} of {here} puts {rank} at port {there}")
-        wanted.append(Address(engine.engine_id, rank, f"tcp://{host}:{there}"))
-    return wanted

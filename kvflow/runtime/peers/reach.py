@@ -1,10 +1,10 @@
-"""The ranks that a load reads from or reports to, by its ticket: who they are, their connections, their leases.
+"""The way from a ticket to the ranks that its load reads from or reports to: their connections and their leases.
 
-A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from the parallelism of
-both engines (`core.plan.topology`); those whose lease the ticket does not name are asked for it.
+A ticket names one or more ranks of an engine. The parallelism of both engines decides which of its ranks concern us
+(`core.plan.ranks`). Those whose lease the ticket does not name are asked for it (`lease_questions`).
 
-Tickets are not signed, so what one says of its engine is believed step by step. What cannot be right is refused before
-anybody is asked. Then one rank is asked, and only if it says itself that its engine is cut like that the others are, a
+Tickets are not signed, so they are believed step by step. A ticket that cannot be right is refused before anybody is
+asked. Then one rank is asked how its engine is cut. Only if its answer agrees with the ticket the others are asked, a
 few at a time, and no more of them once one has failed.
 """
 
@@ -12,55 +12,41 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
+from kvflow.config import PORT_MAX, rank_offset, split_address
 from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import check_block_ids
+from kvflow.core.plan.ranks import RankPlan, plan_ranks
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
-from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import (
     KVFlowError,
-    LeaseExpired,
-    PeerError,
     PeerIncompatible,
-    PrefillFailed,
     ProtocolError,
     RequestError,
 )
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism, words
-from kvflow.runtime.peers.rendezvous import Rendezvous
+from kvflow.runtime.peers.lease_questions import LeaseQuestions, expired, wrong_lease
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
 
 VISITS_AT_ONCE_MAX = 8
 """Ranks of one engine that are connected, or told, at once, for one ticket."""
 
 _QUESTIONS_AT_ONCE_MAX = 16
-_ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
 _PLANS_MAX = 256
 
 _missing_layers = lru_cache(maxsize=_PLANS_MAX)(topology.missing_layers)
 
 ResultT = TypeVar("ResultT")
 Found = Callable[[Source], None]
-
-
-class _Plan(NamedTuple):
-    """The ranks to reach, by the parallelism of the producer's engine, for one of its replicas."""
-
-    impossible: str
-    """The reason why no engine that we could read from is cut like this; "" if one may be."""
-    problems: tuple[str, ...]
-    ranks: tuple[Rank, ...]
-    """The ranks that we read from or report to."""
 
 
 class _Reached(NamedTuple):
@@ -83,17 +69,18 @@ class Reach:
         self.ask_digests = peers.ask_digests
         self.read_ticket = read_ticket
         self.ask_patiently = peers.ask_patiently
-        self.meet = Rendezvous(context, local, self).meet
+        questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
+        self.when_served, self._find_lease = questions.when_served, questions.find
         self.spread = messages.checksum(local.reader.encode())
-        """A number that differs between ranks and incarnations: where each begins among many engines."""
-        self._plans: dict[tuple[Parallelism, int], _Plan] = {}
+        """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
+        self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """A ticket that somebody gave us, checked. RequestError names what is wrong with it."""
+        """Check a ticket that was given to us. RequestError names what is wrong with it."""
         return read_ticket(ticket, self._config.limits.block_ids_max)
 
     async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
-        """Every rank that a load with a checked ticket reads from or reports to, its own stages' layers complete.
+        """Reach every rank that a load with a checked ticket reads from or reports to; they have all layers of ours.
 
         `found` gets each one as soon as it is known, while others are still waited for. Raises a PeerError,
         LeaseExpired if a rank has restarted or its lease is over, PrefillFailed if a rank that is asked for its lease
@@ -178,7 +165,7 @@ class Reach:
         async def complete(one: _Reached) -> _Reached:
             if one.source is not None or one.connection.report_share.numerator == 0:
                 return one
-            lease = await self._ask_for_lease(ticket, one.peer, room)
+            lease = await self._find_lease(ticket, one.peer, room)
             connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
             return reached(self.told(ticket, one.peer, connection, lease, lease.block_tables))
 
@@ -200,7 +187,7 @@ class Reach:
         async def in_turn(at: Address) -> None:
             await room.acquire()
             results[at] = await visit(at)
-            room.release()  # only now: after a visit that raised no other rank gets its place
+            room.release()  # not after a visit that raised: then no other rank is visited
 
         await _all_of([in_turn(at) for at in ranks if at != first])
         return [results[at] for at in ranks]
@@ -220,6 +207,29 @@ class Reach:
         if plan.impossible:
             raise RequestError(f"{what}: {plan.impossible}")
         return plan.ranks
+
+    async def ranks_at(self, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
+        """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut.
+
+        With `every_rank` those that only other ranks of ours need, too. Raises as `Peers.connect` does, and
+        RequestError.
+        """
+        host, port = split_address(engine.address, what="address")
+        here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
+        peer = self._peers.get(Address(engine.engine_id, here, engine.address))
+        parallelism = (await self._peers.connect(peer, None)).parallelism
+        sizes = {"tp_size": parallelism.tp_size, "pp_size": parallelism.pp_size}
+        base, wanted = port - rank_offset(*here, **sizes), []
+        what = f"engine {engine.engine_id!r} at {engine.address}"
+        ranks = self.ranks_of(parallelism, engine.dp_rank, what)
+        if every_rank:
+            ranks = parallelism.ranks(engine.dp_rank)
+        for rank in ranks:
+            there = base + rank_offset(*rank, **sizes)
+            if not 0 < there <= PORT_MAX:
+                raise RequestError(f"{what}: port {port} of {here} puts {rank} at port {there}")
+            wanted.append(Address(engine.engine_id, rank, f"tcp://{host}:{there}"))
+        return wanted
 
     def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
         """A connected rank, and its lease. LeaseExpired if that is of another incarnation; RequestError."""
@@ -243,10 +253,10 @@ class Reach:
                 check_block_ids(ids, num_blocks=count, what="block_ids")
             return self.source(ticket, peer, connection, lease)
         except RequestError as error:
-            raise _wrong_lease(peer, error) from error
+            raise wrong_lease(peer, error) from error
 
     def succeeded(self, sources: Sequence[Source]) -> None:
-        """Bytes were read from all of them: whatever failed before is over."""
+        """Forget failures of these ranks, since bytes were read from all of them."""
         now_s = self._clock.now_s()
         for source in sources:
             source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
@@ -263,24 +273,24 @@ class Reach:
         return any(peer.engine_id == engine_id and peer.read_s > 0 for peer in self._peers.known.values())
 
     def failed(self, source: Source, why: str) -> None:
-        """A read from it failed."""
+        """Note that a read from a source failed."""
         self._peers.failed(source.connection, why)
 
     async def check(self, ticket: Ticket) -> None:
-        """PeerIncompatible if the ticket's parallelism does not go with ours, and its first rank is who it says."""
+        """PeerIncompatible if the ticket's parallelism does not go with ours, once its first rank has answered."""
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
-        if plan.problems and not plan.impossible:  # which `whereabouts` refuses
+        if plan.problems and not plan.impossible:  # `whereabouts` refuses what is impossible
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # names them all
+            await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # its answer names them all
             raise self._incompatible(ticket, plan.problems)
 
-    def _plan(self, parallelism: Parallelism, dp_rank: int) -> _Plan:
-        """Ranks that a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
+    def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
+        """Plan of the ranks of an engine that is cut like this. Plans are remembered: there are few ways to cut one."""
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            found = _make_plan(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
+            found = plan_ranks(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
             self._plans[parallelism, dp_rank] = found
         return found
 
@@ -292,65 +302,7 @@ class Reach:
     def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
         if connection.incarnation != wanted:
             lives = f"the ticket is of incarnation {wanted}, the engine is {connection.incarnation}"
-            raise _expired(ticket, peer, f"engine {ticket.engine_id!r} has restarted or slept: {lives}")
-
-    async def when_served(self, ask: Callable[[], Awaitable[ResultT | messages.NoLease]]) -> ResultT | messages.NoLease:
-        """The answer of a rank that a ticket does not name: it may open its lease a moment later, so `ask` again.
-
-        NoLease if the lease has ended, or is still not there after Limits.lease_wait_s.
-        """
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + self._config.limits.lease_wait_s
-        pause_s = _ASK_AGAIN_FIRST_S
-        while True:
-            reply = await ask()
-            if not isinstance(reply, messages.NoLease) or reply.ended or loop.time() >= give_up_s:
-                return reply
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
-
-    async def _ask_for_lease(self, ticket: Ticket, peer: Peer, room: asyncio.Semaphore) -> RankLease:
-        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired, PrefillFailed."""
-        question = messages.LeaseRequest(
-            reader=self._local.reader,
-            target=peer.at.target,
-            request_id=ticket.request_id,
-            num_tokens=ticket.num_tokens,
-            blocks_digest=ticket.blocks_digest,
-        )
-
-        async def ask() -> messages.LeaseFound | messages.NoLease:
-            async with room:
-                return await self._peers.find_lease(peer, question)
-
-        reply = await self.when_served(ask)
-        if isinstance(reply, messages.NoLease):
-            why = "it has ended" if reply.ended else f"none within {self._config.limits.lease_wait_s} s"
-            who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
-            if reply.failed is not None:
-                what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {words(reply.failed)}"
-                raise PrefillFailed(what, request_id=ticket.request_id, peer=peer.address)
-            raise _expired(ticket, peer, f"{who} has no lease for it: {why}")
-        lease = RankLease(
-            pp_rank=peer.rank.pp,
-            tp_rank=peer.rank.tp,
-            lease_id=reply.lease_id,
-            seal_index=reply.seal_index,
-            incarnation=reply.incarnation,
-            expires_s=reply.expires_s,
-            host=ticket.first.host,
-            port=ticket.first.port,
-            block_ids=reply.block_ids,
-            more_block_ids=reply.more_block_ids,
-            pending=reply.pending,
-            payload=reply.payload,
-            held=reply.held,
-        )
-        try:
-            check_lease(lease, ticket)
-        except RequestError as error:
-            raise _wrong_lease(peer, error) from error
-        return lease
+            raise expired(ticket, peer, f"engine {ticket.engine_id!r} has restarted or slept: {lives}")
 
     def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
         what = f"engine {ticket.engine_id!r} at {ticket.address}: it is not compatible"
@@ -374,45 +326,6 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
     """The rank to ask before the others: the first of those that the ticket names itself."""
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
-
-
-def _make_plan(ours: Sequence[topology.CacheShare], parallelism: Parallelism, dp_rank: int, ranks_max: int) -> _Plan:
-    """The ranks are counted before there is a list of them: a ticket can say a million.
-
-    A ticket says what kinds of layers there are, not which layers: each of ours is looked at beside each of theirs that
-    it could be, so that there may be ranks with which we turn out to have nothing to do.
-    """
-    stages = topology.stages_max(ours)
-    if parallelism.pp_size > stages:
-        return _Plan(f"pp_size {parallelism.pp_size}, but the model has {stages} layers: each stage has one", (), ())
-    problems: list[str] = []
-    tp_ranks: set[int] = set()
-    for mine in ours:
-        theirs = [msgspec.structs.replace(mine, tp_rank=0, pp_rank=0, **kind) for kind in parallelism.kinds]
-        differences = [topology.differences((mine,), (other,)) for other in theirs]
-        for other, found in zip(theirs, differences, strict=True):
-            if not found:
-                tp_ranks |= {source.tp_rank for source in topology.sources_of(mine, other)}
-        if all(differences):
-            problems += differences[0]
-    if problems:
-        return _Plan("", tuple(dict.fromkeys(problems)), ())
-    count = parallelism.pp_size * len(tp_ranks)
-    if count > ranks_max:
-        engine = f"tp_size {parallelism.tp_size}, pp_size {parallelism.pp_size}"
-        return _Plan(f"{engine}: a load concerns {count} ranks of it, at most {ranks_max} (load_ranks_max)", (), ())
-    ranks = (Rank(dp_rank, pp, tp) for pp in range(parallelism.pp_size) for tp in sorted(tp_ranks))
-    return _Plan("", (), tuple(ranks))
-
-
-def _wrong_lease(peer: Peer, error: RequestError) -> PeerError:
-    """A rank tells of a lease that cannot be right."""
-    return peer.at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
-
-
-def _expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
-    what = f"request {ticket.request_id!r}"
-    return LeaseExpired(f"{what}: {why}", request_id=ticket.request_id, peer=peer.address)
 
 
 async def _all_of(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:

@@ -1,67 +1,47 @@
-"""Rendezvous become tickets: the ranks are asked what they offer, and wait with their answers until they know.
+"""Rendezvous become tickets: ranks are asked for their offers, and answer once they have one.
 
-A rendezvous (`Ticket.rendezvous`) names an engine's ranks and a request that the engine may have yet to hear of. Each
-rank that we read from or report to is connected, which may go on while the prompt is computed, and asked for its offer:
-one first, and when that one knows, the others, which may take as long. All have to offer the same. What comes of it is
-a ticket as any other, with the leases of all ranks.
+A rendezvous (`Ticket.rendezvous`) names an engine's ranks and a request that the engine may not know yet. Each rank
+that we read from or report to is connected, perhaps while the prompt is still computed, and asked for its offer: one
+rank first and, when it has answered, the others. All have to offer the same. The result is an ordinary ticket with the
+leases of all ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import msgspec
 
-from kvflow.config import split_address
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.core.protocol.ticket import Ticket, read_ticket
 from kvflow.errors import LeaseExpired, PeerUnreachable, PrefillFailed, ProtocolError, RequestError
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism, words
+from kvflow.runtime.peers.lease_questions import lease_told
+from kvflow.runtime.peers.peer import LocalRank, Peer, Source, check_parallelism, words
+from kvflow.runtime.peers.reach import Reach
 
 logger = logger_of(__name__)
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.1
-_UNREACHABLE_MAX = 3  # in a row: a listener that has too many connections drops all of them
+_UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all of them
 _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
-
-
-class Ways(Protocol):
-    """The ways to find, connect and ask ranks; see `reach.Reach` and `table.Peers`."""
-
-    async def check(self, ticket: Ticket) -> None: ...
-
-    async def walk(
-        self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, messages.Offer | None]]
-    ) -> list[messages.Offer | None]: ...
-
-    def whereabouts(self, ticket: Ticket) -> list[Address]: ...
-
-    def told(
-        self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
-    ) -> Source: ...
-
-    async def connected(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]: ...
-
-    async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply: ...
 
 
 class Rendezvous:
     """Waits for offers."""
 
-    def __init__(self, context: RankContext, local: LocalRank, ways: Ways) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, reach: Reach) -> None:
         self._limits = context.config.limits
         self._local = local
-        self._ways = ways
+        self._reach = reach
 
     async def meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
-        """The ticket of what is offered under a rendezvous, once there is one.
+        """Wait for the offers of a rendezvous, and make the ticket of them.
 
         `found` gets each lease, and its `ttl_s`, as soon as it is known, while others are still waited for: for the
         ticket's own `ttl_s` at most. Raises PrefillFailed if the engine declines, or opens no lease in time;
@@ -73,7 +53,7 @@ class Rendezvous:
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> messages.Offer | None:
-            peer, connection = await self._ways.connected(ticket, at)
+            peer, connection = await self._reach.connected(ticket, at)
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator == 0:
                 return None
@@ -87,13 +67,13 @@ class Rendezvous:
             else:
                 lease = lease_told(at, offer.lease)
                 tables = lease.block_tables or offer.block_ids
-                found(self._ways.told(ticket, peer, connection, lease, tables), offer.ttl_s)
+                found(self._reach.told(ticket, peer, connection, lease, tables), offer.ttl_s)
             room[at] = connection.num_blocks
             return offer
 
-        await self._ways.check(ticket)
-        ranks = self._ways.whereabouts(ticket)
-        offers = await self._ways.walk(ticket, visit)
+        await self._reach.check(ticket)
+        ranks = self._reach.whereabouts(ticket)
+        offers = await self._reach.walk(ticket, visit)
         told = [(at, offer) for at, offer in zip(ranks, offers, strict=True) if offer is not None]
         agreed = self._agreed(ticket, told)
         for at, counts in room.items():
@@ -103,7 +83,7 @@ class Rendezvous:
         return agreed
 
     async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> messages.Offer:
-        """Ask for a rank's offer. A question that comes back without an answer is put again, after a pause if soon."""
+        """Wait for a rank's offer. A question that comes back without one is put again, if need be after a pause."""
         loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
         while True:
             begun_s = loop.time()
@@ -114,7 +94,7 @@ class Rendezvous:
                 wait_s=min(max(give_up_s - begun_s, 0.0), QUESTION_WAIT_S),
             )
             try:
-                reply = await self._ways.ask_patiently(peer, question)
+                reply = await self._reach.ask_patiently(peer, question)
                 unreachable = 0
             except PeerUnreachable:
                 unreachable += 1
@@ -140,7 +120,7 @@ class Rendezvous:
                 pause_s = _PAUSE_FIRST_S
 
     def _agreed(self, ticket: Ticket, offers: list[tuple[Address, messages.Offer]]) -> Ticket:
-        """The ticket of what all ranks offer."""
+        """The ticket of the offers of all ranks, which have to be equal."""
         if not offers:
             raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks has anything for us")
         (first_at, first), *others = offers
@@ -172,26 +152,6 @@ class Rendezvous:
             )
         except RequestError as error:
             raise first_at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
-
-
-def lease_told(at: Address, found: messages.LeaseFound) -> RankLease:
-    """A lease as the rank itself has told of it."""
-    host, port = split_address(at.address, what="peer")
-    return RankLease(
-        pp_rank=at.rank.pp,
-        tp_rank=at.rank.tp,
-        lease_id=found.lease_id,
-        seal_index=found.seal_index,
-        incarnation=found.incarnation,
-        expires_s=found.expires_s,
-        host=host,
-        port=port,
-        block_ids=found.block_ids,
-        more_block_ids=found.more_block_ids,
-        pending=found.pending,
-        payload=found.payload,
-        held=found.held,
-    )
 
 
 def _failure(

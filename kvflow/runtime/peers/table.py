@@ -56,7 +56,7 @@ class PeerStatistics:
     last_error: str
     """The last failure, since it was last connected; "" if nothing did."""
     met: bool
-    """True once it was connected. Where it was not nobody may live: any ticket can name an address."""
+    """True once it was connected. Before that there may be no such rank: any ticket can name an address."""
 
 
 class Handshaking(Protocol):
@@ -126,7 +126,7 @@ class Peers:
         nobody's way.
         """
         while True:
-            if peer.state is PeerState.CLOSED:  # forgotten since: a rank may take long to say its lease
+            if peer.state is PeerState.CLOSED:  # forgotten meanwhile: a rank may take long to tell its lease
                 peer = self.get(peer.at)
             peer.used_s = self._clock.now_s()
             connection = peer.usable(incarnation)
@@ -138,7 +138,7 @@ class Peers:
             handshake.add_waiters(1)
             try:
                 connection = await asyncio.shield(handshake.future)
-            except PeerNotReady:  # that was about another request
+            except PeerNotReady:  # if it is another request's, ask for ours
                 if ours:
                     raise
             else:
@@ -157,10 +157,10 @@ class Peers:
         return _expected(peer, await self._ask_connected(peer, question), messages.Offer)
 
     async def _ask_connected(self, peer: Peer, question: messages.Request) -> messages.Reply:
-        """Put a question; a peer that does not answer counts as failed, and its connection as broken."""
+        """Put a question. A peer that does not answer counts as failed, and its connection as broken."""
         connection = peer.current
         async with peer.questions:
-            if connection is not None and peer.current is None:  # others who asked have found out
+            if connection is not None and peer.current is None:  # another question has failed meanwhile
                 raise peer.at.failure(PeerUnreachable, peer.last_error)
             connection = peer.current
             try:
@@ -193,14 +193,14 @@ class Peers:
         self._spawn(self.handshakes.ask_clock(peer), name=f"kvflow-clock {peer.address}")
 
     def failed(self, connection: Connection, why: str) -> None:
-        """A read failed: use the connection for no new load. Idempotent, for the other reads that fail with it."""
+        """Use a connection for no new load, since a read failed. Idempotent: other reads fail with it."""
         for peer in self._users_of(connection):
             waits = self._counted(peer, after_failed_read) > 0
             peer.note_error(why)
             self._disconnect(peer, PeerEvent.BACK_OFF if waits else PeerEvent.BREAK, why)
 
     def said_goodbye(self, goodbye: messages.Goodbye) -> None:
-        """A peer closes: its connection goes, if it is to that very incarnation."""
+        """Drop the connection to a peer that closes, if it is to that very incarnation."""
         for peer in self.known.values():
             connection = peer.current
             if peer.at.target == goodbye.sender and connection and connection.incarnation == goodbye.incarnation:
@@ -218,7 +218,7 @@ class Peers:
             await asyncio.wait(handshakes)  # bounded by handshake_timeout_s, and as much for a turn
         agents = [peer.current.agent for peer in chosen() if peer.current is not None]
         for peer in chosen():
-            if peer.handshake is None:  # else it was begun just now, from scratch
+            if peer.handshake is None:  # a handshake that was begun just now is from scratch anyway
                 self._drop(peer, "forgotten")
         return await self.handshakes.gone(agents, self._config.handshake_timeout_s)
 
@@ -260,7 +260,7 @@ class Peers:
     async def _in_turn(
         self, peer: Peer, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None] = lambda _: None
     ) -> T:
-        """Ask a peer; where it has never answered `begin` gets the turn that is needed for it."""
+        """Ask a peer. One that has never answered needs a turn, which `begin` is given."""
         if peer.met:
             return await question()
         return await self._contacts.ask(peer.at, question, begin)
@@ -268,7 +268,7 @@ class Peers:
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
     ) -> None:
-        """The handshake task: settles its future, unless it is cancelled."""
+        """Body of the handshake's task: settles its future, unless it is cancelled."""
         try:
             shake_hands = partial(self.handshakes.connect, peer, request_id)
             connection = await self._in_turn(peer, shake_hands, handshake.begin)
@@ -288,7 +288,7 @@ class Peers:
             handshake.future.set_result(connection)
 
     def _no_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
-        """A handshake came to nothing. No effect if its waiters know already what came of it."""
+        """End a handshake with an error. No effect if its waiters have an outcome already."""
         future = handshake.future
         if future.done():
             return
@@ -298,7 +298,7 @@ class Peers:
         future.exception()  # seen: everybody who waited may have given up
 
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
-        """Note that somebody waits for a handshake no more. One that waits for its turn ends if nobody is left."""
+        """Note that a waiter of a handshake has gone. A handshake that waits for its turn ends with its last waiter."""
         if handshake.waiters or handshake.future.done():
             return
         if not peer.met and handshake.contact is None:
@@ -313,7 +313,7 @@ class Peers:
             handshake.task.cancel()
 
     def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
-        """A handshake worked. Other incarnations, that the ticket or the last connection was of, are over."""
+        """Take a new connection. Other incarnations, of the ticket or of the last connection, are over."""
         before, past = peer.current, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
         past.extend(other for other in others if other is not None and other not in past)
@@ -328,7 +328,7 @@ class Peers:
             self._leave(before)
 
     def _not_connected(self, peer: Peer, error: KVFlowError) -> None:
-        """A handshake failed; the peer's own fault is counted."""
+        """Note a failed handshake. It counts if it is the peer's own fault."""
         event = PeerEvent.POSTPONE
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
             event = PeerEvent.BACK_OFF
@@ -337,7 +337,7 @@ class Peers:
         self._disconnect(peer, event, str(error))
 
     def _counted(self, peer: Peer, after: Callable[..., Circuit]) -> float:
-        """Count a failure of a peer; how long it is not asked now."""
+        """Count a failure of a peer. Returns for how long it is not asked now."""
         now_s, chance = self._clock.now_s(), int(self._token_hex(4), 16) / (1 << 32)
         peer.circuit = after(peer.circuit, self._back_off, now_s=now_s, chance=chance)
         return peer.circuit.wait_s(now_s)
@@ -381,7 +381,7 @@ class Peers:
         self._sweep_timer = self._clock.call_later(self._config.limits.peer_idle_s / 4, self._sweep)
 
     def _sweep(self) -> None:
-        """The timer: evict peers that were idle for long enough."""
+        """Callback of the timer: evict peers that were idle for long enough."""
         now_s, idle_s = self._clock.now_s(), self._config.limits.peer_idle_s
         for peer in list(self.known.values()):
             if not peer.busy and peer.used_s <= now_s - idle_s:

@@ -1,16 +1,16 @@
 """Pulls: a prefix from whoever has most of it, as ordinary loads; what fails is read from the next holder.
 
-What a load of a prefix proves is what every load proves: that the lease covered the whole read. What was leased under
-a key is the holder's word, as with any offer.
+A load of a prefix proves as much as any load: that the lease covered the whole read. That the blocks hold what their
+keys stand for is the holder's word, as with any offer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvflow.config import Config
@@ -19,17 +19,17 @@ from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import LocalRank, token_bytes
 from kvflow.runtime.prefix.requests import (
-    AskedPeer,
-    PrefixAnswer,
     PrefixOffer,
     PrefixReport,
     PrefixRequest,
     PrefixStatistics,
     checked_prefix_request,
 )
+from kvflow.runtime.prefix.search import Holder, Search
 
 
 @dataclass(slots=True)
@@ -38,11 +38,12 @@ class _Pull:
 
     request: PrefixRequest
     tables: tuple[BlockIds, ...]
+    search: Search
     ends_s: float
     answers_end_s: float
-    """Until then, peers that have not answered yet are worth waiting for."""
-    asked: list[AskedPeer] = field(default_factory=list)
-    taken: AskedPeer | None = None
+    """Time until which peers that have not answered yet are waited for."""
+    taken: Holder | None = None
+    """The holder of the prefix that was read."""
     there: int = 0
     """Tokens of the prompt that were found, and are in the local blocks."""
     pull_s: float | None = None
@@ -54,10 +55,10 @@ class _Pull:
 
 
 class Means(NamedTuple):
-    """What pulls are made of: questions to holders, and ordinary loads."""
+    """Means of pulls: questions to engines, and ordinary loads."""
 
-    seek: Callable[[PrefixRequest, float], Awaitable[list[AskedPeer]]]
-    give_back: Callable[[Sequence[AskedPeer]], None]
+    seek: Callable[[PrefixRequest, float], Awaitable[Search]]
+    give_back: Callable[[Search, Collection[Holder]], None]
     find_blocks: Callable[[GivenBlockIds, str], tuple[BlockIds, ...]]
     parse_ticket: Callable[[Ticket | Mapping[str, Any]], Ticket]
     start: Callable[[LoadRequest], Load]
@@ -88,9 +89,10 @@ class Prefixes:
     async def seek(self, given: PrefixRequest) -> tuple[PrefixOffer, ...]:
         """See `Runtime.seek_prefix`."""
         request = checked_prefix_request(given, self._config.limits)
-        asked = await self._means.seek(request, request.answer_within_s)
-        self._means.give_back([one for one in asked if one.offer is None])
-        return tuple(one.offer for one in asked if one.offer is not None)
+        search = await self._means.seek(request, request.answer_within_s)
+        found = search.holders
+        self._means.give_back(search, found)
+        return tuple(one.offer for one in found)
 
     async def pull(self, given: PrefixRequest) -> PrefixReport:
         """See `Runtime.pull_prefix`."""
@@ -104,27 +106,24 @@ class Prefixes:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
             request = _in_whole_blocks(request, self._groups, tables)
         now_s, answers_s = asyncio.get_running_loop().time(), min(request.answer_within_s, deadline_s)
-        pull = _Pull(request, tables, ends_s=now_s + deadline_s, answers_end_s=now_s + answers_s)
         self._counts["pulls"] += 1
-        pull.asked = await self._means.seek(request, answers_s)
+        search = await self._means.seek(request, answers_s)
+        pull = _Pull(request, tables, search, ends_s=now_s + deadline_s, answers_end_s=now_s + answers_s)
         try:
             loads = await (self._pull(pull) if request.rest is None else self._pull_both(pull))
         finally:
-            self._means.give_back([one for one in pull.asked if one is not pull.taken])
+            self._means.give_back(search, () if pull.taken is None else (pull.taken,))
         return self._report(pull, loads)
 
     async def _pull(self, pull: _Pull) -> list[LoadReport]:
-        """The prefix from the best holder, or from the next, if one fails."""
-        offers = [one for one in pull.asked if one.offer is not None]
+        """Read the prefix from the best holder, or from the next if one fails."""
         with ExitStack() as kept:
-            for spare in offers[1:]:
-                assert spare.offer is not None, "it was chosen"
+            for spare in pull.search.holders[1:]:
                 kept.enter_context(self._means.keep_while(spare.offer.ticket))
-            tried = list[AskedPeer]()
-            while (one := await _best_left(pull, tried)) is not None:
+            tried = list[Holder]()
+            while (one := await pull.search.best(tried, pull.answers_end_s)) is not None:
                 tried.append(one)
-                assert one.offer is not None, "it was chosen"
-                if self._pays(pull, one, one.offer):
+                if self._pays(pull, one):
                     tokens = one.offer.num_tokens
                     tables = _filled(self._groups, pull.tables, pull.request.cached_tokens, tokens)
                     report = await self._taken(pull, one, self._start(pull, one.offer.ticket, tables))
@@ -134,9 +133,9 @@ class Prefixes:
         return []
 
     async def _pull_both(self, pull: _Pull) -> list[LoadReport]:
-        """The prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
-        best = next((one for one in pull.asked if one.offer is not None), None)
-        if best is not None and best.offer is not None and self._pays(pull, best, best.offer):
+        """Read the prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
+        best = next(iter(pull.search.holders), None)
+        if best is not None and self._pays(pull, best):
             tables, cached = pull.tables, pull.request.cached_tokens
             heads, tails = _divided(self._groups, tables, cached, best.offer.num_tokens)
             if any(map(len, heads)) and any(map(len, tails)):
@@ -147,9 +146,8 @@ class Prefixes:
         return [report]
 
     async def _pull_side_by_side(
-        self, pull: _Pull, best: AskedPeer, heads: Sequence[BlockIds], tails: Sequence[BlockIds]
+        self, pull: _Pull, best: Holder, heads: Sequence[BlockIds], tails: Sequence[BlockIds]
     ) -> list[LoadReport]:
-        assert best.offer is not None, "it was chosen"
         rest = self._start_rest(pull, tails)
         loads = [rest]
         try:
@@ -157,7 +155,7 @@ class Prefixes:
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
             report, end = await self._taken(pull, best, prefix), await rest
-            if report is None:  # its bytes are those of the whole prompt as well, whose lease is open still
+            if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
                 rest = self._start_rest(pull, pull.tables)
                 loads.append(rest)
                 end = await rest
@@ -189,8 +187,8 @@ class Prefixes:
     def _start_rest(self, pull: _Pull, tables: Sequence[BlockIds], *, keep_offer: bool = True) -> Load:
         return self._start(pull, pull.request.rest, tables, prompt=pull.request.prompt, keep_offer=keep_offer)
 
-    async def _taken(self, pull: _Pull, one: AskedPeer, load: Load) -> LoadReport | None:
-        """What a load from a holder gives; None if that fails and its blocks are safe, to be filled from elsewhere."""
+    async def _taken(self, pull: _Pull, one: Holder, load: Load) -> LoadReport | None:
+        """Await a load from a holder. None if it fails and its blocks are safe, to be filled from elsewhere."""
         try:
             report = await load
         except (PeerError, LoadError) as error:
@@ -199,20 +197,20 @@ class Prefixes:
             if not await _settled(load, pull.left_s()):
                 raise
             return None
-        assert one.offer is not None, "it was loaded"
         pull.taken, one.why = one, ""
         if report.tokens:
             self._rates.learn(one.offer.ticket.engine_id, report.tokens, report.total_s)
         return report
 
-    def _pays(self, pull: _Pull, one: AskedPeer, offer: PrefixOffer) -> bool:
-        """Whether pulling it is expected to be faster than computing it; a holder that nobody knows is tried."""
+    def _pays(self, pull: _Pull, one: Holder) -> bool:
+        """True if pulling is expected to be faster than computing. A holder that nobody knows is tried."""
+        offer = one.offer
         per_token_s, engine_id = pull.request.recompute_s_per_token, offer.ticket.engine_id
         tokens = offer.num_tokens - pull.request.cached_tokens
         expected_s = self._rates.expected_s(engine_id, tokens)
         queued_s = self._rates.expected_s(engine_id, offer.queued_bytes / max(self._token_bytes, 1))
         pull.pull_s = None
-        if expected_s is not None:  # of one that is read by many it is a second longer at most
+        if expected_s is not None:  # other readers of that holder delay it by a second at most
             pull.pull_s = offer.round_trip_s + expected_s + min(queued_s or 0.0, 1.0)
         if per_token_s is None:
             return True
@@ -225,40 +223,26 @@ class Prefixes:
 
     def _report(self, pull: _Pull, loads: Sequence[LoadReport]) -> PrefixReport:
         request, taken = pull.request, pull.taken
-        pulled = 0 if taken is None or taken.offer is None else taken.offer.num_tokens - request.cached_tokens
+        pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
         if pulled:
             self._counts["hits"] += 1
             self._counts["tokens"] += pulled
             self._counts["bytes"] += loads[0].bytes
-        told = [(one.peer, one.offer.num_tokens if one.offer is not None else 0, one) for one in pull.asked]
         return PrefixReport(
             request_id=request.request_id,
             num_tokens=max(pull.there, request.cached_tokens),
             pulled_tokens=pulled,
             bytes=sum(report.bytes for report in loads),
-            source=taken.peer if taken is not None else "",
-            answers=tuple(PrefixAnswer(peer=peer, num_tokens=tokens, why=one.why) for peer, tokens, one in told),
+            source=taken.offer.peer if taken is not None else "",
+            answers=pull.search.answers(),
             loads=tuple(loads),
             pull_s=pull.pull_s,
             compute_s=pull.compute_s,
         )
 
 
-async def _best_left(pull: _Pull, tried: Sequence[AskedPeer]) -> AskedPeer | None:
-    """The best holder that has not been tried, of those that have answered by now or answer in time."""
-    while True:
-        left = [one for one in pull.asked if one.offer is not None and one not in tried]
-        if left:
-            return min(left, key=AskedPeer.worth)
-        waiting = [one.task for one in pull.asked if one.task is not None and not one.task.done()]
-        left_s = pull.answers_end_s - asyncio.get_running_loop().time()
-        if not waiting or left_s <= 0:
-            return None
-        await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-
-
 async def _settled(load: Load, within_s: float) -> bool:
-    """Whether no byte can land in the blocks of a load that has failed, once that is so or the time is over."""
+    """Wait until no byte can land in the blocks of a load that has failed. False if the time is over before."""
     if load.safe:
         return True
     try:
@@ -270,7 +254,7 @@ async def _settled(load: Load, within_s: float) -> bool:
 
 
 def _quarantine(loads: Sequence[Load]) -> Quarantine | None:
-    """Whose bytes may still land in some of the blocks of these."""
+    """The quarantine of those loads whose bytes may still land."""
     unsafe = [load for load in loads if not load.safe]
     return _Unsafe(unsafe) if len(unsafe) > 1 else next(iter(unsafe), None)
 
@@ -299,13 +283,13 @@ class _Unsafe:
 
 
 def _offered(load: Load) -> int:
-    """Tokens of the prompt that a load has been offered, and so are there once it has succeeded."""
+    """Tokens that the offer of a load has: they are there once it has succeeded."""
     assert load.work is not None, "it was started"
     return load.work.ticket.offered_tokens
 
 
 def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> PrefixRequest:
-    """The request for a prefix that ends where local blocks do: what is behind comes from elsewhere."""
+    """Cut the request so that the prefix ends where local blocks do: the tokens behind it come from elsewhere."""
     whole = [(group.block_size, len(ids)) for group, ids in zip(groups, tables, strict=True) if group.whole]
     unit = math.lcm(request.key_tokens, *(size for size, _ in whole))
     most = min((request.cached_tokens // size + count) * size for size, count in whole) if whole else 0
@@ -315,7 +299,7 @@ def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], table
 
 
 def _given(tables: Sequence[BlockIds]) -> Any:
-    """As requests have block ids."""
+    """Block ids as requests have them."""
     return tables[0].tolist() if len(tables) == 1 else [ids.tolist() for ids in tables]
 
 
@@ -337,7 +321,7 @@ def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: in
 def _divided(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> tuple[list[BlockIds], list[BlockIds]]:
-    """What of the local blocks a prefix fills, and what the rest does, which has windows and state."""
+    """Divide the local blocks: those that a prefix fills, and those of the rest, which has windows and state."""
     heads, tails = [], []
     for group, ids in zip(groups, tables, strict=True):
         at = tokens // group.block_size - cached // group.block_size if group.whole else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.limits import Limits
-from kvflow.runtime.load.load import LoadReport
+from kvflow.runtime.load.requests import LoadReport
 
 PEERS_MAX = 64
 _KEYS_MAX = 1 << 20
@@ -46,15 +45,15 @@ class PrefixRequest:
     cached_tokens: int = 0
     """Tokens that are in the caller's cache already: full blocks of it. What holders have of them is not read."""
     deadline_s: float | None = None
-    """For questions and bytes together; Config.load_deadline_s if None."""
+    """Seconds for questions and bytes together; Config.load_deadline_s if None."""
     answer_within_s: float = 0.25
     """Time in which a holder has to answer; who answers later is left out."""
     priority: int = 0
     after: DeviceEvent | None = None
-    """As for a `LoadRequest`: without it the local blocks have to be at rest."""
+    """Event as in a `LoadRequest`: without it the local blocks have to be at rest."""
     recompute_s_per_token: float | None = None
-    """What computing a token takes here. With it nothing is pulled that is computed sooner, by the rate that was
-    measured to that holder; None pulls what is found."""
+    """Seconds that computing a token takes here. With it no prefix is pulled that is computed sooner, by the measured
+    rate of its holder; None pulls any."""
     rest: Ticket | Mapping[str, Any] | None = None
     """A ticket of the whole prompt, whose engine gives what the prefix has not: both are read side by side, and what
     fails of the prefix is read from there as well. `block_ids` are then those of all tokens, windows and state as for a
@@ -62,12 +61,12 @@ class PrefixRequest:
     prompt: Sequence[int] | None = None
     """Token ids of the prompt, to be compared with `rest` as `LoadRequest.prompt` is."""
     every_rank: bool = False
-    """Whether the tickets of `Runtime.seek_prefix` are for other ranks of this engine, too."""
+    """True if the tickets of `Runtime.seek_prefix` are for other ranks of this engine, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOffer:
-    """What one holder has, leased: an ordinary ticket, to be loaded, or given back by `Runtime.release_blocks`."""
+    """The offer of one holder, under a lease: load its ticket, or give it back by `Runtime.release_blocks`."""
 
     peer: str
     """Engine that offers it, and where it was asked."""
@@ -81,18 +80,18 @@ class PrefixOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAnswer:
-    """What came of asking, and reading from, one holder."""
+    """The outcome of asking, and reading from, one peer."""
 
     peer: str
     num_tokens: int
     """Tokens that it has offered."""
     why: str
-    """Why they were not taken; "" of the one that they were taken from."""
+    """The reason why they were not taken; "" if they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixReport:
-    """What is in the local blocks after a pull: the prompt's first `num_tokens` tokens, and who gave them."""
+    """Result of a pull: the local blocks hold the prompt's first `num_tokens` tokens."""
 
     request_id: str
     num_tokens: int
@@ -106,19 +105,19 @@ class PrefixReport:
     loads: tuple[LoadReport, ...]
     """Reports of the loads that have filled the blocks: of the prefix, and of `PrefixRequest.rest`."""
     pull_s: float | None
-    """What pulling the prefix was expected to take, by the rate that was measured to that holder; None if none was."""
+    """Seconds that pulling the prefix was expected to take, by the measured rate of that holder; None if none was."""
     compute_s: float | None
-    """What computing it was said to take."""
+    """Seconds that computing the prefix was said to take."""
 
     @property
     def payload(self) -> builtins.bytes:
-        """What came with the end of the lease of `PrefixRequest.rest`."""
+        """Payload that came with the end of the lease of `PrefixRequest.rest`."""
         return self.loads[-1].payload if self.loads else b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStatistics:
-    """Pulls of prefixes so far, by what came of them, and what they have saved."""
+    """Pulls of prefixes so far, by their outcome, and the tokens that they have saved."""
 
     pulls: int
     hits: int
@@ -131,26 +130,8 @@ class PrefixStatistics:
     """Offers that were not taken, since computing was expected to be faster."""
 
 
-@dataclass(slots=True, eq=False)
-class AskedPeer:
-    """One engine that is asked, and what came of it so far."""
-
-    given: str
-    peer: str
-    """Its name once that is known, before that as given."""
-    task: asyncio.Task[None] | None = None
-    offer: PrefixOffer | None = None
-    why: str = "it has not answered in time"
-    given_up: bool = False
-    """Nobody waits for its answer any more."""
-
-    def worth(self) -> tuple[float, ...]:
-        """Its place among others, least first: the longest prefix, then the least busy; those without an offer last."""
-        return (0.0, -self.offer.num_tokens, self.offer.queued_bytes) if self.offer is not None else (1.0,)
-
-
 def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:
-    """The request with its numbers and texts as Python's own. RequestError names what cannot be right."""
+    """Check a request, and give it with its numbers and texts as Python's own. RequestError names the problem."""
     counted = partial(counted_block_ids, most=limits.block_ids_max)
     plain = checks.settled_request(given, PrefixRequest, "pull_prefix", {"block_ids": counted, **_RULES})
     if plain.cached_tokens % plain.key_tokens and plain.cached_tokens > len(plain.keys) * plain.key_tokens:

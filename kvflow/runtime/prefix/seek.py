@@ -1,6 +1,7 @@
-"""The reader's questions: who of several engines has how much of a prefix.
+"""Questions for prefixes: how much of one each of several engines has.
 
-Every engine is asked by a task of its own, which outlives who asks: an offer that comes too late is given back.
+Each engine is asked by a task of its own. The task goes on if nobody waits for it: an offer that comes too late is
+given back.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,12 +22,12 @@ from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import Connection, LocalRank
-from kvflow.runtime.peers.prewarm import ranks_at
 from kvflow.runtime.peers.reach import Reach
-from kvflow.runtime.peers.rendezvous import lease_told
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.prefix.requests import AskedPeer, GivenPeer, PrefixOffer, PrefixRequest
+from kvflow.runtime.prefix.requests import GivenPeer, PrefixOffer, PrefixRequest
+from kvflow.runtime.prefix.search import AskedPeer, Holder, Search
 
 _NAMES_MAX = 1 << 10
 
@@ -36,9 +37,9 @@ class _Engine(NamedTuple):
 
     asked: list[Address]
     others: tuple[RankLease, ...]
-    """Ranks that a load looks at, and that have nothing for us."""
+    """Ranks that have no blocks for us, which a ticket names, too."""
     connection: Connection
-    """To one of those that are asked."""
+    """The connection to one of the ranks that are asked."""
     fixed_ports: bool
 
 
@@ -54,64 +55,62 @@ class Seeker:
         self._peers = peers
         self._remote_leases = remote_leases
         self._names: OrderedDict[str, PeerAddress] = OrderedDict()
-        """Who was found at an address."""
+        """Engines by the addresses at which they were found."""
         self._silent: set[str] = set()
-        """Engines, as they were given, with a question that nobody waits for any more and that has no answer yet."""
+        """Peers, as they were given, that have yet to answer a question of a search that is over."""
 
-    async def seek(self, request: PrefixRequest, within_s: float) -> list[AskedPeer]:
-        """Ask all its peers; those with an offer come first, the longest before others, then the least busy.
+    async def seek(self, request: PrefixRequest, within_s: float) -> Search:
+        """Ask all peers of a request. Returns the search, with the best holders first.
 
-        Returns once all have answered or `within_s` has passed; or, if one has all of it, after as much time again.
-        Who has not answered by then still may, until `give_back`. Cancelling gives back what is offered.
+        Waits until all have answered or `within_s` has passed; once one has the whole prefix, only for as much time
+        again. Peers that have not answered by then still may, until `give_back`. Cancelling gives offers back.
         """
         loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
         peers = {_named(peer): peer for peer in request.peers}
-        asked = [AskedPeer(given, given) for given in peers]
+        search = Search(peers, self._remote_leases.release_soon)
         try:
-            for one, peer in zip(asked, peers.values(), strict=True):
+            for one, peer in zip(search.asked, peers.values(), strict=True):
                 if one.given in self._silent:
-                    one.why = "it has not answered an earlier question yet"
+                    one.answer = "it has not answered an earlier question yet"
                     continue
-                body = self._ask(one, peer, request, question_id)
+                body = self._ask(search, one, peer, request, question_id)
                 one.task = self._context.spawn(body, name=f"kvflow-seek {request.request_id}")
-            waiting, ends_s = {one.task for one in asked if one.task is not None}, begun_s + within_s
+            waiting, ends_s = {one.task for one in search.asked if one.task is not None}, begun_s + within_s
             while waiting and (left_s := ends_s - loop.time()) > 0:
                 _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if any(one.offer is not None and one.offer.num_tokens >= most for one in asked):
+                if any(one.offer.num_tokens >= most for one in search.holders):
                     ends_s = min(ends_s, begun_s + 2 * (loop.time() - begun_s))
-                    most = math.inf  # once
+                    most = math.inf  # only the first one shortens the wait
         except BaseException:
-            self.give_back(asked)
+            self.give_back(search)
             raise
-        turn = int(question_id[:8], 16) % max(len(asked), 1)  # so that many who ask at once do not all read from one
-        return sorted(asked[turn:] + asked[:turn], key=AskedPeer.worth)
+        search.order(int(question_id[:8], 16))
+        return search
 
-    def give_back(self, asked: Sequence[AskedPeer]) -> None:
-        """Give up what was offered, soon; and what will be."""
-        for one in asked:
-            one.given_up = True
-            if one.offer is not None:
-                self._remote_leases.release_soon(one.offer.ticket)
-            elif one.task is not None and not one.task.done():
-                self._silent.add(one.given)
+    def give_back(self, search: Search, but: Collection[Holder] = ()) -> None:
+        """End a search: see `Search.give_back`. Engines that have not answered are not asked again before they have."""
+        search.give_back(but)
+        self._silent.update(one.given for one in search.asked if one.task is not None and not one.task.done())
 
-    async def _ask(self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
-        """The body of a task: what one engine has."""
+    async def _ask(
+        self, search: Search, one: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
+    ) -> None:
+        """Body of a task: ask one engine."""
+        answer: PrefixOffer | str
         try:
-            asked.offer = await self._ask_engine(asked, peer, request, question_id)
+            answer = await self._ask_engine(one, peer, request, question_id)
         except KVFlowError as error:
             if isinstance(peer, str):
                 self._names.pop(peer, None)
-            asked.why = str(error)
-        self._silent.discard(asked.given)
-        if asked.given_up and asked.offer is not None:
-            self._remote_leases.release_soon(asked.offer.ticket)
-            asked.offer = None
+            answer = str(error)
+        self._silent.discard(one.given)
+        search.take(one, answer)
 
     async def _ask_engine(
         self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
-    ) -> PrefixOffer | None:
+    ) -> PrefixOffer | str:
+        """Ask one engine: its offer, or the reason why it has none."""
         engine = await self._found(peer, request)
         ranks = engine.asked
         asked.peer = self._peers.get(ranks[0]).label
@@ -142,9 +141,7 @@ class Seeker:
                 self._remote_leases.release_soon(ticket)
             if problem is not None:
                 raise problem
-            asked.why = "it has nothing of it" if not offers else "it has no more than is cached here"
-            return None
-        asked.why = "another one was taken"
+            return "it has nothing of it" if not offers else "it has no more than is cached here"
         for at, _ in offers:
             self._check(ticket, at)
         queued = max(offer.queued_bytes for _, offer in offers)
@@ -153,7 +150,7 @@ class Seeker:
         )
 
     async def _connected_again(self, engine: _Engine, offers: Sequence[tuple[Address, messages.Offer]]) -> _Engine:
-        """Connect to those that have restarted, or registered again, since we were connected."""
+        """Connect again to ranks that have restarted, or registered again, since we were connected."""
         connection = engine.connection
         for at, offer in offers:
             peer = self._peers.get(at)
@@ -162,18 +159,18 @@ class Seeker:
         return engine._replace(connection=connection)
 
     def _check(self, ticket: Ticket, at: Address) -> None:
-        """ProtocolError, of the holder, if what it offers cannot be right, where it is a rank that we read from."""
+        """ProtocolError if the offer of a rank that we read from cannot be right."""
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.current is not None and lease is not None:
             self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
 
     async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
-        """The ranks of an engine that are to be asked. Raises a KVFlowError if that cannot be known."""
+        """Find the ranks of an engine that are to be asked. Raises a KVFlowError if they cannot be known."""
         if isinstance(peer, str):
             peer = self._names.get(peer) or await self._who(peer)
         fixed = isinstance(peer, PeerAddress)
         if isinstance(peer, PeerAddress):
-            ranks = await ranks_at(self._reach, self._peers, peer.checked(), every_rank=request.every_rank)
+            ranks = await self._reach.ranks_at(peer.checked(), every_rank=request.every_rank)
         else:
             ticket = self._reach.parse_ticket(peer)
             await self._reach.check(ticket)
@@ -196,7 +193,7 @@ class Seeker:
         return _Engine(wanted, tuple(others), first, fixed)
 
     async def _who(self, given: str) -> PeerAddress:
-        """Who listens at an address."""
+        """Ask which engine listens at an address."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
         PeerAddress(engine_id="unknown", address=address).checked()
         question = messages.WhoRequest(reader=self._local.reader)
@@ -239,7 +236,7 @@ def _named(peer: GivenPeer) -> str:
 def _ticket(
     engine: _Engine, question_id: str, offers: Sequence[tuple[Address, messages.Offer]], block_ids_max: int
 ) -> Ticket | None:
-    """The ticket of what all these ranks offer: as much as all have. None if there is nothing that they have in common.
+    """The ticket of these ranks' offers: as many tokens as all have. None if they have none in common.
 
     Ranks may have a prefix in different blocks. A window, or state, is of one length only.
     """

@@ -1,7 +1,7 @@
-"""The holder's side: questions for prefixes, answered by ordinary leases on what the engine's shelf has pinned.
+"""A shared prefix cache: questions for prefixes are answered by ordinary leases on blocks that its shelf has pinned.
 
-A lease of a prefix has no hold (`core.protocol.proof`): its readers look at the seal after the last byte. So its blocks
-are the owner's again the moment that it ends, and `reclaim` can promise that nobody waits for a reader.
+The lease of a prefix has no hold (`core.protocol.proof`): its readers look at the seal after the last byte. So its
+blocks are the owner's again the moment it ends, and `reclaim` waits for no reader.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ logger = logger_of(__name__)
 
 _TTL_S = 5.0  # readers begin at once, and renew
 _RUNS_MAX = 1 << 10
-_ASKED_AT_ONCE_MAX = 256  # of a shelf that has to be waited for
+_ASKED_AT_ONCE_MAX = 256  # questions to a shelf that has to be waited for
 _SHELF_WITHIN_S = 1.0
 _SHARE_OF_CACHE = 4
 _MISS = messages.NoLease(ended=False)
 
 
 class Leasing(NamedTuple):
-    """How runs are leased; see `serving.Serving`."""
+    """Leases for runs, of `serving.Serving`."""
 
     serve: Callable[[ServeRequest, bool], object]
     """Opens a lease without a hold, for one rank alone or for an engine."""
@@ -77,15 +77,15 @@ class SharedPrefixes:
         self._pinned_max = most
         self._groups = local.groups
         self._token_bytes = token_bytes(local)
-        self.on_close: Callable[[], None] = _nothing
-        """Told once."""
+        self.on_close: Callable[[], None] = lambda: None
+        """Called once, when it is closed."""
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        """How many runs have pinned each block, by its ledger entry."""
+        """Number of runs that have pinned each block, by its ledger entry."""
         self._pinned = self._leased_tokens = 0
         self._runs: dict[OpenLease, Run] = {}
-        """Oldest first."""
+        """Runs by their leases, the oldest first."""
         self._leases: defaultdict[int, list[OpenLease]] = defaultdict(list)
-        """Those of each run, by its identity: a shelf may give one object several times."""
+        """Leases of each run, by its identity: a shelf may give one object several times."""
         self._asked: set[asyncio.Future[messages.Reply]] = set()
         self._counts = dict.fromkeys(("found", "missed", "busy", "failed", "reclaimed"), 0)
         self._closed = False
@@ -97,7 +97,7 @@ class SharedPrefixes:
 
     @property
     def statistics(self) -> SharingStatistics:
-        """What is leased to readers now, and what has happened so far."""
+        """Counts of runs that are leased now, and of questions so far."""
         return SharingStatistics(runs=len(self._runs), pinned_blocks=self._pinned, **self._counts)
 
     def reclaim(self, blocks: int) -> int:
@@ -160,7 +160,7 @@ class SharedPrefixes:
             self._over(opened)
 
     def _over(self, opened: OpenLease) -> None:
-        """A run's lease has ended, and nothing reads its blocks: unpin it, once."""
+        """Unpin a run, once: its lease has ended, and nothing reads its blocks."""
         run = self._runs.pop(opened, None)
         if run is None:
             return
@@ -177,7 +177,7 @@ class SharedPrefixes:
         try:
             self._shelf.unpin(run)
         except Exception:
-            logger.exception("a shelf has failed to unpin a run of %s tokens", run.num_tokens)
+            logger.exception("shelf failed to unpin a run of %s tokens", run.num_tokens)
 
     def answer(self, question: messages.SeekRequest) -> Answered:
         """Only for the runtime: answer a reader in this turn of the loop, or when the shelf has.
@@ -195,7 +195,7 @@ class SharedPrefixes:
         if self._closed:
             return _MISS
         if self._leasing.find(messages.PREFIX_OF + question.request_id) is not None:
-            return refusal("this question has an offer already")  # asked by another way to the same engine
+            return refusal("this question has an offer already")  # it came by another address of this engine
         most = self._tokens_in(self._pinned_max) // question.key_tokens
         if most < 1 or len(self._runs) >= _RUNS_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
             return self._counted("busy")
@@ -237,19 +237,19 @@ class SharedPrefixes:
     def _answered(
         self, waiting: asyncio.Future[Run | None], reply: asyncio.Future[messages.Reply], task: asyncio.Task[None]
     ) -> None:
-        """A question that had to wait is over: answered, or ended with the registration while the shelf looked."""
+        """End a question that had to wait: answered, or ended with the registration while the shelf looked."""
         if not reply.done():
             reply.set_result(_MISS)
         if task.cancelled():
             waiting.add_done_callback(self._too_late)
 
     def _too_late(self, waiting: asyncio.Future[Run | None]) -> None:
-        """A shelf has answered when nobody waited any more."""
+        """Unpin the run of an answer for which nobody waited any more."""
         if not waiting.cancelled() and waiting.exception() is None and isinstance(run := waiting.result(), Run):
             self._unpin(run)
 
     def _offered(self, question: messages.SeekRequest, keys: Sequence[bytes], run: object) -> messages.Reply:
-        """The lease of what a shelf has found."""
+        """Lease the run that a shelf has found, and offer it."""
         if run is None:
             return self._counted("missed")
         if not isinstance(run, Run):
@@ -299,7 +299,7 @@ class SharedPrefixes:
         self._over(opened)
 
     def _tokens_in(self, blocks: int) -> int:
-        """How long a prefix may be, at least, whose blocks of all groups are so many."""
+        """Tokens of a prefix that surely has no more blocks than that, in all groups."""
         whole = [group.block_size for group in self._groups if group.whole] or [1]
         rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)
         return max(blocks - rest, 0) * min(whole) // len(whole)
@@ -314,11 +314,7 @@ class SharedPrefixes:
         return _MISS
 
     def _failed(self, question: messages.SeekRequest, error: BaseException | None) -> messages.Reply:
-        """A miss, since the shelf has failed: its engine's own bug, or a block that is just being written."""
+        """Answer with a miss, since the shelf has failed: a bug of its engine, or a block that is being written."""
         why = "it was cancelled" if error is None else checks.said(error)
-        logger.error("question %s: what the shelf has could not be leased: %s", question.request_id, why)
+        logger.error("prefix question %s: the shelf's run could not be leased: %s", question.request_id, why)
         return self._counted("failed")
-
-
-def _nothing() -> None:
-    """Nobody is to be told."""

@@ -1,4 +1,4 @@
-"""A prefix cache as its engine shows it to kvflow: `Shelf`, and what is counted of one that is shared."""
+"""A prefix cache as its engine shows it to kvflow: `Shelf`, and the statistics of one that is shared."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Shelf(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingStatistics:
-    """Runs that are leased to readers now, and what became of questions so far."""
+    """Runs that are leased to readers now, and questions so far by their outcome."""
 
     runs: int
     pinned_blocks: int
-    """Blocks of them, each counted once."""
+    """Blocks of these runs, each counted once."""
     found: int
     """Questions that were answered with a run."""
     missed: int
-    """Questions for what is not there."""
+    """Questions for prefixes that the shelf does not have."""
     busy: int
-    """Questions for what is there, while too much was pinned for others already."""
+    """Questions for a prefix that is there, while too many blocks were pinned already, or too many questions waited."""
     failed: int
-    """Questions on which the shelf has failed, or gave what cannot be."""
+    """Questions on which the shelf has raised, or given a run that cannot be right."""
     reclaimed: int
     """Runs that were ended because their owner needed the blocks."""

@@ -1,13 +1,13 @@
-"""Readers that have died: who is at a lease, and whether that process is still there.
+"""Attendance: the readers at each lease, and whether their processes still live.
 
-A reader is *at* a lease from its first word about it: a question for it, or a renewal. Where it listens it has said
-when it connected; it is asked for its clock there at once, which shows that this way leads to it. Who is at an open
-lease for a while is asked again and again. It has died if another incarnation answers in its place, or if its machine
-refuses connections there, several times in a row, although it had answered before. Who says nothing has not: it may
+A reader is *at* a lease from its first message about it: a question for it, or a renewal. It has said where it listens
+when it connected. It is asked for its clock there at once, which shows that this address leads to it, and again and
+again while it is at an open lease. A reader has died if another incarnation answers in its place, or if its machine
+refuses connections there several times in a row although it had answered before. A silent reader has not died: it may
 be slow, stopped, or cut off.
 
-A lease ends when all its readers have come, and those that have not read have died (`LeaseEntry.deserted`). That is no
-question of safety: its seal is wiped first, as whenever a lease ends.
+A lease ends when all its readers have come, and those that have not read have died (`LeaseEntry.is_deserted`). Safety
+does not depend on that: its seal is wiped first, as whenever a lease ends.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _Reader:
     answered: bool = False
     refused: int = 0
     died: str = ""
-    """How that was seen, in words."""
+    """The evidence of its death, in words; "" while it lives."""
     asked: bool = False
-    """A look is under way."""
+    """True while it is being asked."""
 
 
 class Attendance:
@@ -56,7 +56,7 @@ class Attendance:
         leases: Iterable[LeaseEntry],
         end: Callable[[LeaseEntry, str], None],
     ) -> None:
-        """`leases`: those that are open, whenever it is looked; `end` is told of one that is deserted, and why."""
+        """`leases`: the open ones, at any time. `end` is called with one that is deserted, and why."""
         self._clock = context.clock
         self._spawn = context.spawn
         self._side_channel = context.side_channel
@@ -65,12 +65,12 @@ class Attendance:
         self._leases = leases
         self._end = end
         self._readers: OrderedDict[str, _Reader] = OrderedDict()
-        """By their agents' names; the first one to have come makes room."""
+        """Readers by their agents' names; the one that came first makes room."""
         self._room = asyncio.Semaphore(_AT_ONCE_MAX)
         self._timer: Timer | None = None
 
     def introduced(self, name: str, caller: messages.Caller) -> None:
-        """A reader has said where it listens. Its first word counts: an incarnation stays where it is."""
+        """Note where a reader listens. Only its first word counts: an incarnation stays where it is."""
         life = messages.life_of(name, caller.target.engine_id)
         if name in self._readers or life is None:
             return
@@ -80,7 +80,7 @@ class Attendance:
         self._look_at(reader)
 
     def came(self, entry: LeaseEntry, name: str) -> None:
-        """A word of a reader about a lease: it lives, whatever was thought."""
+        """Note a message of a reader about a lease: it lives."""
         entry.note_came(name, self._clock.now_s())
         reader = self._readers.get(name)
         if reader is not None:
@@ -89,12 +89,12 @@ class Attendance:
             self._timer = self._clock.call_later(LOOK_EVERY_S, self._look)
 
     def close(self) -> None:
-        """Look at nobody any more."""
+        """Ask no reader any more."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _look(self) -> None:
-        """The timer: end what is deserted, and look at who is at a lease for long."""
+        """Callback of the timer: end deserted leases, and ask readers that are at a lease for long."""
         self._timer = None
         since_s = self._clock.now_s() - LOOK_EVERY_S
         attended = [entry for entry in self._leases if entry.is_open and entry.came]
@@ -120,7 +120,7 @@ class Attendance:
                 reader.asked = False
 
     async def _ask(self, reader: _Reader) -> None:
-        """The body of a task."""
+        """Body of a task: ask one reader for its clock."""
         target, address = reader.caller.target, reader.caller.address
         question = messages.ClockRequest(reader=self._local.reader, target=target)
         fingerprint = self._local.compatibility.fingerprint()

@@ -1,8 +1,8 @@
-"""The blocks of a lease: blocks, a seal, and host blocks with host staging, taken all together or not at all.
+"""The blocks of a lease: blocks, a seal and, with host staging, host blocks, taken all together or not at all.
 
-A lease may be open before all of it can be read: the prompt is still being computed, or, with host staging, is copied
-to the host span by span. What is there grows from the prompt's first token on, in all groups alike, and the seal says
-how many tokens are missing. Blocks that a copy reads are given back only after it.
+A lease may be open before all of it can be read: its prompt is still being computed or, with host staging, is copied
+to the host span by span. Its readable tokens grow from the prompt's first one on, in all groups alike, and its seal
+says how many are missing. Blocks that a copy reads are given back only after the copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 
 @dataclass(slots=True, eq=False)
 class _Advance:
-    """Tokens that are computed once an event has happened, and all that was told before it."""
+    """Tokens that are computed once an event has happened, and all advances before it."""
 
     tokens: int
     watch: Watch | None
@@ -45,39 +45,39 @@ class HeldBlocks:
 
     lease_id: str
     tables: tuple[BlockIds, ...]
-    """Its blocks, by group."""
+    """Blocks by group."""
     entries: BlockIds
-    """Its blocks as the ledger counts them."""
+    """Blocks as the ledger counts them."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
     """Host blocks that peers read, with host staging."""
     taken_on_host: list[tuple[BlockIds, ...]] = field(default_factory=list)
-    """Host blocks by the extension that took them: so they are given back."""
+    """Host blocks by the extension that took them, as they are given back."""
     num_tokens: int
     offered_tokens: int
     """Tokens that the blocks hold in the end: all, or those of full blocks only."""
     counts: tuple[int, ...]
     """Blocks in the end, by group."""
     extends: bool
-    """More blocks are to follow."""
+    """True while more blocks are to follow."""
     advances: deque[_Advance] = field(default_factory=deque)
     """Advances still to come, in order."""
     computed: int = 0
     """Tokens that are computed."""
     staged: int = 0
-    """Tokens in host blocks."""
+    """Tokens that are in host blocks."""
     copying: bool = False
     closed: bool = False
     failed: bool = False
-    """The seal says that the prompt has failed."""
+    """True once the seal says that the prompt has failed."""
     history: History | None = None
     """Computed tokens by time, of a lease that grows."""
     on_error: OnError | None = None
-    """Callback told why what is missing will never be there."""
+    """Callback told why the missing tokens will never be there."""
     on_there: Callable[[], None] | None = None
-    """Callback told when more of it can be read."""
+    """Callback told when more tokens can be read."""
     on_free: Callable[[], None] | None = None
-    """Set once they are to be given back."""
+    """Callback told when they are free; set once they are to be given back."""
 
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
@@ -111,7 +111,7 @@ class OfferedBlocks:
         copy_thread: CopyThread,
         copy_bytes_max: int,
     ) -> None:
-        """`staging` has the host blocks of each group, or none if peers read the cache itself."""
+        """`staging`: host blocks of each group; none if peers read the cache itself."""
         self._groups = groups
         self._ledger = ledger
         self._seals = seals
@@ -256,7 +256,7 @@ class OfferedBlocks:
                 self._stage_next(held, held.host_tables)
 
     def _happened(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
-        """An event has, or nobody will ever know: then the lease is over."""
+        """Note that an event has happened. If that will never be known the lease fails."""
         if held.closed:
             return
         if error is not None:
@@ -330,7 +330,7 @@ class OfferedBlocks:
         self._copy_thread.submit(partial(run_all, copies), copied)
 
     def _stage_upto(self, held: HeldBlocks) -> int:
-        """The tokens that are there after the next copy: whole blocks of all groups, until all are computed."""
+        """Tokens that are on the host after the next copy: whole blocks of all groups, until all are computed."""
         upto = held.staged + self._stage_step
         if upto >= held.num_tokens <= held.computed:
             return held.num_tokens
@@ -345,7 +345,7 @@ class OfferedBlocks:
         return size_bytes
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """The producer may reuse the blocks (invariant I3)."""
+        """Free the blocks: the producer may reuse them (invariant I3)."""
         self._ledger.release(held.entries)
         for taken in held.taken_on_host:
             for host_ids, buffers in zip(taken, self._staging, strict=True):

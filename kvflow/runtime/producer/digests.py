@@ -1,8 +1,8 @@
 """Digests of leased blocks, for readers that compare what they have read (`core.protocol.digests`).
 
-A question names a lease by its secret, so whoever asks has its ticket. It is computed on the copy thread, piece by
-piece, and answered when all is there: if the lease is still open then, its blocks were the lease's all the time. How
-many are computed at once is bounded, over all readers and from one; who comes beyond that is refused for now.
+A question names a lease by its secret, so its reader has the ticket. The digests are computed on the copy thread, piece
+by piece. The answer is given if the lease is still open afterwards: then its blocks were the lease's all the time.
+Questions are bounded in all and for one reader; those beyond are refused for now.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class DigestAnswers:
     async def _compute(
         self, question: messages.DigestRequest, asked: Sequence[Digesting], reply: asyncio.Future[messages.Reply]
     ) -> None:
-        """The body of a question's task."""
+        """Body of a question's task."""
         try:
             values = await self._gear.shown.digests(self._gear.run, asked)
         except Exception as error:  # noqa: BLE001 - of the memory: a reader's question must not end the runtime
@@ -97,7 +97,7 @@ class DigestAnswers:
             reply.set_result(messages.Digests(values=tuple(values)))
 
     def _ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
-        """A question's task is over, perhaps cancelled before its first step."""
+        """End a question whose task is over, perhaps cancelled before its first step."""
         self._under_way -= Counter((reader,))
         if not reply.done():
             reply.set_result(self._refused(refusal("the engine closes", transient=True)))
@@ -124,7 +124,7 @@ class DigestAnswers:
         return Digesting(at, positions, HeadSpan(part.head - heads.start, part.heads, part.head), blocks)
 
     def _share_of(self, part: messages.DigestPart) -> tuple[int, CacheShare]:
-        """The set that has all these layers."""
+        """Find the set that has all these layers."""
         layers = set(part.layers)
         for at, share in enumerate(self._local.cache_shares):
             if share.part == part.part and layers <= set(share.layers) and len(layers) == len(part.layers) > 0:

@@ -1,8 +1,8 @@
 """Goodbyes: the readers that have connected to us are told when we close, so that they drop their connections at once.
 
-Best effort, on the side channel: a reader that is not told finds out when its next read or handshake fails. An address
-is a reader's own word for it, so at most `Limits.readers_max` are remembered, and nothing but one `Goodbye` is ever
-sent there.
+Goodbyes are best effort, on the side channel: a reader that is not told finds out when its next read or handshake
+fails. Readers give their addresses themselves, and may lie. So at most `Limits.readers_max` are remembered, and only
+one `Goodbye` is ever sent to each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Farewells:
     def remember(self, caller: messages.Caller) -> bool:
         """Tell this reader when we go; the one that has not asked for longest makes room. False for nonsense."""
         if not _could_be(caller):
-            logger.info("ignoring a reader that cannot be told when this rank closes, by its address: %.100r", caller)
+            logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
             return False
         self._callers[caller] = None
         self._callers.move_to_end(caller)
@@ -50,14 +50,14 @@ class Farewells:
         return True
 
     async def tell(self) -> None:
-        """Say goodbye to all, within `Limits.goodbye_timeout_s`. Who cannot be reached is forgotten."""
+        """Say goodbye to all readers, within `Limits.goodbye_timeout_s`. Those that cannot be reached are forgotten."""
         room, bound_s = asyncio.Semaphore(_AT_ONCE_MAX), self._config.limits.goodbye_timeout_s
         try:
             async with asyncio.timeout(bound_s), asyncio.TaskGroup() as group:
                 for caller in self._callers:
                     group.create_task(self._tell(caller, room), name=f"kvflow-goodbye {caller.address}")
         except TimeoutError:
-            logger.info("%s: not all readers could be told within %s s that it closes", self._who, bound_s)
+            logger.info("%s: not all readers were told within %s s that it closes", self._who, bound_s)
 
     async def _tell(self, caller: messages.Caller, room: asyncio.Semaphore) -> None:
         own, fingerprint = self._local.caller.target, self._local.compatibility.fingerprint()
@@ -66,7 +66,7 @@ class Farewells:
             try:
                 await self._side_channel.ask(caller.address, goodbye, fingerprint=fingerprint)
             except PeerError as error:
-                logger.info("%s: a reader could not be told that it closes: %s", self._who, error)
+                logger.info("%s: a reader was not told that it closes: %s", self._who, error)
                 self._callers.pop(caller, None)
 
 

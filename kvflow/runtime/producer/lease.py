@@ -58,7 +58,7 @@ class ServeRequest:
 
 
 def checked_serve_request(request: object, config: Config) -> ServeRequest:
-    """The request with its numbers and texts as Python's own, so that its ticket is one that readers take.
+    """Check a request, and give it with its numbers and texts as Python's own, as readers take them.
 
     RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
     """
@@ -104,7 +104,7 @@ class ServingStatistics:
 
 
 class LeaseKeeper(Protocol):
-    """Whoever has all leases of a rank, as one of them needs it; see `serving.Serving`."""
+    """The keeper of all leases of a rank: `serving.Serving`, which makes them and so imports this module."""
 
     def revoke(self, entry: LeaseEntry) -> None: ...
 
@@ -112,11 +112,11 @@ class LeaseKeeper(Protocol):
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None: ...
 
-    def advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None: ...
+    def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None: ...
 
-    def extend(self, entry: LeaseEntry, block_ids: object) -> None: ...
+    def extend(self, opened: OpenLease, block_ids: object) -> None: ...
 
-    def complete(self, entry: LeaseEntry, payload: bytes, ready: DeviceEvent | None) -> None: ...
+    def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None: ...
 
 
 class Lease:
@@ -128,9 +128,9 @@ class Lease:
     def __init__(self, opened: OpenLease, keeper: LeaseKeeper) -> None:
         self.ticket = opened.ticket
         """The ticket for its readers, as it was when the lease was opened: they ask for what has come since."""
+        self._opened = opened
         self._entry = opened.entry
         self._outcome = opened.outcome
-        self._held = opened.held
         self._keeper = keeper
 
     def __repr__(self) -> str:
@@ -146,13 +146,13 @@ class Lease:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Its blocks by now; those of the first group, if there are several."""
+        """Blocks of the lease by now; those of the first group, if there are several."""
         return self.block_tables[0]
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Its blocks by now, by group."""
-        return tuple(tuple(ids.tolist()) for ids in self._held.tables)
+        """Blocks of the lease by now, by group."""
+        return tuple(tuple(ids.tolist()) for ids in self._opened.held.tables)
 
     @property
     def state(self) -> LeaseState:
@@ -196,7 +196,7 @@ class Lease:
         return self
 
     def fail(self, reason: str = "") -> Lease:
-        """The prompt will never be computed: the lease ends as FAILED, and its readers at once, with PrefillFailed.
+        """End the lease as FAILED: its prompt will never be computed. Its readers end at once, with PrefillFailed.
 
         For a prefill that broke, so that the request goes elsewhere; nobody waits for its time to be over then. An
         engine of several ranks fails all of its leases. No effect on a lease that has ended.
@@ -216,7 +216,7 @@ class Lease:
         return self
 
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
-        """The prompt's first `num_tokens` tokens are computed, in all groups, once `ready` has happened, or are now.
+        """Say that the first `num_tokens` tokens are computed in all groups: once `ready` has happened, or now.
 
         For leases that were opened with `computed_tokens`. Readers take what is there, and end when all is. A group's
         state belongs to the prompt's last token. An advance takes effect after all earlier ones, and none on a lease
@@ -232,10 +232,10 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("advance()")
-        self._keeper.advance(self._entry, num_tokens, ready)
+        self._keeper.advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
-        """These blocks follow, in prompt order: for leases that were opened with fewer than their tokens need.
+        """Add the blocks that follow, in prompt order, to a lease that was opened with fewer than its tokens need.
 
         They are the lease's from now on. In the end a group has as many as hold all tokens; one with a window, as many
         as hold the tokens of the window at the prompt's end. No effect on a lease that has ended. Readers that know
@@ -251,10 +251,10 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("extend()")
-        self._keeper.extend(self._entry, block_ids)
+        self._keeper.extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
-        """All tokens are computed, once `ready` has happened, or are now; `payload` goes to every load of the lease.
+        """Say that all tokens are computed: once `ready` has happened, or now. Every load of the lease gets `payload`.
 
         The same as `advance` to the last token, and the end of what a lease has to tell that was opened with
         `ServeRequest.payload`: `LoadReport.payload` has it, and no load of it ends before. kvflow does not look into
@@ -270,7 +270,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("complete()")
-        self._keeper.complete(self._entry, payload, ready)
+        self._keeper.complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count the lease's time from now on, as if it were offered now with that `ttl_s`.

@@ -1,12 +1,13 @@
-"""News of leases for readers that wait: that one is opened, has more blocks, is complete, or is over.
+"""News of leases for readers that wait: a lease is opened, has more blocks, is complete, or is over.
 
-Two questions wait for that. A reader with a rendezvous asks what is offered of a request, perhaps before the engine
-has heard of it: it is answered when a lease is opened, or when the engine says that there will be none (`decline`). A
-reader of a lease that grows asks for news of it: it is answered when the lease is complete, with its payload, when it
-has ended, when there are blocks that the reader does not know, and when no more tokens are missing than it says.
+Two kinds of questions wait for news. A reader with a rendezvous asks for the offer of a request, perhaps before the
+engine knows of it: the answer comes when a lease is opened, or when the engine says that there will be none
+(`decline`). A reader of a lease that grows asks for news of it: the answer comes when the lease is complete, with its
+payload, when it has ended, when it has blocks that the reader does not know, or when no more tokens are missing than
+the reader has asked for.
 
-The second one only makes things faster, but for blocks and a payload that the reader knows from nowhere else: whether a
-lease has covered a read its seal says, not this.
+An answer of the second kind proves nothing: the seal says whether a lease has covered a read. But it is the only way
+to a payload, and to blocks that no ticket names.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Newsroom:
         self._came = came
         self._waiting = WaitingQuestions(context.clock, self._now, _nothing_yet)
         self.tell = self._waiting.settle
-        """Tells who waits that something has happened to a request."""
+        """Answers questions about a request, since something has happened to it."""
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
         self.turned_away = ""
-        """Why no lease is opened any more, once that is so."""
+        """The reason why no lease is opened any more; "" while some are."""
 
     @property
     def waiting(self) -> int:
@@ -58,7 +59,7 @@ class Newsroom:
         return len(self._waiting)
 
     def answer(self, question: messages.WaitingRequest) -> Answered:
-        """Tell what there is, or promise it."""
+        """Answer a question now, or promise to."""
         reply = self._now(question)
         return self._waiting.wait(question) if reply is None else reply
 

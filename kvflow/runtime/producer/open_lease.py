@@ -24,20 +24,20 @@ class LeaseOutcome(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class OpenLease:
-    """A lease that is open or holds its blocks: what it has taken, and who waits for its end."""
+    """A lease that is open or holds its blocks: its entry in the book, its blocks, and the future of its end."""
 
     entry: LeaseEntry
     ticket: Ticket
     held: HeldBlocks
     outcome: asyncio.Future[LeaseOutcome]
     payload: bytes | None
-    """None: promised, and not given yet."""
+    """The payload; None if it is promised and not given yet."""
     reason: str = ""
     """The reason why its prompt could not be computed, or how its readers have died."""
 
     @property
     def complete(self) -> bool:
-        """Readers have nothing to wait for any more."""
+        """True once readers have nothing to wait for any more."""
         return not self.held.missing and self.payload is not None
 
     def extended_digest(self) -> Iterator[bytes]:
@@ -47,7 +47,7 @@ class OpenLease:
             yield messages.digest_of(tables if len(tables) > 1 else tables[0])
 
     def found(self, now_s: float) -> messages.LeaseFound:
-        """The lease as a reader needs it that does not have its ticket."""
+        """The answer to a reader that does not have the ticket."""
         own, held = self.ticket.first, self.held
         return messages.LeaseFound(
             incarnation=own.incarnation,

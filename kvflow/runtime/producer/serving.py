@@ -1,4 +1,4 @@
-"""The producer's side: what the lease book decides, carried out: blocks taken and given back, a timer, handles.
+"""Serving: carries out the lease book's decisions: takes and gives back blocks, has the timer, makes handles.
 
 An engine of several ranks serves a request on each of them, under the same id: each rank's lease is its own, and
 readers that were given another rank's ticket find it by the request (`find`).
@@ -7,13 +7,14 @@ A lease is in the book, and its seal set, before `serve` returns, so a fast read
 wipes the seal at once; the blocks are given back after the hold (invariant I3). A lease whose blocks cannot be staged
 has failed. Late, duplicate and malformed notifications are counted and change nothing.
 
-Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
-its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
-read, and the whole read took less than half of the hold: the wipe came after t, so the blocks came back a hold after t
-at the earliest, when the read had ended (`core.protocol.proof`). Readers of a lease without a hold, which says so,
-look after the last byte only. The second way needs a hold that is never shorter than promised, so the one timer for
-all leases, which a loop may round, only has the book look at the clock. Reads that lose this race may take as long as
-they like: their memory stays registered, what they see is thrown away, and their load is LeaseExpired.
+No read that reports success can touch blocks that were given back, because it has found the seal intact:
+- either after its last byte had landed: then the wipe came later, and the blocks came back later still;
+- or at a moment t of the read, and the whole read took less than half of the hold: the wipe came after t, so the blocks
+  came back a hold after t at the earliest, when the read had ended (`core.protocol.proof`). Readers of a lease without
+  a hold, which says so, look after the last byte only.
+The second way needs a hold that is never shorter than promised. A loop may round timers, so the one timer for all
+leases only has the book look at the clock. A read that loses this race may take any time: its memory stays registered,
+its bytes are thrown away, and its load is LeaseExpired.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvflow import checks
 from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import count_block_ids
 from kvflow.core.plan.topology import parallelism_of
-from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
+from kvflow.core.policy.events import has_happened
 from kvflow.core.policy.history import History
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent, LeaseState
@@ -36,13 +37,13 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError, UsageError
-from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.attendance import Attendance
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
+from kvflow.runtime.producer.growing import GrowingLeases
 from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics, checked_serve_request
 from kvflow.runtime.producer.news import Newsroom
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
@@ -73,6 +74,8 @@ class Serving:
         self._late_reads = self._deserted = 0
         self.attendance = Attendance(context, local, self._offers, self._desert)
         self.news = Newsroom(context, self.open_lease, self._book.served, self.attendance.came)
+        growing = GrowingLeases(blocks, self.news.tell, context.config.limits.block_ids_max)
+        self.advance, self.extend, self.complete = growing.advance, growing.extend, growing.complete
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -92,7 +95,7 @@ class Serving:
 
     @property
     def open_requests(self) -> list[str]:
-        """The requests whose leases are open, or hold their blocks still."""
+        """Requests whose leases are open, or still hold their blocks."""
         return [entry.terms.request_id for entry in self._offers]
 
     def serve(self, request: ServeRequest, *, holds: bool = True, alone: bool = False) -> Lease:
@@ -132,13 +135,13 @@ class Serving:
         nothing = len(held.entries) == 0 and not held.extends and not request.payload
         self.news.opened(opened, nothing=nothing)
         if nothing:
-            self._end(entry, LeaseEvent.ALL_READ)  # so nobody will report
+            self._end(entry, LeaseEvent.ALL_READ)  # nobody will report a read
         elif entry.expires_s < self._timer_due_s:
             self._set_timer()
         return Lease(opened, self)
 
     def _take(self, request: ServeRequest) -> HeldBlocks:
-        """Take what a lease needs, so much of it computed. Raises RequestError, and changes nothing then."""
+        """Take the blocks and the seal of a lease. Raises RequestError, and changes nothing then."""
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
         ready, lease_id = request.ready, self._context.token_hex(messages.LEASE_ID_CHARS // 2)
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
@@ -161,14 +164,14 @@ class Serving:
         return held
 
     def on_notification(self, payload: bytes) -> None:
-        """Take a reader's message: the one way in for what peers say about leases."""
+        """Take a reader's notification about leases."""
         try:
             if len(payload) > messages.NOTIFICATION_BYTES_MAX:
                 raise messages.WireError(f"{len(payload)} bytes")
             message = messages.decode_notification(payload)
         except messages.WireError as error:
             self._notifications[Counted.MALFORMED] += 1
-            logger.info("dropped a reader's notification that is none: %s", error)
+            logger.info("malformed notification of a reader dropped: %s", error)
             return
         match message:
             case messages.ReadDone(lease_ids=lease_ids, reader=reader):
@@ -193,7 +196,7 @@ class Serving:
         return offer.found(self._clock.now_s())
 
     def held(self, lease_id: str, request_id: str) -> tuple[Ticket, HeldBlocks] | None:
-        """An open lease, for a reader that knows its secret: what its ticket says, and its blocks."""
+        """Ticket and blocks of an open lease, for a reader that knows its secret."""
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.terms.request_id != request_id:
             return None
@@ -217,7 +220,7 @@ class Serving:
         return None if entry is None else entry.terms.lease_id
 
     def note_late_read(self) -> None:
-        """A reader that looks at no seal has read what was not leased to it any more."""
+        """Count a read by a reader that looks at no seal, after its lease had ended."""
         self._late_reads += 1
 
     def serves(self, request_id: str | None) -> bool:
@@ -225,7 +228,7 @@ class Serving:
         return self._book.serving(request_id) is not None
 
     def release(self, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
-        """A reader that is not connected needs a lease's blocks no more. WireError if it cannot be what it says."""
+        """Note that a reader without a connection needs a lease no more. WireError if its cache shares are wrong."""
         messages.check_cache_shares(question.cache_shares)
         problems = topology.differences(self._local.cache_shares, question.cache_shares)
         if problems:
@@ -278,7 +281,7 @@ class Serving:
             self._end(entry, LeaseEvent.FAIL)
 
     def _desert(self, entry: LeaseEntry, why: str) -> None:
-        """Its readers have died: it ends as when its time is over."""
+        """End a lease whose readers have died, as if its time was over."""
         self._offers[entry].reason = why
         self._deserted += 1
         logger.warning("lease %s is given back: %s", entry.terms.request_id, why)
@@ -287,54 +290,6 @@ class Serving:
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         """See `Lease.restart`."""
         self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
-
-    def advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None:
-        """See `Lease.advance`."""
-        what = f"request {entry.terms.request_id!r}"
-        tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
-        awaited = None if event is None or has_happened(event, f"{what}: ready") else event
-        if not entry.is_open:
-            return
-        held = self._offers[entry].held
-        if not held.told <= tokens <= held.num_tokens:
-            known = f"{held.told} are computed already, {held.num_tokens} are offered"
-            raise RequestError(f"{what}: advance() to {tokens} tokens: {known}")
-        if tokens > (holds := self._blocks.holds(held)):
-            raise RequestError(f"{what}: advance() to {tokens} tokens: its blocks hold {holds}, extend() it first")
-        self._blocks.advance(held, tokens, awaited)
-        self._blocks.grow(held)
-
-    def extend(self, entry: LeaseEntry, block_ids: object) -> None:
-        """See `Lease.extend`."""
-        what = f"request {entry.terms.request_id!r}"
-        count = count_block_ids(block_ids, self._config.limits.block_ids_max, f"{what}: extend(): block_ids")
-        if not entry.is_open:
-            return
-        held = self._offers[entry].held
-        if len(held.entries) + count > self._config.limits.block_ids_max:
-            most = f"at most {self._config.limits.block_ids_max} (block_ids_max)"
-            raise RequestError(f"{what}: {len(held.entries) + count} block ids in all, {most}")
-        self._blocks.extend(held, block_ids, f"{what}: extend()")
-        self.news.tell(entry.terms.request_id)
-
-    def complete(self, entry: LeaseEntry, payload: bytes, ready: DeviceEvent | None) -> None:
-        """See `Lease.complete`."""
-        what, most = f"request {entry.terms.request_id!r}: complete()", GIVEN_PAYLOAD_BYTES_MAX
-        given = checks.instance(payload, bytes, f"{what}: payload")
-        if len(given) > most:
-            raise RequestError(f"{what}: a payload of {len(given)} bytes, at most {most}")
-        if not entry.is_open:
-            return
-        found = self._offers[entry]
-        if given and found.payload is not None and given != found.payload:
-            had = (
-                f"another one of {len(found.payload)} bytes was given before" if found.payload else "none was promised"
-            )
-            raise RequestError(f"{what}: a payload of {len(given)} bytes, but {had} (ServeRequest.payload)")
-        self.advance(entry, found.held.num_tokens, ready)
-        if found.payload is None:
-            found.payload = given
-        self.news.tell(entry.terms.request_id)
 
     def _not_there(self, entry: LeaseEntry, error: BaseException) -> None:
         logger.error("request %s: its blocks cannot be read, its lease fails", entry.terms.request_id, exc_info=error)
@@ -347,7 +302,7 @@ class Serving:
             self._set_timer()
 
     def _ended(self, entry: LeaseEntry) -> None:
-        """The book has ended a lease: its seal says so now, its blocks are given back after the hold."""
+        """Wipe the seal of a lease that the book has ended. Its blocks are given back after the hold."""
         offer, failed = self._offers[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
         if failed:
@@ -371,7 +326,7 @@ class Serving:
             self._timer = self._clock.call_later(max(next_s - self._clock.now_s(), 0.0), self._look)
 
     def _look(self) -> None:
-        """The timer: whatever is due by the clock. It may be early, or late."""
+        """Callback of the timer, which may be early or late: do whatever is due by the clock."""
         self._timer, self._timer_due_s = None, math.inf
         now_s = self._clock.now_s()
         for entry in self._book.expire(now_s):
@@ -381,7 +336,7 @@ class Serving:
         self._set_timer()
 
     def _settle(self, entry: LeaseEntry) -> None:
-        """The blocks are free: wake who awaits the lease, and tell the observers how it has ended."""
+        """Settle a lease whose blocks are free: wake who awaits it, and tell the observers how it has ended."""
         offer, outcome = self._offers.pop(entry), LeaseOutcome(entry.state)
         offer.outcome.set_result(outcome)
         self._outcomes[outcome] += 1
@@ -409,7 +364,7 @@ class Serving:
 
 
 class _Tickets:
-    """Makes the tickets of a rank: what is the same in all of them is found once."""
+    """Makes the tickets of a rank. The fields that are equal in all of them are found once."""
 
     def __init__(self, context: RankContext, local: LocalRank) -> None:
         config, identity, kinds = context.config, context.identity, parallelism_of(local.cache_shares)

@@ -1,9 +1,9 @@
-"""Questions of readers that wait until there is something to tell: how many may, and for how long.
+"""Questions of readers that wait until there is an answer: bounded in number and in time.
 
-A question waits under its request id. It is settled exactly once: by what happens to the request, by the time that its
-reader gave it, or by the end of all. One for which there is no room is answered at once that there is nothing yet, so
-its reader asks again a little later: whoever fills the room with questions slows others down, but keeps nobody from an
-answer that there is already.
+A question waits under its request id. It is settled exactly once: by an event of the request, by its reader's time, or
+by the end of the registration. Where there is no room for a question it is answered at once that there is nothing yet,
+and its reader asks again a little later. So whoever fills the room with questions slows others down, but keeps nobody
+from an answer that is there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Question:
 
 
 class WaitingQuestions:
-    """All that wait at one rank."""
+    """All questions that wait at one rank."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class WaitingQuestions:
         answer: Callable[[messages.WaitingRequest], messages.Reply | None],
         nothing_yet: Callable[[messages.WaitingRequest], messages.Reply],
     ) -> None:
-        """`answer` has what there is to tell, if there is something."""
+        """`answer` gives the reply to a question, if there is one by now."""
         self._answer = answer
         self._clock = clock
         self._nothing_yet = nothing_yet
@@ -53,7 +53,7 @@ class WaitingQuestions:
         self._of_reader: Counter[str] = Counter()
         self._count = 0
         self._due: list[tuple[float, int, _Question]] = []
-        """A heap. Some of it is out of date: questions that are settled."""
+        """Heap of questions by their time, settled ones among them."""
         self._numbers = itertools.count()
         self._timer: Timer | None = None
 
@@ -61,7 +61,7 @@ class WaitingQuestions:
         return self._count
 
     def wait(self, question: messages.WaitingRequest) -> Answered:
-        """The answer, promised for when there is one; at once if there is no room to wait."""
+        """Promise an answer; or give one at once, if there is no room to wait."""
         reader = messages.asked_by(question)
         others = self._of_request.get(question.request_id, ())
         room = self._count < WAITING_MAX and len(others) < OF_REQUEST_MAX
@@ -77,7 +77,7 @@ class WaitingQuestions:
         return waiting.reply
 
     def settle(self, request_id: str) -> None:
-        """Settle what happened to a request: those that get an answer now wait no more."""
+        """Settle the questions of a request that have an answer now."""
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):
@@ -104,7 +104,7 @@ class WaitingQuestions:
             waiting.reply.set_result(reply)
 
     def _set_timer(self) -> None:
-        """Look again when the next question has waited for long enough; never if there is none."""
+        """Set the timer to the end of the next question's time, if there is one."""
         while self._due and self._is_settled(self._due[0][2]):
             heapq.heappop(self._due)
         if self._timer is not None:
@@ -117,7 +117,7 @@ class WaitingQuestions:
         return waiting not in self._of_request.get(waiting.question.request_id, ())
 
     def _look(self) -> None:
-        """The timer: answer those whose time is over."""
+        """Callback of the timer: answer questions whose time is over."""
         self._timer = None
         now_s = self._clock.now_s()
         while self._due and self._due[0][0] <= now_s:

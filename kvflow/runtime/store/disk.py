@@ -1,8 +1,8 @@
 """The store's files, by the system's calls: everything here runs on the store's thread, and may raise OSError.
 
-A file is written under a name that ends in `.part`: blocks, then the header, then both are synced, and only then it
-gets its name, and that is synced, too. A crash leaves a `.part`, which the next one to open the directory removes, or a
-whole entry. A directory has one owner, who holds a lock on it for as long as it lives.
+A file is written under a name that ends in `.part`: first blocks, then the header. Both are synced before the file gets
+its name, and then the name is synced. So a crash leaves a whole entry, or a `.part`, which is removed when the
+directory is opened again. A directory has one owner, which holds a lock on it for as long as it lives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OURS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # who opens a FIFO, or a d
 
 
 class InUse(Exception):
-    """A directory that somebody else has locked."""
+    """The directory is locked by another owner."""
 
 
 class Directory:
@@ -84,7 +84,7 @@ class Directory:
             os.close(folder)
 
     def create(self, file: str, size_bytes: int) -> int:
-        """A new file, with all the room that it will take."""
+        """Create a file, with all the room that it will take."""
         fd = os.open(self._at(file + _PART), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
@@ -95,7 +95,7 @@ class Directory:
         return fd
 
     def open_file(self, file: str) -> int:
-        """A file to read: a regular one, which is no link. Raises NotAnEntry, FileNotFoundError; never waits."""
+        """Open a file to read, if it is a regular one. Raises NotAnEntry, FileNotFoundError; never waits."""
         try:
             fd = os.open(self._at(file), os.O_RDONLY | _OURS)
         except OSError as error:
@@ -114,19 +114,19 @@ class Directory:
 
 
 class EntryFile:
-    """One file that is written or read, and what is to become of it."""
+    """One file that is written or read, and its end."""
 
     def __init__(self, directory: Directory, entry: Entry, mover: Mover) -> None:
         self.entry = entry
         self.fd = -1
         self.complete = False
-        """The file has its name."""
+        """True once the file has its name."""
         self.remove = False
-        """The file is to be removed."""
+        """True if the file is to be removed."""
         self.restored = False
-        """The file was read, and so is the last to go."""
+        """True once the file was read: then it is the last to make room."""
         self.victims: list[Entry] = []
-        """Entries that have to go for it, and have not yet."""
+        """Entries that have to make room for it, and have not yet."""
         self._directory = directory
         self._mover = mover
         self._written = False
@@ -141,7 +141,7 @@ class EntryFile:
         self._mover.opened(self.fd, self.entry.size_bytes)
 
     def commit(self, header: EntryHeader) -> None:
-        """All its blocks are there: make it an entry."""
+        """Make it an entry, since all its blocks are there."""
         start = encode(header)
         if os.pwrite(self.fd, start, 0) != len(start):
             raise OSError("the header was not written whole")

@@ -1,7 +1,7 @@
-"""Saves and restores under way, and what becomes of each: its blocks are safe first, then its file is put away.
+"""Saves and restores under way, and their ends: first the blocks of a job are safe, then its file is put away.
 
-A job is over when both are done. Who has asked for it waits that long, but no longer than `cancel_grace_s`; then the
-job outlives the answer, and its flight has quarantined its blocks if bytes may still land in them.
+A job is over when both are done. Its caller waits for that, but no longer than `cancel_grace_s`: then the job outlives
+the call, and its flight has quarantined its blocks if bytes may still land in them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from kvflow.core.policy.states import TransferState
 from kvflow.core.storage.index import Entry
 from kvflow.errors import KVFlowError, RuntimeBroken
 from kvflow.logs import logger_of
-from kvflow.runtime.load.flight import Flight, Gear, Read
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.gear import Gear
+from kvflow.runtime.load.reads import Read
 from kvflow.runtime.store.disk import EntryFile
 from kvflow.runtime.store.moves import Moves, opened_file
 from kvflow.runtime.store.requests import PHASES, SaveRequest
@@ -37,13 +39,13 @@ class WantedEntry(NamedTuple):
     key: bytes
     direction: Direction
     tables: Sequence[BlockIds]
-    """Its blocks, by group."""
+    """Blocks by group."""
     entries: BlockIds
-    """Its blocks as the ledger counts them."""
+    """Blocks as the ledger counts them."""
 
 
 class Job:
-    """A save or restore under way. Of a restore that has ended while bytes may still land it is the `quarantine`.
+    """A save or restore under way; also the `quarantine` of a restore that has ended while bytes may still land.
 
     The blocks of a restore are claimed by its flight. Those of a save are leased, and given back when the flight is
     safe: it writes none of them.
@@ -57,7 +59,7 @@ class Job:
         self.request, self.direction = request, direction
         self.timeout = timeout
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when its file is put away and its blocks are given back."""
+        """Future that is done when its file is put away and its blocks are given back."""
         self.moves = Moves(files, direction, self.hurry, self._all_stopped)
         self.leased = entries if direction is Direction.SAVE else entries[:0]
         gear.ledger.lease(self.leased)
@@ -67,9 +69,9 @@ class Job:
         self.phase, self.since_s = PHASES[0], gear.clock.now_s()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.timed = False
-        """The deadline counts: it has begun, and has no outcome yet."""
+        """True while the deadline counts: it has begun, and has no outcome yet."""
         self.outcome = "failed"
-        """Unless something better is known."""
+        """Outcome, as far as it is known."""
         self.reserved: Entry | None = None
         """The entry that it writes; its room is reserved."""
         self.read: Entry | None = None
@@ -124,12 +126,12 @@ class Job:
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Its blocks, by group."""
+        """Blocks by group."""
         return tuple(tuple(ids.tolist()) for ids in self.tables)
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Its blocks; those of the first group, if there are several."""
+        """Blocks of the job; those of the first group, if there are several."""
         return self.block_tables[0]
 
     @property
@@ -146,7 +148,7 @@ class Job:
 
 
 class Jobs:
-    """All of one store."""
+    """All jobs of one store."""
 
     def __init__(self, shelf: FileShelf, ledger: BlockLedger) -> None:
         self._ledger = ledger
@@ -174,7 +176,7 @@ class Jobs:
         self._quiet.clear()
 
     def hurry(self) -> None:
-        """Make all end soon."""
+        """Make all jobs end soon."""
         for job in self._under_way:
             job.hurry()
 
@@ -188,13 +190,13 @@ class Jobs:
         await self._quiet.wait()
 
     def all_stopped(self) -> None:
-        """The store's thread has ended in good order, and has put all files away."""
+        """End all jobs: the store's thread has ended in good order, and has put all files away."""
         for job in list(self._under_way):
             job.moves.all_stopped()
             self._over(job)
 
     def never_known(self, problem: str) -> None:
-        """Give all jobs up: nobody will tell when bytes have stopped."""
+        """Give all jobs up: it will never be known when their bytes have stopped."""
         for job in self._under_way:
             job.moves.give_up(RuntimeBroken(problem))
 
@@ -206,8 +208,9 @@ class Jobs:
         self._directory.close()
 
     def put_away(self, job: Job) -> None:
-        """Its moves have stopped: give back what a save has leased, and put the file away after what the thread may
-        still do to it.
+        """Give back the blocks of a save, and put the file away, since its moves have stopped.
+
+        The file comes after whatever the thread has yet to do to it.
         """
         self._ledger.release(job.leased)
         if job.file is None:
@@ -219,7 +222,7 @@ class Jobs:
             self._over(job)
 
     def committed(self, job: Job) -> None:
-        """Its file has its name: from now on it is an entry."""
+        """Make the file of a job an entry, since it has its name."""
         entry, job.reserved = job.reserved, None
         replaced = None if entry is None else self._index.commit(entry)
         if replaced is not None:
@@ -234,7 +237,7 @@ class Jobs:
             )
 
     def _over(self, job: Job) -> None:
-        """The thread does nothing for it any more: what came of its file counts."""
+        """End a job: the thread does nothing for it any more, and the state of its file counts."""
         if job not in self._under_way:
             return
         del self._under_way[job]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol.proof import SealProof
 from kvflow.errors import RuntimeBroken
-from kvflow.runtime.load.flight import Told
+from kvflow.runtime.load.gear import Told
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 from kvflow.transport.files import Direction, Files, MoveLost
 
@@ -29,13 +29,13 @@ class _Folder(NamedTuple):
 
 
 class _Disk:
-    """A flight's notes of whom it reads from."""
+    """The `peer` of a file's source: a flight notes there how long its reads take."""
 
     heard_s = read_s = 0.0
 
 
 class _File(NamedTuple):
-    """A source of which a flight claims nothing: whose it is, and the proof that it stands."""
+    """A file as the source of a flight, which claims nothing of it: its connection and its proof."""
 
     connection: _Folder
     proof: SealProof
@@ -43,7 +43,7 @@ class _File(NamedTuple):
 
 
 def opened_file() -> Source:
-    """An open file as what a flight reads from: it cannot go while it is open, and digests say what it holds."""
+    """The source of a flight that reads an open file: it cannot go meanwhile, and digests prove its bytes."""
     proof = SealProof(grows=False, not_expired_before_s=0.0, quick_read_max_s=0.0)
     proof.heard(0, 0.0)
     return cast("Source", _File(_Folder(STORE), proof, _Disk()))
@@ -61,7 +61,7 @@ class Moves:
         last byte has stopped although nobody was to know (`give_up`).
         """
         self.error: TransportError | None = None
-        """The first failure."""
+        """The first error of a move."""
         self._files = files
         self._direction = direction
         self._on_lost = on_lost
@@ -73,25 +73,25 @@ class Moves:
 
     @property
     def stopped(self) -> bool:
-        """True while no byte is on its way."""
+        """True if no byte is on its way."""
         return not self._under_way and not self._given_up
 
-    def post(self, _agent: AgentName, descriptors: Descriptors, told: Told) -> None:
+    def post(self, _agent: AgentName, descriptors: Descriptors, told: Told, _owner: object) -> None:
         """Start a move. Raises TransportBroken once the store's thread has ended."""
         move = PostedRead(descriptors.size_bytes)
         self._files.post(descriptors, self._direction, partial(self._ended, move), partial(self._over, move))
         self._under_way[move] = told
 
-    def give_up_reads(self, heard: Callable[..., None]) -> None:
-        """Nobody does: a file has no other source."""
+    def give_up_reads(self, owner: object) -> None:
+        """No effect: a file has no other source."""
 
     def all_stopped(self) -> None:
-        """The store's thread has ended in good order: what was lost has stopped, too."""
+        """End lost moves: the store's thread has ended in good order, so they have stopped, too."""
         for move in list(self._lost):
             self._over(move)
 
     def give_up(self, cause: RuntimeBroken) -> None:
-        """The store could not be closed: it may never be known when its bytes have stopped."""
+        """Give up all moves: the store could not be closed, so it may never be known when their bytes have stopped."""
         under_way, self._under_way = self._under_way, {}
         self._given_up.update(under_way)
         for told in under_way.values():
@@ -106,7 +106,7 @@ class Moves:
             self._over(move, error)
 
     def _over(self, move: PostedRead, error: TransportError | None = None) -> None:
-        """A move has stopped, a lost one perhaps."""
+        """Note that a move has stopped, perhaps a lost one."""
         if move in self._lost:
             self._lost.discard(move)
             error = self.error

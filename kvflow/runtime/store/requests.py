@@ -96,7 +96,7 @@ class StoreStatistics:
 
 
 def checked(given: SaveRequest | RestoreRequest, limits: Limits) -> tuple[SaveRequest, bytes]:
-    """The request with its numbers and texts as Python's own, and its key as bytes. RequestError."""
+    """Check a request, and give it with its numbers and texts as Python's own, and its key as bytes. RequestError."""
     by_name: dict[str, checks.Check] = {"block_ids": partial(counted_block_ids, most=limits.block_ids_max), **_RULES}
     settled = checks.settled_request(given, type(given), "request", by_name)
     return SaveRequest(*(getattr(settled, entry.name) for entry in fields(settled))), cast(bytes, settled.key)

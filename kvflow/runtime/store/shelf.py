@@ -1,4 +1,4 @@
-"""The files of one rank: their directory, which there are and how much room they take, and the thread they are on."""
+"""The files of one rank: their directory, their index, which knows their room, and their thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FileShelf:
 
 
 async def open_shelf(config: Config, files: Files) -> FileShelf:
-    """Start the thread, and find what is there. Raises ConfigError; cancelling leaves nothing open."""
+    """Start the thread, and find the files that are there. Raises ConfigError; cancelling leaves nothing open."""
     assert config.store_dir is not None, "Config names a store"
     path = os.path.join(os.fspath(config.store_dir), f"dp{config.dp_rank}-pp{config.pp_rank}-tp{config.tp_rank}")
     directory = Directory(path)

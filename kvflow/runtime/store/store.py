@@ -1,8 +1,8 @@
 """The store's verbs: blocks into a file and back, each one way, under one deadline, with one end.
 
 A save leases its blocks, takes their digests, makes room, moves them, and makes the file an entry. A restore claims its
-blocks as a load does, moves what the file holds into them, and is good only if their digests are those that were saved:
-so bytes that were changed anywhere between the two, on disk or on the way, are never reported as good.
+blocks as a load does, fills them from the file, and is good only if their digests are those that were saved. So bytes
+that were changed anywhere between the two, on disk or on the way, are never reported as good.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.flight import Gear
+from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.store.disk import EntryFile
@@ -128,7 +128,7 @@ class BlockStore:
         await self._jobs.drained()
 
     async def aclose(self, timeout_s: float) -> str:
-        """End the thread, once no move is under way; what went wrong, or ""."""
+        """End the thread, once no move is under way. Returns what went wrong, or ""."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._files.aclose(self._jobs.put_all_away)
@@ -153,7 +153,7 @@ class BlockStore:
     # --- one save or restore
 
     def _accept(self, request: SaveRequest | RestoreRequest, direction: Direction) -> Job:
-        """Check all that can be judged without a file, and claim the blocks: from here on it is under way."""
+        """Check all that can be judged without a file, claim the blocks, and open the job."""
         given, key = checked(request, self._config.limits)
         what = f"request {given.request_id!r}"
         tables, entries = self._gear.ledger.find(given.block_ids, f"{what}: block_ids")
@@ -178,7 +178,7 @@ class BlockStore:
         return job
 
     async def _carry_out(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
-        """Carry a save or a restore out, from the first step to the outcome: the one place where it ends."""
+        """Carry a save or a restore out to its outcome. Every one ends here."""
         try:
             try:
                 report = await self._within(job, work)
@@ -193,7 +193,7 @@ class BlockStore:
         return report
 
     async def _within(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
-        """Its work, within its deadline, and its errors as the caller knows them."""
+        """Do the work of a job within its deadline, and translate its errors."""
         request_id, path = job.request.request_id, self._directory.path
         what = f"request {request_id!r}: {job.direction} in {path!r}"
         try:
@@ -250,7 +250,7 @@ class BlockStore:
         )
 
     def _make_room(self, job: Job, header: EntryHeader) -> int:
-        """Reserve what the file takes; how many have to go for that."""
+        """Reserve the room of a file. Returns the number of entries that have to go for it."""
         what, size_bytes = f"request {job.request.request_id!r}", header.file_bytes
         try:
             victims = self._index.make_room(size_bytes)
@@ -309,7 +309,7 @@ class BlockStore:
             )
 
     def _damaged(self, job: Job, why: str) -> EntryDamaged:
-        """The entry is none any more, and its file is removed."""
+        """Drop a damaged entry, have its file removed, and make the error."""
         assert job.read is not None, "it is read"
         assert job.file is not None, "it is read"
         job.outcome = "damaged"

@@ -29,8 +29,8 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeUnavailable,
 )
-from kvflow.runtime.load.load import Again, LoadReport, LoadRequest, Verification
 from kvflow.runtime.load.load import Load as Handle
+from kvflow.runtime.load.requests import Again, LoadReport, LoadRequest, Verification
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime

@@ -16,7 +16,8 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError, LoadError, PeerError, RuntimeBroken
-from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.testing.simulator.cache import Content, first_token
 from kvflow.testing.simulator.checks import check_conserved

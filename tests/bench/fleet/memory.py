@@ -15,7 +15,7 @@ import tracemalloc
 from kvflow.config import Config
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.limits import Limits
-from kvflow.runtime.load.load import LoadRequest
+from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.pair import CacheSize, TestEngine

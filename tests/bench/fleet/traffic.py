@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvflow.errors import KVFlowError
-from kvflow.runtime.load.load import LoadRequest
+from kvflow.runtime.load.requests import LoadRequest
 from kvflow.testing.virtual_loop import VirtualLoop
 from tests.bench.fleet.channel import Costs, Wires
 from tests.bench.fleet.ranks import FleetRank, Process, Role, Surroundings, first_of, limits_of

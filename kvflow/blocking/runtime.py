@@ -1,0 +1,497 @@
+"""The verbs of `kvflow.Runtime` for other threads: each is carried out on the loop, within a bound."""
+
+# mypy: disable-error-code="empty-body"
+# A verb's body is the runtime's: `_verb` gives it one.
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import wraps
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvflow import checks
+from kvflow.blocking.host import LoopHost, dropped
+from kvflow.blocking.lease import Lease
+from kvflow.blocking.load import Load, QuarantinedBlocks, loading_s
+from kvflow.blocking.pending import Pending, ResultT, Work, bound, tell
+from kvflow.config import Config
+from kvflow.core.cache.groups import CacheGroup
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.tensors import KVCaches
+from kvflow.core.protocol.addresses import PeerAddress
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.drain import DrainReport
+from kvflow.runtime.foreign import Foreign
+from kvflow.runtime.load.load import checked_load_request
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
+from kvflow.runtime.memory.host_buffers import BlockCopier
+from kvflow.runtime.peers.prewarm import Prewarmed
+from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
+from kvflow.runtime.prefix.sharing import SharedPrefixes
+from kvflow.runtime.prefix.shelf import Shelf
+from kvflow.runtime.producer.lease import Lease as AsyncLease
+from kvflow.runtime.producer.lease import ServeRequest
+from kvflow.runtime.records import Observer
+from kvflow.runtime.statistics import RuntimeStatistics
+from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
+from kvflow.runtime.world import World
+
+VerbT = TypeVar("VerbT", bound=Callable[..., Any])
+
+
+def _storing_s(config: Config, request: SaveRequest | RestoreRequest | PrefixRequest) -> float:
+    """Seconds that a save, a restore or a pull may take."""
+    return loading_s(config, request) + config.cancel_grace_s
+
+
+def _ending_s(config: Config) -> float:
+    """Seconds that unregistering may take."""
+    return config.ending_s + config.limits.goodbye_timeout_s + 2 * config.limits.transport_close_timeout_s
+
+
+def _closing_s(config: Config) -> float:
+    """Seconds that closing may take."""
+    return _ending_s(config) + config.drain_timeout_s
+
+
+def _draining_s(config: Config, deadline_s: float | None = None) -> float:
+    """Seconds that draining may take."""
+    wanted_s = config.drain_timeout_s if deadline_s is None else deadline_s
+    return checks.seconds(wanted_s, "drain: deadline_s", error=UsageError) + _closing_s(config)
+
+
+def _verb(within: Callable[..., float] = lambda *_, **__: 0.0) -> Callable[[VerbT], VerbT]:
+    """Make a verb of `kvflow.Runtime` one of its blocking handle.
+
+    `within` bounds it, by the Config and the verb's arguments.
+    """
+
+    def made(shown: VerbT) -> VerbT:
+        @wraps(shown)
+        def act(self: Runtime, *given: Any, **named: Any) -> object:
+            async def work(runtime: asynchronous.Runtime) -> object:
+                found = getattr(runtime, shown.__name__)(*given, **named)
+                return await found if isinstance(found, Coroutine) else found
+
+            try:
+                found = self._host.call(work, within(self.config, *given, **named) + self._host.call_timeout_s)
+            except KVFlowError as error:
+                if error.quarantine is not None:
+                    error.quarantine = QuarantinedBlocks(error.quarantine, self._host)
+                raise
+            return Lease(found, self._host) if isinstance(found, AsyncLease) else found
+
+        return act  # type: ignore[return-value]
+
+    return made
+
+
+class Runtime:
+    """A `kvflow.Runtime` in a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
+
+    All methods may be called from any thread but the loop's own, where those that wait raise UsageError. Verbs raise
+    RuntimeClosed if the runtime is closed, RuntimeBroken if its loop has died. A runtime that is dropped without being
+    closed is closed in the background, with a ResourceWarning.
+
+    Args:
+        config: settings of the rank.
+        observers: are told, on the loop's thread, how every load and lease has ended.
+        world: clock, network and the like, for tests.
+        foreign: engines of another make, as for `kvflow.Runtime`.
+        call_timeout_s: how long a call waits for the loop's thread, in seconds, beyond the time that what it asks for
+            may take. It passes only if that thread is stuck, and then the call raises TimeoutError.
+
+    Raises:
+        ConfigError: what was given is not of that kind.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        observers: Sequence[Observer] = (),
+        world: World | None = None,
+        foreign: Foreign | None = None,
+        call_timeout_s: float = 10.0,
+    ) -> None:
+        bound_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
+        self._host = LoopHost(asynchronous.Runtime(config, observers=observers, world=world, foreign=foreign), bound_s)
+        self.config = config
+        self._shared: SharedPrefixes | None = None
+        self._drop = weakref.finalize(self, dropped, self._host)
+        self._drop.atexit = False
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._host.runtime!r}>"
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Start the thread and the runtime; returns when it is open, however long that takes.
+
+        Raises:
+            ConfigError: something that Config asks for cannot be had. The thread has ended then.
+            UsageError: it was opened, or closed, before.
+        """
+        self._host.open(_closing_s(self.config) + self._host.call_timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Close the runtime (see `kvflow.Runtime.aclose`) and end the thread. Closing twice is fine.
+
+        Args:
+            timeout_s: how long to wait, in seconds; what Config allows for closing plus `call_timeout_s` if None.
+
+        Raises:
+            RuntimeBroken: reads could not be stopped, or the loop had died.
+            TimeoutError: `timeout_s` has passed; the closing goes on.
+            UsageError: on the loop's own thread; or `timeout_s` is no time.
+        """
+        bound_s = bound(timeout_s)
+        self._drop.detach()
+        self._host.close(_closing_s(self.config) + self._host.call_timeout_s if bound_s is None else bound_s)
+
+    def register_kv_caches(
+        self,
+        kv_caches: KVCaches | Sequence[CacheGroup],
+        layout: CacheLayout | None = None,
+        *,
+        copy_blocks: BlockCopier | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """Make the cache readable by peers and writable by loads: see `kvflow.Runtime.register_kv_caches`.
+
+        Args:
+            kv_caches: a dict of tensors by layer name, or a list of `CacheGroup`s.
+            layout: what the tensors of a dict look like; groups have their own.
+            copy_blocks: copies between host buffers and the cache.
+            timeout_s: how long to wait, in seconds.
+
+        Raises:
+            LayoutError, ConfigError, UsageError: as `kvflow.Runtime.register_kv_caches` has it.
+            TimeoutError: `timeout_s` has passed; the registration is cancelled, and leaves no cache registered.
+        """
+        self._host.call(
+            lambda runtime: runtime.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s
+        )
+
+    @_verb(_ending_s)
+    def unregister(self) -> None:
+        """Give the cache back, as before an engine sleeps: see `kvflow.Runtime.unregister`.
+
+        Raises:
+            RuntimeBroken, UsageError: as `kvflow.Runtime.unregister` has it.
+            TimeoutError: the loop's thread is stuck; the unregistering goes on.
+        """
+
+    @_verb()
+    def serve_blocks(self, request: ServeRequest) -> Lease:
+        """Offer blocks to readers: see `kvflow.Runtime.serve_blocks`. The lease is in force when this returns.
+
+        Args:
+            request: the blocks, in prompt order, and what of a prompt they hold.
+
+        Returns:
+            The lease's handle; its `wait` gives how it ended.
+
+        Raises:
+            RequestError, RuntimeUnavailable: as `kvflow.Runtime.serve_blocks` has it.
+        """
+
+    @_verb()
+    def decline(self, request_id: str, reason: str = "") -> None:
+        """Tell readers that a request will not be served: see `kvflow.Runtime.decline`.
+
+        Args:
+            request_id: the one that the rendezvous names.
+            reason: what readers are told.
+
+        Raises:
+            RequestError: as `kvflow.Runtime.decline` has it.
+        """
+
+    def start_load(self, request: LoadRequest) -> Load:
+        """Start to read the blocks that a ticket offers; returns at once.
+
+        Never raises: whatever is wrong is raised by the handle's `result`.
+
+        Args:
+            request: the ticket, and the local blocks to fill.
+
+        Returns:
+            The load's handle. The blocks may be reused when its `settled()` returns, however it has ended.
+        """
+        return Load(self._host, request)
+
+    def load_blocks(self, request: LoadRequest) -> LoadReport:
+        """Read the blocks that a ticket offers: see `kvflow.Runtime.load_blocks`. Bounded by the request's deadline.
+
+        An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
+        who may be interrupted uses `start_load`, whose handle tells.
+
+        Args:
+            request: the ticket, and the local blocks to fill.
+
+        Returns:
+            What was read, and how long each phase took.
+
+        Raises:
+            RequestError, PeerError, LoadError, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.load_blocks` has
+                it; a `quarantine` is a `Load` of this module.
+            TimeoutError: the loop's thread is stuck; the load is cancelled.
+        """
+        deadline_s = checked_load_request(request, self.config.limits.block_ids_max).deadline_s
+        bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
+        load = self.start_load(request)
+        after_s = self.config.cancel_grace_s + self._host.call_timeout_s
+        try:
+            return load.result(bound_s + after_s)
+        finally:
+            if not load.done:
+                load.cancel()
+                load.wait_done(after_s)
+
+    @contextlib.contextmanager
+    def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
+        """Keep what a ticket offers while a request waits for its load: see `kvflow.Runtime.keep_leases`.
+
+        Args:
+            ticket: as it came from the router.
+
+        Returns:
+            A context manager; its block is how long the leases are kept. Leaving it never waits.
+
+        Raises:
+            RequestError: the ticket cannot be right; on entering the block.
+        """
+        kept = contextlib.ExitStack()
+        self._host.call_at_once(lambda runtime: kept.enter_context(runtime.keep_leases(ticket)))
+        try:
+            yield
+        finally:
+            tell(self._host.loop, kept.close)
+
+    @_verb(lambda config, *_, **__: config.lease_lifetime_s + config.handshake_timeout_s)
+    def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
+        """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`.
+
+        Args:
+            ticket: as it came from the router.
+
+        Returns:
+            True if all ranks were told in time.
+
+        Raises:
+            RequestError: the ticket cannot be right.
+        """
+
+    def share(self, shelf: Shelf, *, pinned_blocks_max: int | None = None) -> None:
+        """Answer peers that look for a prefix: see `kvflow.Runtime.share`.
+
+        Args:
+            shelf: the prefix cache. It is asked on the loop's thread, which it must not block, while the engine's own
+                threads may change it.
+            pinned_blocks_max: blocks that may be pinned for readers at once; a quarter of the cache if None.
+
+        Raises:
+            UsageError, RuntimeUnavailable: as `kvflow.Runtime.share` has it.
+        """
+        self._shared = self._host.call_at_once(
+            lambda runtime: runtime.share(shelf, pinned_blocks_max=pinned_blocks_max)
+        )
+
+    def reclaim(self, blocks: int) -> int:
+        """Take pinned blocks of what is shared back at once: see `kvflow.SharedPrefixes.reclaim`.
+
+        Args:
+            blocks: how many.
+
+        Returns:
+            How many are free that were pinned.
+
+        Raises:
+            RequestError: it is no number.
+            UsageError: nothing was shared.
+        """
+        return self._host.call_at_once(lambda _: self._require_shared().reclaim(blocks))
+
+    def unshare(self) -> None:
+        """Share no more: see `kvflow.SharedPrefixes.close`.
+
+        Raises:
+            UsageError: nothing was shared.
+        """
+        self._host.call_at_once(lambda _: self._require_shared().close())
+
+    @_verb(_storing_s)
+    def seek_prefix(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
+        """Ask peers for a prefix, and read nothing: see `kvflow.Runtime.seek_prefix`.
+
+        Args:
+            request: whom to ask, and for what.
+
+        Returns:
+            What is offered, the longest first.
+
+        Raises:
+            RequestError, RuntimeUnavailable: as `kvflow.Runtime.seek_prefix` has it.
+        """
+
+    @_verb(_storing_s)
+    def pull_prefix(self, request: PrefixRequest) -> PrefixReport:
+        """Fill blocks with as much of a prefix as some peer has: see `kvflow.Runtime.pull_prefix`.
+
+        An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
+
+        Args:
+            request: the prompt's keys, the local blocks, and whom to ask.
+
+        Returns:
+            How many tokens are there now, and from whom.
+
+        Raises:
+            RequestError, PeerError, LoadError, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.pull_prefix` has
+                it.
+        """
+
+    @_verb(_storing_s)
+    def save_blocks(self, request: SaveRequest) -> SaveReport:
+        """Save blocks to a file: see `kvflow.Runtime.save_blocks`. Bounded by the request's deadline.
+
+        An interrupt in the calling thread cancels it.
+
+        Args:
+            request: the blocks, and the key to find them by.
+
+        Returns:
+            How much was saved, and how long it took.
+
+        Raises:
+            RequestError, StoreFull, StorageFailed, UsageError: as `kvflow.Runtime.save_blocks` has it.
+            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
+        """
+
+    @_verb(_storing_s)
+    def restore_blocks(self, request: RestoreRequest) -> RestoreReport:
+        """Fill blocks with what was saved: see `kvflow.Runtime.restore_blocks`. Bounded by the request's deadline.
+
+        An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
+
+        Args:
+            request: the key, and the local blocks to fill.
+
+        Returns:
+            How much was restored, and how long it took.
+
+        Raises:
+            NotStored, EntryDamaged, StorageFailed, RequestError, UsageError: as `kvflow.Runtime.restore_blocks` has it.
+                The `quarantine` of an error can be waited for in any thread but the loop's.
+            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
+        """
+
+    @_verb()
+    def is_stored(self, key: bytes | str) -> bool:
+        """True if there is an entry under a key: see `kvflow.Runtime.is_stored`.
+
+        Args:
+            key: as it was given to `save_blocks`.
+
+        Returns:
+            False also for an entry of a cache with another layout.
+
+        Raises:
+            RequestError: it cannot be a key.
+            UsageError: Config names no store.
+        """
+
+    def prewarm(
+        self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
+    ) -> tuple[Prewarmed, ...]:
+        """Connect to engines before the first load from them: see `kvflow.Runtime.prewarm`.
+
+        Args:
+            engines: each named by the address of one of its ranks, or by a ticket of it.
+            timeout_s: how long to wait, in seconds; None waits as long as the handshakes take.
+
+        Returns:
+            One result for each, in order, with the error if there was one.
+
+        Raises:
+            TimeoutError: `timeout_s` has passed; handshakes under way go on.
+        """
+        return self._host.call(lambda runtime: runtime.prewarm(engines), timeout_s)
+
+    @_verb(lambda config, *_, **__: 2 * config.handshake_timeout_s)
+    def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
+        """Forget an engine, or one rank of it: see `kvflow.Runtime.forget_peer`.
+
+        Args:
+            engine_id: whose ranks.
+            address: of one rank; None for all.
+
+        Returns:
+            True if it was forgotten within Config.handshake_timeout_s; if not it will be later.
+
+        Raises:
+            RequestError: what was given is no text.
+        """
+
+    @_verb(_draining_s)
+    def drain(self, deadline_s: float | None = None) -> DrainReport:
+        """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`.
+
+        Args:
+            deadline_s: after how many seconds leases are revoked and loads ended; Config.drain_timeout_s if None.
+
+        Returns:
+            What became of what was open when draining began.
+
+        Raises:
+            UsageError: `deadline_s` is no time.
+        """
+
+    def _require_shared(self) -> SharedPrefixes:
+        if self._shared is None:
+            raise UsageError("nothing was shared: call `share` first")
+        return self._shared
+
+    def statistics(self) -> RuntimeStatistics:
+        """Counts of what is open now and of what has happened so far. Legal in every state.
+
+        Returns:
+            A frozen copy, of the end if the loop has ended.
+
+        Raises:
+            TimeoutError: the loop's thread is stuck.
+            UsageError: on the loop's own thread.
+        """
+        if self._host.alive:
+            with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
+                return self._host.call_at_once(asynchronous.Runtime.statistics)
+        return self._host.runtime.statistics()
+
+    def start(self, work: Work[ResultT]) -> Pending[ResultT]:
+        """Run a coroutine of your own on the runtime's loop; returns at once.
+
+        Args:
+            work: called on the loop with the `kvflow.Runtime` there; the coroutine that it returns must never block.
+
+        Returns:
+            A handle to wait for the result, or to cancel.
+
+        Raises:
+            RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
+            UsageError: it has not been opened.
+        """
+        return self._host.start(work)

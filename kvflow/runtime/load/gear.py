@@ -1,0 +1,269 @@
+"""Gear that all loads of one registration share: the poller, the words that seals are fetched to, the gate.
+
+The `Poller` is the one task that takes events from the transport. When it ends, for whatever reason, it settles every
+flight, so nobody waits on a transport that nobody listens to any more (invariant I7). When a cache is unregistered,
+reads are settled once the transport has been closed, which waits for them.
+
+`Words` and `Gate` decide when a load may begin: it needs a word of memory for each seal that it fetches, and the loads
+of a burst begin over many turns of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from kvflow.config import Config
+from kvflow.core.cache.regions import Span
+from kvflow.core.plan.descriptors import Descriptors
+from kvflow.core.policy.ledger import BlockLedger
+from kvflow.core.policy.queue import FairQueue
+from kvflow.core.protocol.proof import SealTable
+from kvflow.errors import RuntimeBroken, TransportBroken
+from kvflow.runtime.clock import Clock
+from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.digests import DigestGear
+from kvflow.runtime.peers.peer import Source
+from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
+
+Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
+"""Callback told how a read has ended; RuntimeBroken if that will never be known."""
+
+TURN_S = 1e-3
+"""Time in which a few loads may start; others wait for their turn."""
+_TURN_LOADS = 3
+_PAUSE_MAX_S = 5e-3
+
+_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
+_OF_PEER_MAX = (1 << 15, 128)  # the same, from one rank
+_AHEAD_S = 1e-3  # to see the end of a read and to post another one takes no longer
+
+
+class Posts(Protocol):
+    """The object that posts reads: the `Poller`, and the moves of a store."""
+
+    @property
+    def behind(self) -> bool: ...
+
+    def post(self, agent: AgentName, descriptors: Descriptors, told: Told, owner: object) -> None: ...
+
+    def give_up_reads(self, owner: object) -> None: ...
+
+
+class Poller:
+    """Posts reads and dispatches events. `run` is the poller task's body."""
+
+    def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
+        self._transport = transport
+        self._on_notification = on_notification
+        self._under_way: dict[PostedRead, tuple[Told, object]] = {}
+        """Callback and owner of each read."""
+        self._cause: BaseException | None = None
+        self._ended = self._patient = False
+
+    @property
+    def behind(self) -> bool:
+        """See `Transport.behind`."""
+        return self._transport.behind
+
+    def post(self, agent: AgentName, descriptors: Descriptors, told: Told, owner: object) -> None:
+        """Post a read (see `Transport.post_read`); `told` is called once, when it ends."""
+        if self._ended:
+            raise RuntimeBroken("the transfer poller has ended") from self._cause
+        self._under_way[self._transport.post_read(agent, descriptors)] = told, owner
+
+    def give_up_reads(self, owner: object) -> None:
+        """Have the reads of one owner end although their peer does not answer, where the transport can do that."""
+        self._transport.give_up([read for read, (_, its_owner) in self._under_way.items() if its_owner is owner])
+
+    async def run(self) -> None:
+        """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
+        try:
+            await self._transport.run(self._dispatch)
+        except BaseException as error:
+            self._cause = error
+            raise
+        finally:
+            self._ended = True
+            if not self._patient:
+                self.settle(stopped=False)
+
+    def wait_for_transport(self) -> None:
+        """Leave reads to the transport, which is about to be closed and waits for them: they are not lost yet."""
+        self._patient = True
+
+    def settle(self, *, stopped: bool) -> None:
+        """Fail all reads under way. They have `stopped`, or it is not known whether they have."""
+        under_way, self._under_way = self._under_way, {}
+        for posted, (told, _) in under_way.items():
+            if stopped:
+                told(ReadEnded(posted, TransportError("the transport was closed"), 0.0))
+            else:
+                lost = TransportBroken("the transfer poller ended while the read was under way")
+                lost.__cause__ = self._cause
+                told(lost)
+
+    def _dispatch(self, event: ReadEnded | Notified) -> None:
+        if isinstance(event, ReadEnded):
+            told, _ = self._under_way.pop(event.read)
+            told(event)
+        else:
+            self._on_notification(event.payload)
+
+
+class Words:
+    """The words of host memory that seals are fetched to, and the loads that wait for some.
+
+    A load is admitted when each rank that it reads from has a word. A smaller priority goes first, equal ones in the
+    order in which they came; no load overtakes the first one.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.table = SealTable(count)
+        """Seals as they were fetched."""
+        self.address = self.table.address(0)
+        """Address of the first word."""
+        self._free = list(range(count - 1, -1, -1))
+        self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
+        """Heap of (priority, number, sources, future)."""
+        self._numbers = itertools.count()
+
+    @property
+    def span(self) -> Span:
+        return self.table.span
+
+    @property
+    def waiting(self) -> int:
+        """Number of loads that wait."""
+        return sum(not turn.done() for *_, turn in self._queue)
+
+    @property
+    def used(self) -> int:
+        return self.table.count - len(self._free)
+
+    def take(self, sources: Sequence[Source]) -> bool:
+        """Give each source a word: True if there are enough, and nobody waits."""
+        if self._queue or len(self._free) < len(sources):
+            return False
+        for source in sources:
+            source.word = self._free.pop()
+        return True
+
+    async def wait(self, sources: Sequence[Source], priority: int) -> None:
+        """Return once each source has a word. Cancelling gives the words, or the place in the queue, back."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (priority, next(self._numbers), sources, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._admit()  # this load may have been the first in the queue
+            else:
+                self.give_back(sources)
+            raise
+
+    def give_back(self, sources: Sequence[Source]) -> None:
+        """Take words back: wipe them, and admit loads that wait."""
+        for source in sources:
+            self.table.words[source.word] = 0
+            self._free.append(source.word)
+        if self._queue:
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._queue:
+            *_, sources, turn = self._queue[0]
+            if not turn.done():
+                if len(self._free) < len(sources):
+                    return
+                for source in sources:
+                    source.word = self._free.pop()
+                turn.set_result(None)
+            heapq.heappop(self._queue)
+
+
+class Gate:
+    """Bound on the loads that start at once: a burst starts over many turns of the loop, and never holds it.
+
+    Starting a load takes a tenth of a millisecond, in which nothing else runs. A load that comes alone does not wait.
+    While many reads wait to be started no load begins, so that the loop is idle at times: the thread that starts reads
+    gets Python's lock at once from an idle loop, but only after a tenth of a second from a busy one.
+    """
+
+    def __init__(self, poller: Posts) -> None:
+        self.paused = False
+        """True while loads wait until fewer reads do: `resume` once that may be so."""
+        self._poller = poller
+        self._next_turn: asyncio.Handle | None = None
+        self._since_s = -math.inf
+        self._left = 0
+        """Loads that may still start at once, until `TURN_S` after `_since_s`."""
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        """Heap of loads by priority, then those that had a turn before, then in the order in which they came."""
+        self._numbers = itertools.count()
+
+    def at_once(self, now_s: float) -> bool:
+        """True if a load may start now; else its turn has to `come`."""
+        if self._waiting:
+            return False
+        if now_s - self._since_s >= TURN_S:
+            self._since_s, self._left = now_s, _TURN_LOADS
+        self._left -= 1
+        return self._left >= 0
+
+    async def come(self, priority: int, *, again: bool = False) -> None:
+        """Return when it is the load's turn. A smaller `priority` goes first; of equals, one that had a turn before."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._next_turn = asyncio.get_running_loop().call_soon(self._next)
+        heapq.heappush(self._waiting, (priority, not again, next(self._numbers), turn))
+        await turn
+
+    def _next(self) -> None:
+        """Start a few loads in this turn of the loop. Whatever else is ready runs before the next few."""
+        for _ in range(min(_TURN_LOADS, len(self._waiting))):
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+        loop, self.paused = asyncio.get_running_loop(), False
+        if not self._waiting:
+            return
+        if self._poller.behind:
+            self.paused, self._next_turn = True, loop.call_later(_PAUSE_MAX_S, self._next)
+        else:
+            self._next_turn = loop.call_soon(self._next)
+
+    def resume(self) -> None:
+        """Go on while `paused`, since a load is over, unless too many reads still wait."""
+        if not self._poller.behind and self._next_turn is not None:
+            self._next_turn.cancel()
+            self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._next), False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gear:
+    """Parts that all flights of a runtime share."""
+
+    ledger: BlockLedger
+    words: Words
+    """Memory that seals are fetched to."""
+    queue: FairQueue
+    """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
+    poller: Posts
+    copy_thread: CopyThread
+    clock: Clock
+    reads_max: int
+    """Reads of one load at once, and as many copies; 2 hides the completion latency of the first."""
+    digests: DigestGear
+
+
+def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
+    """Queue of permits for reads, bounded in all and for one rank, whose bound may grow with its speed."""
+    of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
+    in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
+    return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -1,0 +1,67 @@
+"""Leases that grow: more of their tokens are computed, more blocks follow, the prompt is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvflow import checks
+from kvflow.core.plan.descriptors import count_block_ids
+from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
+from kvflow.errors import RequestError
+from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
+from kvflow.runtime.producer.blocks import OfferedBlocks
+from kvflow.runtime.producer.open_lease import OpenLease
+
+
+class GrowingLeases:
+    """Takes what owners say of their leases, and tells readers that wait."""
+
+    def __init__(self, blocks: OfferedBlocks, tell: Callable[[str], object], block_ids_max: int) -> None:
+        """`tell`: called with a request of whose lease there is news."""
+        self._blocks = blocks
+        self._tell = tell
+        self._block_ids_max = block_ids_max
+
+    def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None:
+        """See `Lease.advance`."""
+        what, held = f"request {opened.ticket.request_id!r}", opened.held
+        tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
+        awaited = None if event is None or has_happened(event, f"{what}: ready") else event
+        if not opened.entry.is_open:
+            return
+        if not held.told <= tokens <= held.num_tokens:
+            known = f"{held.told} are computed already, {held.num_tokens} are offered"
+            raise RequestError(f"{what}: advance() to {tokens} tokens: {known}")
+        if tokens > (holds := self._blocks.holds(held)):
+            raise RequestError(f"{what}: advance() to {tokens} tokens: its blocks hold {holds}, extend() it first")
+        self._blocks.advance(held, tokens, awaited)
+        self._blocks.grow(held)
+
+    def extend(self, opened: OpenLease, block_ids: object) -> None:
+        """See `Lease.extend`."""
+        what, held = f"request {opened.ticket.request_id!r}", opened.held
+        count = count_block_ids(block_ids, self._block_ids_max, f"{what}: extend(): block_ids")
+        if not opened.entry.is_open:
+            return
+        if len(held.entries) + count > self._block_ids_max:
+            most = f"at most {self._block_ids_max} (block_ids_max)"
+            raise RequestError(f"{what}: {len(held.entries) + count} block ids in all, {most}")
+        self._blocks.extend(held, block_ids, f"{what}: extend()")
+        self._tell(opened.ticket.request_id)
+
+    def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None:
+        """See `Lease.complete`."""
+        what, most = f"request {opened.ticket.request_id!r}: complete()", GIVEN_PAYLOAD_BYTES_MAX
+        given = checks.instance(payload, bytes, f"{what}: payload")
+        if len(given) > most:
+            raise RequestError(f"{what}: a payload of {len(given)} bytes, at most {most}")
+        if not opened.entry.is_open:
+            return
+        before = opened.payload
+        if given and before is not None and given != before:
+            had = f"another one of {len(before)} bytes was given before" if before else "none was promised"
+            raise RequestError(f"{what}: a payload of {len(given)} bytes, but {had} (ServeRequest.payload)")
+        self.advance(opened, opened.held.num_tokens, ready)
+        if before is None:
+            opened.payload = given
+        self._tell(opened.ticket.request_id)
