@@ -80,7 +80,7 @@ class Scenario(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def sets(self) -> Sequence[RankSet]:
-        """They live one after the other. SettingsError if the options make no sense."""
+        """Sets of ranks, which live one after the other. SettingsError if the options make no sense."""
         ...
 
     def judge(self, samples: Samples) -> Outcome:

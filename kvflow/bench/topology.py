@@ -51,7 +51,7 @@ class Cut:
         return MODEL_KV_HEADS // self.tp_size
 
     def shape(self, *, layers: int, tokens: int) -> CacheShape:
-        """Its cache of so many tokens."""
+        """Shape of the rank's cache with room for so many tokens."""
         return CacheShape(
             layers=layers,
             blocks=tokens // self.block_size,

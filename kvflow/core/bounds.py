@@ -20,6 +20,10 @@ READER_CHARS_MAX = 4096
 FACT_CHARS_MAX = 1 << 14
 REASON_CHARS_MAX = 4096
 INCARNATION_CHARS_MAX = 256
+LEASE_ID_CHARS = 32
+NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
+TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
+"""W3C trace context: version, trace id, span id and flags; or none."""
 _ENTRIES_MAX = 1 << 24
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
@@ -50,6 +54,14 @@ RequestName: TypeAlias = Annotated[str, Meta(max_length=REQUEST_ID_CHARS_MAX)]
 NetAddress: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX + len("tcp://:65535"))]
 Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, pattern=r"\A[!-~]+\Z")]
 PromptDigest: TypeAlias = Annotated[str, Meta(max_length=32, pattern=r"\A(?:[0-9a-f]{32})?\Z")]
+LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
+"""Lease id as readers send it: one that is none of ours is no lease's."""
+NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]
+TicketLeaseId: TypeAlias = Annotated[
+    str, Meta(pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
+]
+"""Lease id of a ticket; "" of a rank that has to be asked."""
+Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 BlockIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=_ENTRIES_MAX)]

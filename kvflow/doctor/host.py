@@ -79,13 +79,13 @@ def read_host() -> Host:
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         ptrace_scope=int(scope) if scope else None,
         huge_pages=huge_pages.partition("[")[2].partition("]")[0] or None,
-        rdma_devices=_entries("/sys/class/infiniband"),
+        rdma_devices=entries("/sys/class/infiniband"),
         networks=tuple(
             name
-            for name in _entries("/sys/class/net")
+            for name in entries("/sys/class/net")
             if name != "lo" and _read(f"/sys/class/net/{name}/operstate").strip() in up
         ),
-        gpus=_entries("/proc/driver/nvidia/gpus"),
+        gpus=entries("/proc/driver/nvidia/gpus"),
         environment={name: os.environ[name] for name in _OUR_VARIABLES if name in os.environ},
     )
 
@@ -103,7 +103,8 @@ def _read(path: str) -> str:
         return ""
 
 
-def _entries(path: str) -> tuple[str, ...]:
+def entries(path: str) -> tuple[str, ...]:
+    """Names in a folder; none if it cannot be read."""
     try:
         return tuple(sorted(os.listdir(path)))
     except OSError:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.claims import all_regions_from_wire
+from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import KVFlowError
 from kvflow.runtime.channel.asking import ZmqSideChannel
@@ -26,11 +28,11 @@ _FIX = "make both sides equal in this, or let their router not pair them"
 class _RankShown:
     """One engine as it shows itself to its readers."""
 
-    def __init__(self, at: Address, compatibility: messages.Compatibility, metadata: messages.Metadata) -> None:
+    def __init__(self, at: Address, compatibility: Compatibility, metadata: messages.Metadata) -> None:
         self.at = at
         self.compatibility = compatibility
         self.metadata = metadata
-        self.regions = messages.all_regions_from_wire(metadata.regions)
+        self.regions = all_regions_from_wire(metadata.regions)
 
 
 class _NotTold(Exception):
@@ -45,7 +47,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
             try:
                 shown.append(await _ask(channel, given))
                 found.append(ok(name, f"{shown[-1].at}: it answers its readers"))
-            except (_NotTold, KVFlowError, messages.WireError) as problem:
+            except (_NotTold, KVFlowError, codec.WireError) as problem:
                 found.append(fail(name, f"{given}: {problem}", "give ENGINE_ID@tcp://host:port as tickets name them"))
     finally:
         channel.close()

@@ -15,7 +15,7 @@ from kvflow.bench.engine import RankPair, open_pair
 from kvflow.bench.loads import PlannedLoad, scattered
 from kvflow.bench.ucx import ReadPath, ucx_log
 from kvflow.doctor.findings import Finding, fail, ok, warn
-from kvflow.transport.nixl.agents import list_plugins
+from kvflow.transport.nixl.native import list_plugins
 
 _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from kvflow import checks
 from kvflow.config import RANKS_MAX, split_address
-from kvflow.core.protocol.messages import WireError
+from kvflow.core.protocol.codec import WireError
 from kvflow.core.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
 from kvflow.errors import PeerUnreachable, ProtocolError, RequestError
 from kvflow.runtime.channel.lookups import Lookups

@@ -1,4 +1,4 @@
-"""StockPeers: what a runtime is told of the stock engines of its fleet, and what it is given to get on with them."""
+"""StockPeers: facts about the stock engines of a fleet, and the parts of a runtime that deal with them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StockPeers:
     attn_backend_name: str = ""
     """Name that readers are shown, which compare it with theirs."""
     region_names: tuple[str, ...] = ()
-    """The same, of all layers in the order of their numbers; () shows none."""
+    """Names of all layers that readers are shown, in the order of the layers' numbers; () shows none."""
     ranks: EngineRanks | None = None
     """Facts that the ranks of an engine of several ranks, which is read by others, know of each other."""
     on_late_read: Callable[[str], None] | None = None

@@ -85,7 +85,7 @@ class EngineRanks:
         self._shown = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """This rank has registered a cache, and shows that. Only its runtime calls it.
+        """Begin to show the cache that this rank has registered. Only its runtime calls it.
 
         Args:
             engine_id: of the engine.

@@ -45,7 +45,7 @@ class StockReach:
         self._handshakes = handshakes
 
     def read_ticket(self, ticket: Ticket | Mapping[str, Any], block_ids_max: int) -> Ticket:
-        """The ticket, checked: also one that was read before, since anybody can make one. Raises RequestError."""
+        """The ticket, checked even if it was read before, since anybody can make one. Raises RequestError."""
         lease_s = self._sights.terms.lease_s
         if not isinstance(ticket, StockTicket):
             if not isinstance(ticket, Mapping) or not is_stock(ticket):
@@ -55,7 +55,7 @@ class StockReach:
         return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=block_ids_max, left=left)
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """The same, within the bounds of this runtime."""
+        """The ticket, checked against the bounds of this runtime. Raises RequestError."""
         return self.read_ticket(ticket, self._block_ids_max)
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:

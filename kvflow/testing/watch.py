@@ -197,7 +197,7 @@ def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> 
 
 @contextlib.contextmanager
 def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache | StateCache]) -> Iterator[OfferWatch]:
-    """Nothing may change in the blocks that `runtime` offers, until their lease has ended and its hold is over.
+    """Watch that nothing changes in the blocks that `runtime` offers before their lease has ended and its hold is over.
 
     Digests of every slot are taken as its token is computed: when `serve_blocks` returns, when `Lease.advance` covers
     it, and where there is an event, once that has happened. They are compared in the step in which the blocks are given

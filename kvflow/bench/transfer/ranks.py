@@ -116,7 +116,7 @@ class Producer(Protocol):
 
 
 class RawProducer:
-    """Its tickets are none."""
+    """Producer of (a), (b) and (d): it offers no tickets."""
 
     def __init__(self, agent: RawAgent) -> None:
         self._agent = agent

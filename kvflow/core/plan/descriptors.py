@@ -204,11 +204,11 @@ class Chunks:
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
     def to(self, local_ids: BlockIds) -> Chunks:
-        """The same chunks with other blocks of ours."""
+        """Chunks with other blocks of ours."""
         return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
-        """The same chunks with the ids of a rank's blocks in place of positions."""
+        """Chunks with the ids of a rank's blocks in place of positions."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(self.local_ids, ours, block_ids[self.remote_ids], theirs, self.tokens, self.first)
 

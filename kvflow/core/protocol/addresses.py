@@ -1,7 +1,8 @@
-"""Ranks of remote engines as tickets name them, and errors that name them."""
+"""Names of ranks: as tickets have them, as transports know their agents, and as errors say them."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -11,6 +12,8 @@ from kvflow.config import ENGINE_ID_CHARS_MAX, is_host, split_address
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerError, RequestError
+
+_LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
 ErrorT = TypeVar("ErrorT", bound=PeerError)
 
@@ -71,3 +74,19 @@ class PeerAddress:
             raise RequestError(f"address: expected a host and port to connect to, got {shown(address)}")
         ranks = {name: checks.whole(getattr(self, name), name, least=0) for name in ("dp_rank", "pp_rank", "tp_rank")}
         return PeerAddress(engine_id=engine_id, address=address, **ranks)
+
+
+def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
+    """The transport agent's name: unique per incarnation of a rank, so a restarted producer is somebody else."""
+    return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
+
+
+def life_of(agent: str, engine_id: str) -> tuple[Rank, str] | None:
+    """The rank of that engine, and its incarnation, whose `agent_name` this is; None for agents of another make."""
+    found = _LIFE.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
+    return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])
+
+
+def asked_by(request: messages.Request) -> str:
+    """The engine in whose name a request is; nothing sensible where a reader's name is no `agent_name`."""
+    return request.sender.engine_id if isinstance(request, messages.Goodbye) else request.reader.rpartition("/")[0]

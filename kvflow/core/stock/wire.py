@@ -1,8 +1,7 @@
-"""Messages of the stock side channel: the question for a rank's metadata, and its answer, byte for byte as they are.
+"""Messages of the stock side channel, byte for byte: the question for a rank's metadata, and its answer.
 
-A stock engine has one listener for all its ranks, and no guard around it: a question that it does not expect ends its
-listener for good. So there is one function that makes questions, and it makes none but the one that is expected. What
-is received is decoded strictly and with bounds: a peer's words are its own.
+A stock engine has one listener for all its ranks, without a guard: a question that it does not expect ends it for good.
+So one function makes questions, and only the expected one. Answers are decoded strictly and with bounds.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from msgspec import Meta
 
 from kvflow.checks import is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
-from kvflow.core.protocol.messages import REGIONS_MAX, WireError
+from kvflow.core.protocol.codec import WireError
+from kvflow.core.protocol.messages import REGIONS_MAX
 from kvflow.core.stock.hashing import HASH
 from kvflow.core.stock.versions import Line
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -84,7 +85,7 @@ class Reach:
         self.read_ticket = read_ticket
         self.ask_patiently = peers.ask_patiently
         self.meet = Rendezvous(context, local, self).meet
-        self.spread = messages.checksum(local.reader.encode())
+        self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: where each begins among many engines."""
         self._plans: dict[tuple[Parallelism, int], _Plan] = {}
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.testing.simulator import loading
 from kvflow.testing.simulator.work import LoadPlan, SimOffer
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ Delivery = Callable[["Simulation", "SimEngine", SimOffer, Ticket], Coroutine[Any
 
 def load(simulation: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
     """The request is decoded."""
-    return consumer.load(offer, ticket, _plan_load(simulation, consumer, offer))
+    return loading.load(consumer, offer, ticket, _plan_load(simulation, consumer, offer))
 
 
 def wait_and_load(
@@ -127,12 +128,12 @@ def wait_and_load(
 ) -> Coroutine[Any, Any, None]:
     """The request is decoded, but the engine has no room for it yet."""
     plan = _plan_load(simulation, consumer, offer)
-    return consumer.wait_and_load(offer, ticket, plan, simulation.rng.expovariate(1 / (0.5 * offer.ttl_s)))
+    return loading.wait_and_load(consumer, offer, ticket, plan, simulation.rng.expovariate(1 / (0.5 * offer.ttl_s)))
 
 
 def release(_: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
     """The request was aborted before it was decoded."""
-    return consumer.release(offer, ticket)
+    return loading.release(consumer, offer, ticket)
 
 
 def survive(simulation: Simulation, consumer: SimEngine, offers: Sequence[SimOffer]) -> Coroutine[Any, Any, None]:
@@ -142,7 +143,7 @@ def survive(simulation: Simulation, consumer: SimEngine, offers: Sequence[SimOff
     if rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / _STRUCK_AFTER_S)
         simulation.network.later(after_s, simulation.strike, strike, offers[0].engine, consumer)
-    return consumer.load(offers[0], offers[0].ticket(), plan)
+    return loading.load(consumer, offers[0], offers[0].ticket(), plan)
 
 
 DELIVERIES: Sequence[tuple[int, Delivery]] = (

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.cache.groups import GroupKind
@@ -81,6 +80,10 @@ class SimPull:
     """Work of who had the blocks before, which still writes to them, on each rank."""
 
     @property
+    def request_id(self) -> str:
+        return self.plan.request_id
+
+    @property
     def block_ids(self) -> list[int]:
         return [block for table in self.tables for block in table]
 
@@ -88,7 +91,7 @@ class SimPull:
         return f"the pull {self.plan.request_id}"
 
     def filled(self, tokens: int) -> list[list[int]]:
-        """Its blocks, by group, that hold what matters of the first so many tokens, and was not cached."""
+        """Blocks, by group, that hold what matters of the first tokens beyond what was cached."""
         cached = self.plan.cached_tokens
         if tokens <= cached:
             return [[] for _ in self.tables]
@@ -181,22 +184,13 @@ class Puller:
     # --- on all ranks
 
     async def _fill(self, pull: SimPull, fill_on: FillOn) -> int | None:
-        simulation, engine, plan = self._simulation, self._engine, self._plan
+        engine, plan = self._engine, self._plan
         engine.own(pull)
         engine.loads[pull] = None
         engine.note("pulls", plan.request_id, [holder.name for holder in plan.holders], pull.block_ids)
-        if simulation.settings.model.device:
-            before = simulation.next_poison()
-            pull.device = [engine.later(partial(rank.cache.poison, before, pull.block_ids)) for rank in engine.ranks]
-        ranks = list(engine.ranks)
-        tasks = [asyncio.create_task(fill_on(rank, pull)) for rank in ranks]
-        if plan.cancel_after_s is not None:
-            timer = simulation.loop.call_later(plan.cancel_after_s, self._cancel, pull, tasks)
-            await asyncio.wait(tasks)
-            timer.cancel()
-        else:
-            await asyncio.wait(tasks)
-        counts = self._judge(pull, [task.result() for task in tasks])
+        pull.device = engine.overwrite_later(pull.block_ids)
+        bodies = [fill_on(rank, pull) for rank in engine.ranks]
+        counts = self._judge(pull, await engine.carry_out(pull, bodies, plan.cancel_after_s))
         if counts is None:
             await self._safe(pull)
         await all_over(pull.device)
@@ -205,12 +199,6 @@ class Puller:
             self._adopt(pull, counts)
         engine.give_back(pull)
         return None if counts is None else min(counts)
-
-    def _cancel(self, pull: SimPull, tasks: Sequence[asyncio.Task[Ending]]) -> None:
-        pull.cancelled = True
-        self._engine.note("cancels", self._plan.request_id)
-        for task in tasks:
-            task.cancel()
 
     async def _pull_on(self, rank: SimRank, pull: SimPull) -> Ending:
         """One rank's pull: its report, judged in the very moment, or what it raised."""
@@ -336,15 +324,12 @@ class Puller:
                 try:
                     await one.settled()
                 except RuntimeBroken:
-                    engine.note("lost blocks", pull.block_ids)
-                    if engine.running:
-                        self._simulation.later_crash(engine)
-                    await asyncio.get_running_loop().create_future()  # until the process ends
+                    await engine.lose(pull)
 
     # --- used
 
     async def _use(self, pull: SimPull, counts: Sequence[int]) -> bool:
-        """Use the blocks for a while, in which nobody writes to them; whether they may be kept."""
+        """Use the blocks for a while, in which nobody writes to them. True if they may be kept."""
         engine, shelf = self._engine, self._engine.shelf
         await self._simulation.pass_time(self._plan.use_s)
         if engine.shelf is not shelf or not engine.running:

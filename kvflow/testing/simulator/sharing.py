@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvflow.testing.simulator import offering
 from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
 from kvflow.testing.simulator.prefixes import Puller, PullPlan
 from kvflow.testing.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
@@ -159,7 +160,7 @@ async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine
     tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3, 9)), 1)
     ttl_s = simulation.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
     content = simulation.prompts.content(plan.prompt)
-    offer = await producer.offer(plan.number, tokens, ttl_s, 0.0, None, content)
+    offer = await offering.begin(producer, plan.number, tokens, ttl_s, 0.0, None, content)
     if offer is None:
         return
     if len(offer.leases) == producer.shape.num_ranks:
@@ -167,7 +168,7 @@ async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine
         both = replace(plan, rest=offer, seeks=False, cached_tokens=cached)
         simulation.network.later(simulation.network.delay_s(), start, simulation, reader, both)
         perhaps_strike(simulation, producer)
-    await producer.finish_offer(offer)
+    await offering.finish(offer)
 
 
 def pull_one(

@@ -13,20 +13,20 @@ import random
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvflow.core.protocol.ticket import Ticket
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.open_lease import LeaseOutcome
-from kvflow.testing.simulator import sharing
-from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick, survive
+from kvflow.testing.simulator import loading, offering, sharing
+from kvflow.testing.simulator.actions import TROUBLE, nap, pick
 from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import SimEngine
 from kvflow.testing.simulator.network import Network, SimFlight
 from kvflow.testing.simulator.prompts import Prompts
+from kvflow.testing.simulator.routing import request
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
 from kvflow.testing.simulator.work import LoadPlan, RankLoad, SimOffer, SimRank
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
@@ -37,11 +37,7 @@ logger = logger_of(__name__)
 _EVENTS_KEPT = 60
 _SETTLE_S = 60.0
 _TRIES = 10
-_REVOKED_SHARE = 0.1
-_EARLY_SHARE = 0.15  # of requests: their consumer hears of them before their producer
-_EARLY_S = 0.05  # mean time until the producer does
 _FLIPPED_SHARE = 0.25
-_SEVERAL_SHARE = 0.7  # of requests, where several engines may hold a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +141,7 @@ class Simulation:
         self.loop.after_step = partial(check_changed, self.changed)
         self.network.weather = self.settings.weather
         for number in range(1, self.settings.requests + 1):
-            self._some_time(self._request, number)
+            self._some_time(partial(request, self), number)
         for _ in range(self.settings.trouble):
             self._some_time(self._befall, pick(TROUBLE, self.rng))
         for _ in range(self.settings.naps):
@@ -173,102 +169,12 @@ class Simulation:
             self.count(f"trouble: {trouble.__name__.replace('_', ' ')}")
             trouble(self, engine)
 
-    def _request(self, number: int) -> None:
-        if self.settings.model.survives and self.rng.random() < _SEVERAL_SHARE:
-            self._several(number)
-            return
-        if producer := self.pick_running(lambda engine: engine.shape.serves):
-            self.spawn(producer.life, self._produce(producer, number), f"offer {number}")
-
-    def _several(self, number: int) -> None:
-        """Several engines hold one prompt, and somebody else is to decode it, once their tickets had time to come."""
-        rng, able = self.rng, [engine for engine in self.engines if engine.running and engine.shape.serves]
-        producers = rng.sample(able, min(len(able), rng.randint(2, 3)))
-        consumers = [one for one in self.engines if one.shape.loads and one not in producers]
-        if not producers or not consumers:
-            return
-        room = min(one.shape.num_blocks * one.shape.block_size // 2 for one in producers)
-        tokens, offers = rng.randint(1, min(room, 32)), list[SimOffer]()
-        for producer in producers:
-            self.spawn(producer.life, self._hold(producer, number, tokens, offers), f"offer {number} of {producer}")
-        self.network.later(rng.uniform(0.0, 0.01), self._deliver_several, rng.choice(consumers), offers)
-
-    async def _hold(self, producer: SimEngine, number: int, tokens: int, offers: list[SimOffer]) -> None:
-        """Offer the prompt in one of several producers, and wait for the end."""
-        ttl_s = self.settings.base.lease_ttl_s * self.rng.uniform(0.2, 1.5)
-        offer = await producer.offer(number, tokens, ttl_s, 0.0, None)
-        if offer is None:
-            return
-        if len(offer.leases) == producer.shape.num_ranks:
-            offers.append(offer)
-            if self.rng.random() < _REVOKED_SHARE:
-                self.loop.call_later(self.rng.uniform(0.0, ttl_s), self._revoke, offer)
-        await producer.finish_offer(offer)
-
-    def _deliver_several(self, consumer: SimEngine, offers: Sequence[SimOffer]) -> None:
-        if consumer.running and offers:
-            self.count("offer: several")
-            body = survive(self, consumer, list(offers))
-            self.spawn(consumer.life, body, f"load of several {offers[0].number}")
-
     def strike(
         self, trouble: Callable[[Simulation, SimEngine, SimEngine], None], engine: SimEngine, consumer: SimEngine
     ) -> None:
         """Strike this very engine, which the consumer reads from, if it runs."""
         if engine.running:
             trouble(self, engine, consumer)
-
-    async def _produce(self, producer: SimEngine, number: int) -> None:
-        """Offer a prompt in the producer, send the ticket to whoever decodes it, and wait for the end."""
-        rng = self.rng
-        tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
-        ttl_s = self.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
-        pause_s = rng.uniform(0.0, 0.02) if rng.random() < 0.2 else 0.0
-        early = self._meet if rng.random() < _EARLY_SHARE else None
-        offer = await producer.offer(number, tokens, ttl_s, pause_s, early)
-        if offer is None:
-            return
-        if len(offer.leases) == producer.shape.num_ranks:
-            self._hand_out(offer)
-            if rng.random() < _REVOKED_SHARE:
-                self.loop.call_later(rng.uniform(0.0, ttl_s), self._revoke, offer)
-        await producer.finish_offer(offer)
-
-    async def _meet(self, offer: SimOffer) -> None:
-        """Route a request to both legs at once: the consumer's comes first by a while."""
-        introduction = offer.engine.introduce(offer.number)
-        consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]
-        if introduction is not None and consumers:
-            self.count("offer: rendezvous")
-            ticket = Ticket.rendezvous(introduction, offer.request_id, ttl_s=offer.ttl_s)
-            deliver, consumer = pick(DELIVERIES, self.rng), self.rng.choice(consumers)
-            self.network.later(self.network.delay_s(), self._deliver, deliver, consumer, offer, ticket)
-            await self.pass_time(self.rng.expovariate(1 / _EARLY_S))
-
-    def _revoke(self, offer: SimOffer) -> None:
-        """The producer aborts the request."""
-        self.note(repr(offer.engine), "revokes", offer.request_id)
-        for lease in offer.leases:
-            lease.revoke()
-
-    def _hand_out(self, offer: SimOffer) -> None:
-        """Route an offer: to one consumer, now and then to none, or to a second one that should not have it."""
-        rng = self.rng
-        for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 2))):
-            consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]
-            if not consumers:
-                return
-            consumer = rng.choice(consumers)
-            ticket = offer.ticket()
-            if rng.random() < 0.3:
-                ticket = offer.leases[rng.randrange(len(offer.leases))].ticket
-            late_s = rng.uniform(0.0, offer.ttl_s * 1.2) if rng.random() < 0.15 else self.network.delay_s()
-            self.network.later(late_s, self._deliver, pick(DELIVERIES, rng), consumer, offer, ticket)
-
-    def _deliver(self, deliver: Delivery, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> None:
-        if consumer.running:
-            body = deliver(self, consumer, offer, ticket)
-            self.spawn(consumer.life, body, f"{deliver.__name__} {offer.number}")
 
     def _clear_up(self) -> None:
         """The weather clears, links work, nobody is frozen, and who has died is started again."""
@@ -310,13 +216,13 @@ class Simulation:
             return False
 
         async def produce() -> SimOffer | None:
-            offer = await producer.offer(number, producer.shape.block_size + 1, 10.0, 0.0, None)
+            offer = await offering.begin(producer, number, producer.shape.block_size + 1, 10.0, 0.0, None)
             if offer is None:
                 return None
             if len(offer.leases) == producer.shape.num_ranks:
-                load = consumer.load(offer, offer.ticket(), LoadPlan(deadline_s=5.0))
+                load = loading.load(consumer, offer, offer.ticket(), LoadPlan(deadline_s=5.0))
                 self.spawn(consumer.life, load, f"load {number}")
-            await producer.finish_offer(offer)
+            await offering.finish(offer)
             unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
             if unread and offer.loaded and not offer.broken:  # it may break when all of it was told, and read
                 self.fail("I4", f"request-{number} was loaded, and nothing was lost, but its leases ended as {unread}")

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.core.protocol.merging import merge_tickets
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.runtime.load.load import LoadReport
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
     from kvflow.testing.simulator.network import SimHost
     from kvflow.testing.simulator.prefixes import SimPull
+
+Ending: TypeAlias = "LoadReport | BaseException"
 
 
 class DeviceWork:
@@ -128,11 +132,15 @@ class SimLoad:
     device: list[DeviceWork | None] = field(default_factory=list)
     """Device work that still writes to the blocks for who had them before, on each rank."""
     others: Sequence[SimOffer] = ()
-    """The same prompt, offered by other engines."""
+    """Offers of the same prompt by other engines."""
 
     @property
     def block_ids(self) -> list[int]:
         return [block for table in self.tables for block in table]
+
+    @property
+    def request_id(self) -> str:
+        return self.offer.request_id
 
     def source(self, attempts: Sequence[Attempt]) -> SimOffer:
         """The engine that has given all of it, by what the report says."""
@@ -140,7 +148,7 @@ class SimLoad:
         return next(one for one in (self.offer, *self.others) if one.engine.name == engine_id)
 
     def __str__(self) -> str:
-        return f"the load of {self.offer.request_id}"
+        return f"the load of {self.request_id}"
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvflow.config import Config
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.copier import InlineCopier
@@ -60,7 +60,7 @@ def garbled(network: Network, frames: Frames) -> Frames:
         case 1:
             return [network.rng.randbytes(len(header)), body]
         case 2:
-            return [header, messages.encode(messages.NoLease(ended=network.rng.random() < 0.5))]
+            return [header, codec.encode(messages.NoLease(ended=network.rng.random() < 0.5))]
         case _:
             return [header, body, body]
 

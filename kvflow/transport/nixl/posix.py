@@ -21,7 +21,7 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import Direction, MoveLost, Settled
-from kvflow.transport.nixl.agents import error_types, import_bindings
+from kvflow.transport.nixl.native import error_types, import_bindings, new_agent
 
 _AIO_NOTCANCELED = 1  # of <aio.h>
 
@@ -31,11 +31,8 @@ class _FileAgent:
 
     def __init__(self, bindings: Any, name: str, params: Mapping[str, str]) -> None:
         """Raises what NIXL raises."""
-        config = bindings.nixlAgentConfig()
-        config.useProgThread = config.useListenThread = False
-        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
         self._bindings = bindings
-        self.api: Any = bindings.nixlAgent(name, config)
+        self.api = new_agent(bindings, name)
         self.backends = [self.api.createBackend(POSIX, dict(params))]
         self._memory: list[Any] = []
         self._files: dict[int, Any] = {}
@@ -71,7 +68,7 @@ class _FileAgent:
 
 
 def _runs_posix_aio(fd: int) -> bool:
-    """Cancel what has not begun of what POSIX AIO is to do with a file; whether something has, and has not ended."""
+    """Cancel what has not begun of what POSIX AIO is to do with a file. True if something has, and goes on."""
     return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
 
 

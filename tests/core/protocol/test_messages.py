@@ -20,13 +20,24 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import agent_name
+from kvflow.core.protocol.claims import (
+    all_regions_from_wire,
+    check_cache_shares,
+    check_seals,
+    check_sets,
+    regions_from_wire,
+    regions_to_wire,
+)
+from kvflow.core.protocol.compatibility import Compatibility, compatibility_of
+from kvflow.core.protocol.notifications import Notification, ReadDone, Renew, joined, leases_max
 from tests.core.plans import SHARE
 from tests.support.budgets import examples
 from tests.support.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
-FACTS = messages.Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size="128")
+FACTS = Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size="128")
 BLOCK = BlockShape(tokens=4, heads=2, run=8, token_stride=16, head_stride=8)
 REGIONS = messages.RegionTable(
     bases=[4096, 8192],
@@ -77,9 +88,9 @@ OFFER = messages.Offer(
     lease=FOUND, num_tokens=41, ttl_s=30.0, block_ids=((3, 7), (5,)), extends=True, prompt_digest="0" * 32
 )
 DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
-    "header": (messages.decode_header, [messages.our_header(b""), messages.our_header(FACTS.fingerprint())]),
+    "header": (codec.decode_header, [codec.our_header(b""), codec.our_header(FACTS.fingerprint())]),
     "request": (
-        messages.decode_request,
+        codec.decode_request,
         [
             REQUEST,
             QUESTION,
@@ -94,7 +105,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
         ],
     ),
     "reply": (
-        messages.decode_reply,
+        codec.decode_reply,
         [
             METADATA,
             msgspec.structs.replace(METADATA, staged=True),
@@ -117,11 +128,11 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
         ],
     ),
     "notification": (
-        messages.decode_notification,
+        codec.decode_notification,
         [
-            messages.ReadDone(lease_ids=(LEASE_ID,), reader="decode-0/0.0.0#1", numerator=2, denominator=64),
-            messages.Renew(lease_ids=(), reader="decode-0/0.0.0#1"),
-            messages.Renew(lease_ids=(LEASE_ID, LEASE_ID[::-1]), reader="decode-0/0.0.0#1"),
+            ReadDone(lease_ids=(LEASE_ID,), reader="decode-0/0.0.0#1", numerator=2, denominator=64),
+            Renew(lease_ids=(), reader="decode-0/0.0.0#1"),
+            Renew(lease_ids=(LEASE_ID, LEASE_ID[::-1]), reader="decode-0/0.0.0#1"),
         ],
     ),
 }
@@ -134,42 +145,42 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
 def test_messages_survive_the_wire(kind: str) -> None:
     decode, examples = DECODERS[kind]
     for message in examples:
-        assert decode(messages.encode(message)) == message
+        assert decode(codec.encode(message)) == message
 
 
 def test_frames_are_a_header_and_a_body() -> None:
-    header, body = messages.encode_frames(messages.our_header(b"f" * 16), REQUEST)
-    assert messages.decode_header(header) == messages.Header(
-        magic="kvflow", version=messages.PROTOCOL_VERSION, fingerprint=b"f" * 16
+    header, body = codec.encode_frames(codec.our_header(b"f" * 16), REQUEST)
+    assert codec.decode_header(header) == codec.Header(
+        magic="kvflow", version=codec.PROTOCOL_VERSION, fingerprint=b"f" * 16
     )
-    assert messages.decode_request(body) == REQUEST
+    assert codec.decode_request(body) == REQUEST
 
 
 def test_a_header_of_another_version_is_read() -> None:
     """So that a newer peer can be told which version we speak."""
-    newer = messages.Header(magic="kvflow", version=messages.PROTOCOL_VERSION + 1, fingerprint=b"")
-    assert messages.decode_header(messages.encode(newer)) == newer
+    newer = codec.Header(magic="kvflow", version=codec.PROTOCOL_VERSION + 1, fingerprint=b"")
+    assert codec.decode_header(codec.encode(newer)) == newer
     with_more = msgspec.msgpack.encode(["kvflow", 9, b"", 7, {"new": "field"}])
-    assert messages.decode_header(with_more).version == 9
+    assert codec.decode_header(with_more).version == 9
 
 
 def test_a_header_may_leave_out_which_question_it_is_of() -> None:
-    short = msgspec.msgpack.encode(["kvflow", messages.PROTOCOL_VERSION, b""])
-    assert messages.decode_header(short) == messages.our_header(b"")
-    assert messages.decode_header(messages.encode(messages.our_header(b"", 7))).question == 7
+    short = msgspec.msgpack.encode(["kvflow", codec.PROTOCOL_VERSION, b""])
+    assert codec.decode_header(short) == codec.our_header(b"")
+    assert codec.decode_header(codec.encode(codec.our_header(b"", 7))).question == 7
 
 
 @each(
     "header",
     [
-        messages.Header(magic="kvfl0w", version=1, fingerprint=b""),
-        messages.Header(magic="", version=1, fingerprint=b""),
-        messages.Header(magic="kvflow", version=1, fingerprint=b"x" * 65),
+        codec.Header(magic="kvfl0w", version=1, fingerprint=b""),
+        codec.Header(magic="", version=1, fingerprint=b""),
+        codec.Header(magic="kvflow", version=1, fingerprint=b"x" * 65),
     ],
 )
-def test_a_header_that_is_not_ours_is_refused(header: messages.Header) -> None:
-    with pytest.raises(messages.WireError):
-        messages.decode_header(messages.encode(header))
+def test_a_header_that_is_not_ours_is_refused(header: codec.Header) -> None:
+    with pytest.raises(codec.WireError):
+        codec.decode_header(codec.encode(header))
 
 
 @each("kind", DECODERS)
@@ -178,8 +189,8 @@ def test_a_message_of_another_kind_is_refused(kind: str) -> None:
     for other, (_, samples) in DECODERS.items():
         for message in samples:
             if other != kind:
-                with pytest.raises(messages.WireError):
-                    decode(messages.encode(message))
+                with pytest.raises(codec.WireError):
+                    decode(codec.encode(message))
 
 
 def only_wire_errors(payload: bytes) -> None:
@@ -187,11 +198,11 @@ def only_wire_errors(payload: bytes) -> None:
     for decode, samples in DECODERS.values():
         try:
             message = decode(payload)
-        except messages.WireError:
+        except codec.WireError:
             continue
         assert type(message) in {type(known) for known in samples}
         assert isinstance(message, msgspec.Struct)
-        assert decode(messages.encode(message)) == message
+        assert decode(codec.encode(message)) == message
 
 
 @examples(200, 1400)
@@ -230,7 +241,7 @@ def test_valid_msgpack_of_another_shape_raises_wire_errors_only(value: object) -
     only_wire_errors(msgspec.msgpack.encode(value))
 
 
-ENCODED = [messages.encode(message) for _, examples in DECODERS.values() for message in examples]
+ENCODED = [codec.encode(message) for _, examples in DECODERS.values() for message in examples]
 
 
 @examples(200, 1400)
@@ -268,31 +279,31 @@ def test_decoding_does_not_convert(path: str, value: object) -> None:
     for parent in parents:
         where = where[parent]
     where[field] = value
-    with pytest.raises(messages.WireError, match=field):
-        messages.decode_reply(msgspec.msgpack.encode(raw))
+    with pytest.raises(codec.WireError, match=field):
+        codec.decode_reply(msgspec.msgpack.encode(raw))
 
 
 @each("body", [["read_done", LEASE_ID, "r"], ["read_done", LEASE_ID, "r", True, 1], ["renew", LEASE_ID, "r"]])
 def test_a_notification_of_another_shape_is_refused(body: list[object]) -> None:
     """Such as of a reader of version 1."""
-    with pytest.raises(messages.WireError):
-        messages.decode_notification(msgspec.msgpack.encode(body))
+    with pytest.raises(codec.WireError):
+        codec.decode_notification(msgspec.msgpack.encode(body))
 
 
 @given(reader=st.text(max_size=300), bytes_max=st.integers(1, 1 << 17))
 def test_as_many_renewals_as_fit_into_a_notification(reader: str, bytes_max: int) -> None:
-    count = messages.leases_max(reader, bytes_max)
-    size = len(messages.encode(messages.Renew(lease_ids=(LEASE_ID,) * count, reader=reader)))
+    count = leases_max(reader, bytes_max)
+    size = len(codec.encode(Renew(lease_ids=(LEASE_ID,) * count, reader=reader)))
     assert count == 1 or size <= bytes_max
-    done = messages.ReadDone(lease_ids=(LEASE_ID,) * (count + 2), reader=reader, numerator=1 << 31, denominator=1 << 31)
-    assert len(messages.encode(done)) > bytes_max
+    done = ReadDone(lease_ids=(LEASE_ID,) * (count + 2), reader=reader, numerator=1 << 31, denominator=1 << 31)
+    assert len(codec.encode(done)) > bytes_max
 
 
 def test_what_many_readers_tell_is_joined() -> None:
     def done(lease_ids: str, numerator: int = 1) -> bytes:
-        return messages.encode(messages.ReadDone(tuple(lease_ids), "reader", numerator, 2))
+        return codec.encode(ReadDone(tuple(lease_ids), "reader", numerator, 2))
 
-    told = messages.joined([done("a"), done("b", 2), done("cd"), done("e")], leases_most=3)
+    told = joined([done("a"), done("b", 2), done("cd"), done("e")], leases_most=3)
     assert told == [done("acd"), done("e"), done("b", 2)]
 
 
@@ -326,7 +337,7 @@ def unbounded(kind: Any, place: str, seen: set[type]) -> Iterator[str]:
 def test_every_field_of_every_message_has_bounds() -> None:
     """So whatever is decoded is of a size, in a range: a digest's 64 bits are what MessagePack has."""
     seen: set[type] = set()
-    for kind in (messages.Header, messages.Request, messages.Reply, messages.Notification):
+    for kind in (codec.Header, messages.Request, messages.Reply, Notification):
         places = [*unbounded(inspect.type_info(kind), "", seen)]
         assert places == (["Digests.values[]"] if kind is messages.Reply else [])
     assert {type(message) for _, samples in DECODERS.values() for message in samples} <= seen
@@ -355,14 +366,14 @@ def test_no_field_carries_what_could_not_be_said(kind: str) -> None:
     """What is decoded can be encoded, compared and printed; what is refused is told in a line."""
     decode, samples = DECODERS[kind]
     for message in {type(sample): sample for sample in samples}.values():
-        plain = msgspec.msgpack.decode(messages.encode(message))
+        plain = msgspec.msgpack.decode(codec.encode(message))
         for hostile in HOSTILE:
             for changed in altered(plain, hostile):
                 told = ""
                 try:
                     found = decode(msgspec.msgpack.encode(changed))
-                    assert decode(messages.encode(found)) == found
-                except messages.WireError as error:
+                    assert decode(codec.encode(found)) == found
+                except codec.WireError as error:
                     told = str(error)
                 assert told.isprintable()
                 assert len(told) < 400
@@ -374,9 +385,9 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 def sent(value: StructT) -> StructT:
     """A struct as it arrives: within the bounds of its type, or refused."""
     try:
-        found: StructT = messages._decode(messages.encode(value), type(value))
+        found: StructT = codec._decode(codec.encode(value), type(value))
     except OverflowError as error:
-        raise messages.WireError(f"out of range: {error}") from error
+        raise codec.WireError(f"out of range: {error}") from error
     return found
 
 
@@ -384,35 +395,35 @@ def sent(value: StructT) -> StructT:
     ("decode", "body", "told"),
     [
         (
-            messages.decode_request,
+            codec.decode_request,
             {"type": "get_clock", "reader": "r" * 5000},
             "length <= 4096 - at `$.reader`, got 'rrr",
         ),
         (
-            messages.decode_request,
+            codec.decode_request,
             {"type": "get_clock", "reader": "r", "target": ["e", 0, -7, 0]},
             "`$.target.pp_rank`, got -7",
         ),
-        (messages.decode_notification, ["read_done", ["a"], "r", -1, 2], ">= 0 - at `$.numerator`, got -1"),
-        (messages.decode_header, ["kvflow", -2, b""], ">= 0 - at `$.version`, got -2"),
+        (codec.decode_notification, ["read_done", ["a"], "r", -1, 2], ">= 0 - at `$.numerator`, got -1"),
+        (codec.decode_header, ["kvflow", -2, b""], ">= 0 - at `$.version`, got -2"),
     ],
 )
 def test_a_refusal_names_field_bound_and_value(decode: Callable[[bytes], Any], body: object, told: str) -> None:
-    with pytest.raises(messages.WireError, match=re.escape(told)):
+    with pytest.raises(codec.WireError, match=re.escape(told)):
         decode(msgspec.msgpack.encode(body))
 
 
 def test_a_refused_lease_id_is_not_repeated() -> None:
     body = {"type": "release", "reader": "r", "target": ["e", 0, 0, 0], "request_id": "x", "num_tokens": 1}
-    with pytest.raises(messages.WireError, match="lease_id") as caught:
-        messages.decode_request(msgspec.msgpack.encode({**body, "blocks_digest": b"", "lease_id": "5ec2e7" * 9}))
+    with pytest.raises(codec.WireError, match="lease_id") as caught:
+        codec.decode_request(msgspec.msgpack.encode({**body, "blocks_digest": b"", "lease_id": "5ec2e7" * 9}))
     assert "5ec2e7" not in str(caught.value)
 
 
 @each("clock_s", [float("nan"), float("inf"), float("-inf")])
 def test_no_clock_shows_that(clock_s: float) -> None:
     sent(messages.ClockShown(incarnation="a", clock_s=-1e300))
-    with pytest.raises(messages.WireError, match="clock_s"):
+    with pytest.raises(codec.WireError, match="clock_s"):
         sent(messages.ClockShown(incarnation="a", clock_s=clock_s))
 
 
@@ -451,8 +462,8 @@ def test_region_tables_survive_the_wire(
         num_blocks=blocks,
         device=Device("cuda", device),
     )
-    table = msgspec.msgpack.decode(messages.encode(messages.regions_to_wire(regions)), type=messages.RegionTable)
-    back = messages.regions_from_wire(table)
+    table = msgspec.msgpack.decode(codec.encode(regions_to_wire(regions)), type=messages.RegionTable)
+    back = regions_from_wire(table)
     assert (back.bases.tolist(), back.strides.tolist()) == (bases, strides)
     assert back.bases.dtype == back.strides.dtype == np.dtype(np.uint64)
     assert (back.block, back.parts, back.num_blocks, back.device) == (block, parts, blocks, regions.device)
@@ -485,8 +496,8 @@ def test_region_tables_survive_the_wire(
     ],
 )
 def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(messages.WireError, match=f"region table|{'|'.join(changes)}|out of range") as caught:
-        messages.regions_from_wire(sent(msgspec.structs.replace(REGIONS, **changes)))
+    with pytest.raises(codec.WireError, match=f"region table|{'|'.join(changes)}|out of range") as caught:
+        regions_from_wire(sent(msgspec.structs.replace(REGIONS, **changes)))
     assert len(str(caught.value)) < 300
 
 
@@ -511,8 +522,8 @@ def test_no_byte_of_an_accepted_table_wraps_around(
         REGIONS, bases=bases, strides=strides, block=block, parts=("latent",), num_blocks=blocks
     )
     try:
-        regions = messages.regions_from_wire(sent(table))
-    except messages.WireError:
+        regions = regions_from_wire(sent(table))
+    except codec.WireError:
         return
     assert 0 < len(regions) == len(regions.strides)
     for base, stride in zip(regions.bases.tolist(), regions.strides.tolist(), strict=True):
@@ -526,12 +537,12 @@ def test_no_byte_of_an_accepted_table_wraps_around(
 
 
 def cache_share_and_regions(**changes: Any) -> tuple[CacheShare, Regions]:
-    return msgspec.structs.replace(HOLDING, **changes), messages.regions_from_wire(REGIONS)
+    return msgspec.structs.replace(HOLDING, **changes), regions_from_wire(REGIONS)
 
 
 def check_set(share: CacheShare, regions: Regions) -> None:
     """Of a rank that has this set of layers only."""
-    messages.check_sets((sent(share),), (regions,), (GroupFacts(name="kv", block_size=max(share.block_size, 1)),))
+    check_sets((sent(share),), (regions,), (GroupFacts(name="kv", block_size=max(share.block_size, 1)),))
 
 
 def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
@@ -540,7 +551,7 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
     check_set(*cache_share_and_regions(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024))
     latent = msgspec.structs.replace(REGIONS, parts=("latent",), block=shape_of(8, 1, 8, "NHD"))
     theirs = msgspec.structs.replace(HOLDING, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
-    check_set(theirs, messages.regions_from_wire(latent))
+    check_set(theirs, regions_from_wire(latent))
 
 
 @each(
@@ -567,7 +578,7 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
     ],
 )
 def test_a_cache_share_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(messages.WireError, match=f"^cache share: |{next(iter(changes))}") as caught:
+    with pytest.raises(codec.WireError, match=f"^cache share: |{next(iter(changes))}") as caught:
         check_set(*cache_share_and_regions(**changes))
     assert len(str(caught.value)) < 300
 
@@ -616,28 +627,28 @@ def test_sets_of_layers_that_cannot_be_true_are_refused(
     groups: tuple[GroupFacts, ...],
     problem: str,
 ) -> None:
-    with pytest.raises(messages.WireError, match=problem) as caught:
-        regions = tuple(map(messages.regions_from_wire, tables))
-        messages.check_sets(shares, regions, groups)
+    with pytest.raises(codec.WireError, match=problem) as caught:
+        regions = tuple(map(regions_from_wire, tables))
+        check_sets(shares, regions, groups)
     assert len(str(caught.value)) < 300
 
 
 def test_more_regions_than_can_be_looked_at_are_refused_unread() -> None:
     many = msgspec.structs.replace(REGIONS, bases=[4096] * 40_000, strides=[64] * 40_000)
-    with pytest.raises(messages.WireError, match="region tables: 2 with 80000 regions"):
-        messages.all_regions_from_wire((many, many))
-    with pytest.raises(messages.WireError, match="region tables: 65 with 130 regions"):
-        messages.all_regions_from_wire((REGIONS,) * 65)
-    with pytest.raises(messages.WireError, match="cache share: 3 shares with 90000 layers"):
-        messages.check_cache_shares((msgspec.structs.replace(HOLDING, layers=tuple(range(30_000))),) * 3)
+    with pytest.raises(codec.WireError, match="region tables: 2 with 80000 regions"):
+        all_regions_from_wire((many, many))
+    with pytest.raises(codec.WireError, match="region tables: 65 with 130 regions"):
+        all_regions_from_wire((REGIONS,) * 65)
+    with pytest.raises(codec.WireError, match="cache share: 3 shares with 90000 layers"):
+        check_cache_shares((msgspec.structs.replace(HOLDING, layers=tuple(range(30_000))),) * 3)
 
 
 def test_a_latent_has_one_head() -> None:
     """A plan reads one: with more, the rest of a block would be left out."""
-    latent = messages.regions_from_wire(msgspec.structs.replace(REGIONS, parts=("latent",)))
-    with pytest.raises(messages.WireError, match=r"^cache share: .*latent.* 2 heads"):
+    latent = regions_from_wire(msgspec.structs.replace(REGIONS, parts=("latent",)))
+    with pytest.raises(codec.WireError, match=r"^cache share: .*latent.* 2 heads"):
         check_set(msgspec.structs.replace(HOLDING, layers=(7, 8), latent=True), latent)
-    with pytest.raises(messages.WireError, match=r"^cache share: .*latent is False"):
+    with pytest.raises(codec.WireError, match=r"^cache share: .*latent is False"):
         check_set(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
 
 
@@ -652,14 +663,14 @@ def test_a_latent_has_one_head() -> None:
     ],
 )
 def test_a_seal_table_that_cannot_be_true_is_refused(address: int, count: int, hold_s: float, problem: str) -> None:
-    with pytest.raises(messages.WireError, match=problem) if problem else contextlib.nullcontext():
-        messages.check_seals(sent(messages.SealLocation(address=address, count=count, hold_s=hold_s)))
+    with pytest.raises(codec.WireError, match=problem) if problem else contextlib.nullcontext():
+        check_seals(sent(messages.SealLocation(address=address, count=count, hold_s=hold_s)))
 
 
 # --- compatibility
 
 facts = st.builds(
-    messages.Compatibility,
+    Compatibility,
     model=st.sampled_from(["", "a", "ab"]),
     dtype=st.sampled_from(["float16", "int8"]),
     kv_format=st.sampled_from(["plain", "a"]),
@@ -670,13 +681,11 @@ facts = st.builds(
 
 @examples(60, 300)
 @given(ours=facts, theirs=facts)
-def test_fingerprints_are_equal_exactly_for_equal_facts(
-    ours: messages.Compatibility, theirs: messages.Compatibility
-) -> None:
+def test_fingerprints_are_equal_exactly_for_equal_facts(ours: Compatibility, theirs: Compatibility) -> None:
     assert (ours.fingerprint() == theirs.fingerprint()) == (ours == theirs)
     assert ours.differences(theirs) == [
         f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}"
-        for name in messages.Compatibility.__struct_fields__
+        for name in Compatibility.__struct_fields__
         if getattr(ours, name) != getattr(theirs, name)
     ]
     assert len(ours.fingerprint()) == 16
@@ -684,17 +693,17 @@ def test_fingerprints_are_equal_exactly_for_equal_facts(
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
     """Two machines compare it, so it must not depend on hashing seeds or on object identity."""
-    copy = msgspec.msgpack.decode(messages.encode(FACTS), type=messages.Compatibility)
+    copy = msgspec.msgpack.decode(codec.encode(FACTS), type=Compatibility)
     assert copy.fingerprint() == FACTS.fingerprint()
     assert FACTS.fingerprint().hex() == "f0290ec5871968c7c0d2da22d019a090"
 
 
 def facts_of(
     tensor: torch.Tensor, order: str = "NHD", layers: int = 2, block_size: int = 4, model: str = "m", **changes: Any
-) -> messages.Compatibility:
+) -> Compatibility:
     caches = {f"l{index}": tensor for index in range(layers)}
     layout = CacheLayout.infer(caches, order=order, block_size=block_size, **changes)
-    return messages.compatibility_of([layout], model=model)
+    return compatibility_of([layout], model=model)
 
 
 def test_caches_between_which_blocks_can_be_planned_are_compatible() -> None:
@@ -727,7 +736,7 @@ def test_caches_whose_bytes_mean_something_else_are_not() -> None:
 
 def test_agent_names_are_different_for_every_rank_and_life() -> None:
     places = list(itertools.product("ab", range(3), range(3), range(12), "xy"))
-    names = {messages.agent_name(engine, Rank(dp, pp, tp), life) for engine, dp, pp, tp, life in places}
+    names = {agent_name(engine, Rank(dp, pp, tp), life) for engine, dp, pp, tp, life in places}
     assert len(names) == len(places)
 
 
