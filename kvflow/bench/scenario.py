@@ -1,4 +1,4 @@
-"""The harness: a scenario's ranks are started, take turns, and its judge looks at the samples.
+"""The harness of scenarios: ranks are started and take turns, then a judge looks at the samples.
 
 While a turn runs the parent sleeps in a read; it draws no progress bars.
 """
@@ -84,7 +84,7 @@ class Scenario(Protocol):
         ...
 
     def judge(self, samples: Samples) -> Outcome:
-        """Pure. BenchError if what was measured proves nothing; a target that is missed is no error."""
+        """Judge the samples; pure. BenchError if they prove nothing. A missed target is no error."""
         ...
 
 

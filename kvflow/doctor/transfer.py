@@ -51,7 +51,6 @@ def check_self_transfer(
     *,
     where: str = "",
     device: str | None = None,
-    shape: CacheShape = _SHAPE,
 ) -> Iterator[Finding]:
     """Check how fast two processes of this machine are, and which way the bytes took, which `judge_path` judges.
 
@@ -60,14 +59,14 @@ def check_self_transfer(
     name = f"self-transfer{where}"
     try:
         with ucx_log() as log:
-            with open_pair(shape, log.environment, device) as pair:
+            with open_pair(_SHAPE, log.environment, device) as pair:
                 pid = pair.consumer.pid
-                block_s, large_s = (_median_s(pair, count) for count in (1, shape.blocks // 2))
-            path = log.read_path(pid, shape.region_block_size_bytes)
+                block_s, large_s = (_median_s(pair, count) for count in (1, _SHAPE.blocks // 2))
+            path = log.read_path(pid, _SHAPE.region_block_size_bytes)
     except BenchError as error:
         yield fail(name, error.reason, "the findings above may say why; with UCX_LOG_LEVEL=info UCX says what it tries")
         return
-    size_bytes = shape.blocks // 2 * shape.block_size_bytes
+    size_bytes = _SHAPE.blocks // 2 * _SHAPE.block_size_bytes
     yield ok(
         name,
         f"{size_bytes / large_s / 1e9:.2f} GB/s ({size_bytes >> 20} MB a load), {block_s * 1e6:.0f} us for one "

@@ -23,7 +23,7 @@ _PRIMES = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393, 3367
 
 
 class PatternCache:
-    """The cache of one rank, seen slot by slot whatever its layout.
+    """Cache of one rank, slot by slot whatever its layout.
 
     Args:
         engine_id: Whose it is: part of the pattern, and how messages name it.
@@ -75,7 +75,7 @@ class PatternCache:
             self.slots(layer, part)[ids] = self._pattern(layer, part, ids)
 
     def assert_untouched(self, block_ids: Sequence[int] | None = None, *, first_slot: int = 0) -> None:
-        """Blocks hold what `fill` wrote.
+        """Assert that blocks hold what `fill` wrote.
 
         Args:
             block_ids: Which; None for all.
@@ -94,7 +94,7 @@ class PatternCache:
                 raise AssertionError(f"{place} was written to, and {len(wrong) - 1} elements more")
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A number for each slot, which changes with any one element of it.
+        """Digest of each slot, which changes with any one element of it.
 
         Args:
             block_ids: Whose slots.
@@ -130,7 +130,7 @@ class PatternCache:
         return f"engine {self.engine_id!r}, layer {name!r}, {self.parts[part]}, block {block}, slot {slot}{of_head}"
 
     def find(self, elements: torch.Tensor) -> str | None:
-        """Look for the elements of one head of one slot.
+        """Find the elements of one head of one slot.
 
         Args:
             elements: As they lie in `slots`: (element,).
@@ -169,7 +169,7 @@ class PatternCache:
 
 
 class StateCache:
-    """The state per request of one rank, seen slot by slot: what `watch_offers` needs of a group of it.
+    """State per request of one rank, slot by slot, as `watch_offers` needs it of a group.
 
     Args:
         engine_id: Whose it is, as messages name it.
@@ -183,7 +183,7 @@ class StateCache:
         self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A number for each slot, which changes with any one byte of it.
+        """Digest of each slot, which changes with any one byte of it.
 
         Args:
             block_ids: The slots, of one request's state each.
@@ -276,7 +276,7 @@ def assert_blocks_equal(
     *,
     num_tokens: int | None = None,
 ) -> None:
-    """Loaded blocks hold what was offered, as by `compare_blocks`.
+    """Assert that loaded blocks hold what was offered, as by `compare_blocks`.
 
     Args:
         ours: The consumer's cache.
@@ -300,7 +300,7 @@ def assert_loaded(
     *,
     num_tokens: int | None = None,
 ) -> None:
-    """Loaded blocks hold what was offered, and everything else in `ours` its own pattern.
+    """Assert that loaded blocks hold what was offered, and everything else in `ours` its own pattern.
 
     Args:
         ours: The consumer's cache; it was filled with its pattern before the load.

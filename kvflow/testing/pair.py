@@ -64,7 +64,7 @@ class Engine(Generic[TransportT]):
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """The tensors slot by slot; each element says that it is this engine's, until it is written to."""
+    """Tensors slot by slot; each element says that it is this engine's, until it is written to."""
 
     @property
     def transport(self) -> TransportT:
@@ -121,7 +121,7 @@ class Pair(Generic[TransportT]):
         )
 
     def assert_loaded(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
-        """Loaded blocks are equal to those that were offered, and all other blocks of the consumer untouched.
+        """Assert that loaded blocks equal the offered ones, and that all other blocks of the consumer are untouched.
 
         Args:
             local_ids: The consumer's.

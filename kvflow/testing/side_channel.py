@@ -60,7 +60,7 @@ class InprocListener:
         self.port = port
         self.strangers: AnswerStranger | None = None
         self.context = copy_context()
-        """Context of the listener's process, for who brings it something."""
+        """Context of the listener's process, in which questions arrive."""
         self._exchange = exchange
         self._address = address
         self._answer = answer
@@ -72,7 +72,7 @@ class InprocListener:
         return ListenerStatistics(**self._counts)
 
     def arrive(self, frames: Frames, reply: Reply) -> None:
-        """A question came; `reply` sends the answer back."""
+        """Take a question; `reply` sends the answer back."""
         self._inbox.put_nowait((frames, reply))
 
     async def serve(self) -> None:
@@ -146,7 +146,7 @@ class InprocSideChannel:
             raise failure(ProtocolError, request.target, address, why) from error
 
     def close(self) -> None:
-        """Questions need nothing that has to be closed."""
+        """Close nothing: questions hold no resources."""
 
     def _send_at_once(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         listener = self._exchange.listeners.get(address)
@@ -157,7 +157,7 @@ class InprocSideChannel:
 
 
 def settle(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
-    """Give the answer to whoever still waits for it; None if nobody listens."""
+    """Settle a question with its answer, if somebody still waits; None if nobody listens."""
     if answered.done():
         return
     if reply is None:

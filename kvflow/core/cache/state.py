@@ -168,7 +168,7 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A segment of a tensor of all layers: the unit of planning. It answers what the planner asks of a layout."""
+    """Segment of a tensor of all layers, with the properties that the planner needs of a layout."""
 
     layout: StateLayout
     at: int
@@ -199,12 +199,12 @@ class StatePart:
 
     @property
     def block_size(self) -> int:
-        """A slot is a block of one token."""
+        """1: a slot is a block of one token."""
         return 1
 
     @property
     def num_kv_heads(self) -> int:
-        """Units are counted as heads are."""
+        """Units of the segment, counted as heads are."""
         return self.segment.units
 
     @property

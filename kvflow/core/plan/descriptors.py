@@ -1,4 +1,4 @@
-"""Block ids to descriptors, once per load: which bytes to read from where to where, as numpy arrays.
+"""Descriptors of a load, made of its block ids: the bytes to read, from where to where, as numpy arrays.
 
 `match_chunks` finds out which chunk of tokens of their blocks belongs where in ours, whatever the two block sizes are
 and however far the last block is filled. `plan_read` multiplies the chunks with the region pairs that `block_map` found
@@ -29,7 +29,7 @@ GivenBlockIds: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Mapping[st
 
 _MANY = 1 << 10  # block ids, from which on array operations are faster
 FEW = 1 << 5
-"""Blocks, up to which they are slower."""
+"""Number of blocks up to which array operations are slower than Python's."""
 
 
 @dataclass(slots=True)

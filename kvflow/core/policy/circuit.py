@@ -41,19 +41,19 @@ NEVER_FAILED = Circuit()
 
 
 def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """The peer was asked and did not answer as it should. `chance` is random, from 0 to less than 1."""
+    """Note that the peer was asked and did not answer as it should. `chance` is random, from 0 to less than 1."""
     failures = circuit.failures + 1
     return Circuit(failures=failures, retry_at_s=now_s + delay_s(failures, back_off, chance))
 
 
 def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """A connection broke; the peer may be asked at once unless that is all that happens with it."""
+    """Note a broken connection: no wait after the first since a success, then that of a failed handshake."""
     if circuit.failures == 0:
         return replace(circuit, failures=1)
     return after_failed_handshake(circuit, back_off, now_s=now_s, chance=chance)
 
 
 def delay_s(failures: int, back_off: BackOff, chance: float) -> float:
-    """The wait after so many failures in a row: half of the full one to all of it, by `chance`."""
+    """Seconds to wait after so many failures in a row: half of the full time to all of it, by `chance`."""
     whole_s = min(back_off.first_s * 2.0 ** min(failures - 1, _DOUBLINGS_MAX), back_off.most_s)
     return whole_s * (1 + chance) / 2

@@ -28,7 +28,7 @@ class Contact:
     def __init__(self, since_s: float) -> None:
         self.state = ContactState.WAITING
         self.since_s = since_s
-        """Since when it waits, or is under way."""
+        """Time since which it waits, or is under way."""
         self.wanted = True
         """True if anybody waits for the answer."""
 
@@ -52,14 +52,14 @@ class Contacts:
         return len(self._waiting)
 
     def ask(self, now_s: float) -> Contact:
-        """A new contact: under way at once if there is room, else it waits."""
+        """Begin a contact: it is under way at once if there is room, else it waits."""
         contact = Contact(now_s)
         self._waiting.append(contact)
         self._begin_one(now_s)
         return contact
 
     def end(self, contact: Contact, now_s: float) -> Contact | None:
-        """A contact is over, or waits no more. Returns the contact that is under way now because of it."""
+        """End a contact, or its wait. Returns the contact that is under way now because of it."""
         assert contact.state is not ContactState.OVER, "a contact ends once"
         if contact.state is ContactState.WAITING:
             self._waiting.remove(contact)

@@ -1,4 +1,4 @@
-"""Names of ranks: as tickets have them, as transports know their agents, and as errors say them."""
+"""Names of ranks: in tickets, of transport agents, and in errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ErrorT = TypeVar("ErrorT", bound=PeerError)
 def failure(
     kind: type[ErrorT], target: messages.Target, address: str, why: str, *, retry_after_s: float | None = None
 ) -> ErrorT:
-    """An error about a rank, which it names."""
+    """Error that names a rank."""
     return kind(f"{target.at(address)}: {why}", peer=address, engine_id=target.engine_id, retry_after_s=retry_after_s)
 
 
@@ -40,7 +40,7 @@ class Address(NamedTuple):
         return messages.Target(self.engine_id, *self.rank)
 
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """An error about the rank, which it names."""
+        """Error that names the rank."""
         return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)
 
 
@@ -77,16 +77,16 @@ class PeerAddress:
 
 
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
-    """The transport agent's name: unique per incarnation of a rank, so a restarted producer is somebody else."""
+    """Name of the transport agent, which no other incarnation of the rank has."""
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
 
 
 def life_of(agent: str, engine_id: str) -> tuple[Rank, str] | None:
-    """The rank of that engine, and its incarnation, whose `agent_name` this is; None for agents of another make."""
+    """Rank and incarnation whose `agent_name` this is, of that engine; None for agents of another make."""
     found = _LIFE.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
     return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])
 
 
 def asked_by(request: messages.Request) -> str:
-    """The engine in whose name a request is; nothing sensible where a reader's name is no `agent_name`."""
+    """Engine in whose name a request is; any text where a reader's name is no `agent_name`."""
     return request.sender.engine_id if isinstance(request, messages.Goodbye) else request.reader.rpartition("/")[0]

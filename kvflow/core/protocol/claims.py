@@ -78,7 +78,7 @@ def _is_dense(block: BlockShape) -> bool:
 
 
 def check_cache_shares(shares: Sequence[CacheShare]) -> None:
-    """WireError unless a rank can hold that."""
+    """WireError unless a rank can hold these shares."""
     count = sum(len(share.layers) for share in shares)
     if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:
         raise WireError(f"cache share: {len(shares)} shares with {count} layers, at most {SETS_MAX} with {REGIONS_MAX}")
@@ -103,7 +103,7 @@ def _check_cache_share(share: CacheShare) -> None:
 
 
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
-    """WireError unless a rank with these groups and regions can hold that."""
+    """WireError unless a rank with these groups and regions can hold these shares."""
     check_cache_shares(shares)
     _check_groups(groups)
     if len(regions) != len(shares):

@@ -25,7 +25,7 @@ _ERROR_CHARS_MAX = 300
 
 
 class WireError(Exception):
-    """Bytes that are no valid kvflow message. The shell turns it into a counted refusal or a ProtocolError."""
+    """Bytes that are no valid kvflow message. The shell counts a refusal, or raises a ProtocolError."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +35,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     version: Count
     fingerprint: Digest
     question: Count = 0
-    """Number of the question on its connection, or of the one answered; 0 from a peer that does not number them."""
+    """Number of the question on its connection; an answer has the same. 0 from a peer that does not number them."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -83,7 +83,7 @@ def _decode(data: bytes, kind: Any) -> Any:
 
 
 def _with_names(refused: str, kind: Any) -> str:
-    """A refusal that names fields of messages that are sent as arrays, which msgspec numbers; a tag is number 0."""
+    """Put names into a refusal where msgspec numbers the fields of a message that is an array; a tag is number 0."""
 
     def named(found: re.Match[str]) -> str:
         place, number = found[1], int(found[2])

@@ -17,7 +17,7 @@ from kvflow.core.cache.state import StatePart
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that both sides must agree on. Field names are what error messages show."""
+    """Facts that both sides must agree on. Error messages show the field names."""
 
     model: Fact
     dtype: Fact
@@ -36,7 +36,7 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
-    """The facts of one rank's cache; where layers differ, all that there are. Of state the shares have them."""
+    """Facts of one rank's cache; where layers differ, all values. State has its own in the cache shares."""
 
     def facts(fact: Callable[[CacheLayout], object]) -> str:
         return " and ".join(sorted({str(fact(layout)) for layout in layouts if isinstance(layout, CacheLayout)}))

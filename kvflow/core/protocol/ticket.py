@@ -83,11 +83,11 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     more_block_ids: tuple[BlockIds, ...] = ()
     """Block ids of the further groups, as in a ticket."""
     pending: bool = False
-    """The blocks were still being computed, so that the seal has to be seen before anything is read."""
+    """True if blocks were still being computed: the seal has to be seen before anything is read."""
     payload: bool = False
-    """A payload comes with the lease's end."""
+    """True if a payload comes with the lease's end."""
     held: bool = True
-    """The blocks are held for a moment after its end; else the seal is looked at after the last byte."""
+    """True if blocks are held for a moment after the lease's end; else the seal is looked at after the last byte."""
 
     @classmethod
     def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
@@ -121,9 +121,9 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     groups: Groups = ()
     more_kinds: Kinds = ()
     extends: bool = False
-    """More blocks follow, until they hold all tokens (`Lease.extend`)."""
+    """True if more blocks follow, until they hold all tokens (`Lease.extend`)."""
     awaited: bool = False
-    """The offer is not known yet: a rendezvous."""
+    """True if the offer is not known yet: a rendezvous."""
 
 
 _OFFERED = _Offer.__struct_fields__
@@ -136,7 +136,7 @@ class _TicketExtension(_Offer, frozen=True, kw_only=True, omit_defaults=True):
     version: Int64
     ranks: Annotated[tuple[RankLease, ...], Meta(min_length=1, max_length=RANKS_MAX)]
     padding: Count = 0
-    """Ids at the end of each table that are not of the offer: there are readers of another make that count them."""
+    """Number of ids at the end of each table that are not offered, for readers of another make that count them."""
 
 
 class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +212,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def offered_tokens(self) -> int:
-        """Tokens that the blocks hold: those of groups that hold the prompt from its first token on say it."""
+        """Tokens that the blocks hold, by the groups that hold the prompt from its first token on."""
         if self.extends:
             return self.num_tokens
         if not self.groups:
@@ -485,12 +485,12 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
 
 
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
-    """RequestError names what no producer would have given: for a lease that is not the ticket's, but of its blocks."""
+    """Check a lease of the ticket's blocks that came by another way. RequestError names a field that cannot be."""
     _check_lease(_convert(msgspec.structs.asdict(lease), RankLease), ticket)
 
 
 def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
-    """The ticket, whose types are right. RequestError for what types do not say."""
+    """Check a ticket whose types are right. RequestError names a field that cannot be."""
     if {*map(type, _TEXTS(ticket))} != {str}:
         raise foreign_text(ticket)
     check_engine_id(ticket.engine_id)
@@ -527,7 +527,7 @@ def _check_lease(lease: RankLease, ticket: Ticket) -> None:
 
 
 def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
-    """A struct that somebody else has filled in, its fields of their types."""
+    """Convert a struct that somebody else has filled in. RequestError names a field of another type."""
     try:
         return msgspec.convert(given, kind)
     except Exception as error:

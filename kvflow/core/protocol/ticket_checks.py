@@ -44,7 +44,7 @@ def check_engine_id(engine_id: str) -> None:
 
 
 def foreign_text(struct: Ticket | RankLease) -> RequestError:
-    """A text that is not Python's own: no message can carry a class of somebody else's."""
+    """Error for a text of a class that is not Python's own: no message can carry it."""
     values = msgspec.structs.asdict(struct).items()
     name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)
     return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
@@ -68,7 +68,7 @@ def check_groups(ticket: Ticket) -> None:
 
 
 def check_to_come(ticket: Ticket, block_ids_max: int) -> None:
-    """RequestError if what is told of blocks that are not known yet cannot be right."""
+    """RequestError if an offer whose blocks are still to come cannot be right."""
     counts = tuple(map(len, ticket.block_tables))
     if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
         raise RequestError(
@@ -89,7 +89,7 @@ def checked_traceparent(value: object) -> str:
 
 
 def wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
-    """A struct that somebody else has filled in cannot be read."""
+    """Error for a struct that cannot be read."""
     if isinstance(error, msgspec.ValidationError):
         hint = "; expected a dict of `lease.ticket.to_params()`" if "required field" in str(error) else ""
         return RequestError(f"ticket: {checks.refusal(error, given)}{hint}")

@@ -69,7 +69,7 @@ class SimEngine:
         self._address = f"10.0.0.{index + 1}"
         self._lives = itertools.count(1)
         self._graves: list[tuple[Life, list[SimRank]]] = []
-        """The processes that have ended, with what they left: nothing of them is destroyed before the simulation is."""
+        """Processes that have ended, with what they left: nothing of them is destroyed before the simulation is."""
         self.host = SimHost(self.name, f"tcp://{self._address}", self._new_life())
         model = simulation.settings.model
         self.facts = model.groups(shape)
@@ -169,7 +169,7 @@ class SimEngine:
             self.note("is awake")
 
     def _share(self) -> None:
-        """Share what it will keep, with a shelf that is empty."""
+        """Share an empty shelf, for all that the engine will keep."""
         self.shelf = SimShelf(self.simulation, self)
         if self.simulation.settings.model.shares:
             self.shelf.share()
@@ -259,7 +259,7 @@ class SimEngine:
                 self.fail("I7", f"{what} took {took_s:.6f} s, its bound is {bound_s:.6f} s")
 
     def crash(self) -> None:
-        """The process is killed."""
+        """Kill the process."""
         self.note("crashed")
         self.end()
 
@@ -299,7 +299,7 @@ class SimEngine:
     # --- blocks
 
     def take_blocks(self, tokens: int, computed: int = 0) -> list[list[int]] | None:
-        """Blocks of each group for what `tokens` tokens need of it beyond the computed ones, those freed last first."""
+        """Take the blocks of each group that `tokens` tokens need beyond the computed ones."""
         counts = []
         for facts in self.facts:
             stop = -(-tokens // facts.block_size)
@@ -308,7 +308,7 @@ class SimEngine:
         return self.take_counts(counts)
 
     def take_counts(self, counts: Sequence[int]) -> list[list[int]] | None:
-        """Take blocks of each group; what is kept of old prompts goes for them, however pinned for readers it is."""
+        """Take blocks of each group. Kept blocks of old prompts go for them, however pinned for readers."""
         if (short := sum(counts) - len(self._free)) > 0:
             self.shelf.make_room(short)
         if sum(counts) > len(self._free):

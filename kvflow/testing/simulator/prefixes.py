@@ -1,4 +1,4 @@
-"""Pulls of prefixes as a simulated engine makes them, and whether what came is right.
+"""Pulls of prefixes as a simulated engine makes them, with checks of what came.
 
 Invariant I9: no block that a pull reports as filled ever differs from the block of its tokens and salt.
 """
@@ -46,7 +46,7 @@ class PullPlan:
     seeks: bool = False
     """True if it asks first, makes room for what is offered, and loads that as any ticket."""
     rest: SimOffer | None = None
-    """An offer of all of it, from which comes what the holders do not have."""
+    """Offer of all of it, which brings the rest beyond what the holders have."""
     deadline_s: float | None = None
     answer_within_s: float = 0.25
     recompute_s_per_token: float | None = None
@@ -77,7 +77,7 @@ class SimPull:
     """True if the tables are for the very tokens that come; else each place of the prompt has a block in windows."""
     cancelled: bool = False
     device: list[DeviceWork | None] = field(default_factory=list)
-    """Work of who had the blocks before, which still writes to them, on each rank."""
+    """Device work of the former owners, which still writes to the blocks, on each rank."""
 
     @property
     def request_id(self) -> str:
@@ -107,7 +107,7 @@ class SimPull:
 
 
 class Puller:
-    """One engine carrying out one plan."""
+    """Pull of one engine by one plan."""
 
     def __init__(self, simulation: Simulation, engine: SimEngine, plan: PullPlan) -> None:
         self._simulation = simulation
@@ -116,7 +116,7 @@ class Puller:
         self._content = simulation.prompts.content(plan.prompt)
 
     async def run(self) -> int | None:
-        """Tokens that all ranks have in the end; None if it has failed, or there was no room."""
+        """Carry out the plan. Returns the tokens that all ranks have in the end; None if it has failed."""
         if not self._engine.running:
             return None
         if self._plan.seeks:
@@ -129,7 +129,7 @@ class Puller:
         return await self._fill(pull, self._pull_on)
 
     def _take(self) -> list[list[int]] | None:
-        """Blocks for all that may come."""
+        """Take blocks for all that may come."""
         plan, engine = self._plan, self._engine
         if plan.rest is not None:
             return engine.take_blocks(plan.rest.tokens, plan.cached_tokens)
@@ -201,7 +201,7 @@ class Puller:
         return None if counts is None else min(counts)
 
     async def _pull_on(self, rank: SimRank, pull: SimPull) -> Ending:
-        """One rank's pull: its report, judged in the very moment, or what it raised."""
+        """Pull on one rank. Returns its report, judged in the very moment, or what it raised."""
         plan, engine, base = self._plan, self._engine, self._simulation.settings.base
         request = replace(self._request(given_block_ids(pull.tables)), after=self._event(pull, rank))
         LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
@@ -225,7 +225,7 @@ class Puller:
         return report
 
     async def _load_on(self, rank: SimRank, pull: SimPull, offer: PrefixOffer) -> Ending:
-        """One rank's load of what was offered."""
+        """Load an offer on one rank."""
         plan, engine, base = self._plan, self._engine, self._simulation.settings.base
         request = LoadRequest(
             plan.request_id,
@@ -285,7 +285,7 @@ class Puller:
             engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, but {wrong}")
 
     def _judge(self, pull: SimPull, endings: Sequence[Ending]) -> list[int] | None:
-        """Count how it has ended; the tokens of each rank if all have got what they could."""
+        """Count how a pull has ended. Returns the tokens of each rank if all have got what they could."""
         simulation, engine, plan = self._simulation, self._engine, self._plan
         counts, what = list[int](), "seek" if plan.seeks else "pull" if plan.rest is None else "pull with rest"
         for ending in endings:
@@ -356,7 +356,7 @@ class Puller:
 
 
 def _unsafe(rank: SimRank, pull: SimPull) -> list[Load]:
-    """Loads of a rank that have ended, and that may write to blocks of a pull still."""
+    """Loads of a rank that have ended, and may still write to blocks of a pull."""
     taken = set(pull.block_ids)
     return [
         one

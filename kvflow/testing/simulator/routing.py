@@ -1,4 +1,4 @@
-"""Requests of a simulation: who computes a prompt, who is told of its ticket, and when."""
+"""Requests of a simulation: the engines that compute a prompt and decode it, and the way of its ticket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(simulation: Simulation, number: int) -> None:
 
 
 def _several(simulation: Simulation, number: int) -> None:
-    """Several engines hold one prompt, and somebody else is to decode it, once their tickets had time to come."""
+    """Have several engines hold one prompt, and another decode it once their tickets had time to come."""
     rng, able = simulation.rng, [engine for engine in simulation.engines if engine.running and engine.shape.serves]
     producers = rng.sample(able, min(len(able), rng.randint(2, 3)))
     consumers = [one for one in simulation.engines if one.shape.loads and one not in producers]
@@ -46,7 +46,7 @@ def _several(simulation: Simulation, number: int) -> None:
 
 
 async def _hold(simulation: Simulation, producer: SimEngine, number: int, tokens: int, offers: list[SimOffer]) -> None:
-    """Offer the prompt in one of several producers, and wait for the end."""
+    """Offer the prompt in one of several producers, and wait for the end of its leases."""
     ttl_s = simulation.settings.base.lease_ttl_s * simulation.rng.uniform(0.2, 1.5)
     offer = await offering.begin(producer, number, tokens, ttl_s, 0.0, None)
     if offer is None:
@@ -95,7 +95,7 @@ async def _meet(simulation: Simulation, offer: SimOffer) -> None:
 
 
 def _revoke(simulation: Simulation, offer: SimOffer) -> None:
-    """The producer aborts the request."""
+    """Abort the request at the producer."""
     simulation.note(repr(offer.engine), "revokes", offer.request_id)
     for lease in offer.leases:
         lease.revoke()

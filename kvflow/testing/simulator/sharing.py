@@ -32,7 +32,7 @@ FIRST_NUMBER = 1 << 10  # other requests have lower ones
 
 
 def squeeze(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine needs all its blocks at once, whoever reads them, and writes something else there."""
+    """Make an engine need all its blocks at once, whoever reads them, and write something else there."""
     engine.note("is short of blocks")
     engine.shelf.make_room(engine.shape.num_blocks)
     for _ in range(2):
@@ -40,13 +40,13 @@ def squeeze(simulation: Simulation, engine: SimEngine) -> None:
 
 
 def evict(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine gives up some of what it keeps and nobody reads."""
+    """Have an engine give up some of what it keeps and nobody reads."""
     engine.note("evicts")
     engine.shelf.evict(simulation.rng.random())
 
 
 def compute(simulation: Simulation, engine: SimEngine, prompt: SimPrompt | None = None) -> None:
-    """An engine computes a prompt, and keeps it."""
+    """Have an engine compute a prompt, and keep it."""
     prompt = (prompt or draw_prompt(simulation.rng, PROMPT_MAX)).cut(room(engine))
     simulation.spawn(engine.life, engine.shelf.compute(prompt), f"compute at {engine}")
 
@@ -73,7 +73,7 @@ def room(engine: SimEngine) -> int:
 
 
 def begin(simulation: Simulation) -> None:
-    """Have everything happen some time."""
+    """Schedule all episodes of a run."""
     rng, span_s = simulation.rng, simulation.settings.span_s
 
     def some_time(happen: Callable[..., None], *what: object) -> None:
@@ -103,7 +103,7 @@ def befall_at(simulation: Simulation, what: Callable[[Simulation, SimEngine], No
 
 
 def pull(simulation: Simulation, number: int) -> None:
-    """Some engine is given a prompt, and pulls what others have of it."""
+    """Give some engine a prompt, of which it pulls what others have."""
     rng = simulation.rng
     reader = simulation.pick_running()
     if reader is None:
@@ -146,7 +146,7 @@ def start(simulation: Simulation, reader: SimEngine, plan: PullPlan) -> None:
 
 
 def perhaps_strike(simulation: Simulation, holder: SimEngine) -> None:
-    """A holder has answered, and is about to be read from: perhaps something befalls it meanwhile."""
+    """Let something befall a holder, by chance, which has answered and is about to be read from."""
     rng, weather = simulation.rng, simulation.network.weather
     if simulation.network.weather is not CALM and rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * weather.latency_s + weather.read_s))
@@ -174,7 +174,7 @@ async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine
 def pull_one(
     simulation: Simulation, number: int, holder: SimEngine, reader: SimEngine
 ) -> asyncio.Task[int | None] | None:
-    """One engine computes a prompt of a block for both, and another one pulls that; None if either does not run."""
+    """Have one engine compute a prompt of a block for both, and another pull it; None if either does not run."""
     if not holder.running or not reader.running:
         return None
     tokens = max(holder.shape.block_size, reader.shape.block_size)

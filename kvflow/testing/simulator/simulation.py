@@ -58,9 +58,9 @@ class Result:
     violation: Violation | None
     counts: Counter[str]
     events: tuple[str, ...]
-    """The last ones."""
+    """Last events, in order."""
     digest: int
-    """Digest of all events and the whole course; equal if and only if two runs were."""
+    """Digest of all events and the whole course, which equal runs share."""
     steps: int
     time_s: float
 
@@ -102,7 +102,7 @@ class Simulation:
         self.counts[what] += 1
 
     def fail(self, invariant: str, what: str) -> None:
-        """A promise was broken: stop here. Only the first counts."""
+        """Stop at a broken promise. Only the first counts."""
         if self.violation is None and not self._over:
             self.violation = Violation(invariant=invariant, what=what, time_s=self.loop.time(), step=self.loop.steps)
             self.note("VIOLATION", invariant, what)
@@ -113,14 +113,14 @@ class Simulation:
         return next(self._poison)
 
     def spawn(self, life: Life, body: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """A task that has to end before the simulation does, unless its process dies."""
+        """Start a task that has to end before the simulation does, unless its process dies."""
         task = life.task(body, name=name)
         self._tasks[task] = life
         task.add_done_callback(self._ended)
         return task
 
     def forget_tasks(self, life: Life) -> None:
-        """Tasks of a process that has died end never."""
+        """Forget the tasks of a process that has died: they never end."""
         self._tasks = {task: whose for task, whose in self._tasks.items() if whose is not life}
 
     async def pass_time(self, delay_s: float) -> None:
@@ -177,7 +177,7 @@ class Simulation:
             trouble(self, engine, consumer)
 
     def _clear_up(self) -> None:
-        """The weather clears, links work, nobody is frozen, and who has died is started again."""
+        """Clear the weather, heal the links, and thaw the frozen."""
         self.note("clearing up")
         self.network.weather = CALM
         self._flipped_share = 0.0
@@ -187,7 +187,7 @@ class Simulation:
             engine.host.poller_stalled_until_s = 0.0
 
     async def _settle(self) -> None:
-        """Everything that was begun has to end by itself."""
+        """Wait until everything that was begun has ended by itself; fail if it does not."""
         give_up_s = self.loop.time() + _SETTLE_S
         while self._tasks or any(engine.shelf.busy for engine in self.engines):
             if self.loop.time() > give_up_s and not self._tasks:
@@ -199,7 +199,7 @@ class Simulation:
             await self.pass_time(0.05)
 
     async def _all_pairs_work(self) -> None:
-        """After all that, every consumer gets something from every producer."""
+        """Check that every consumer can load from every producer."""
         numbers = itertools.count(self.settings.requests + 1)
         for producer, consumer in itertools.permutations(self.engines, 2):
             if not producer.shape.serves or not consumer.shape.loads:
@@ -236,7 +236,7 @@ class Simulation:
         return offer is not None and offer.loaded
 
     async def _all_pairs_share(self) -> None:
-        """And every engine pulls what another one keeps."""
+        """Check that every engine can pull what another one keeps."""
         numbers = itertools.count(sharing.FIRST_NUMBER << 1)
         for holder, reader in itertools.permutations(self.engines, 2):
             for number in itertools.islice(numbers, _TRIES):
@@ -259,7 +259,7 @@ class Simulation:
     # --- what happens
 
     def _landing(self, flight: SimFlight, rows: list[Row]) -> None:
-        """Just before bytes land: whose are the blocks that they land in?"""
+        """Check, just before bytes land, whose blocks they land in."""
         mine = flight.load
         if not isinstance(mine, RankLoad):
             self._looked(rows)
@@ -277,14 +277,14 @@ class Simulation:
                     engine.fail("I1", f"bytes of {load} land in block {block}, which is for {owner or 'nobody'} now")
 
     def _looked(self, rows: list[Row]) -> None:
-        """A look at seals is of no load: it is posted by a timer, and lands in no block."""
+        """Check that a look at seals, which is of no load, lands in no block."""
         for engine in self.engines:
             for local, _, size in rows:
                 for block in engine.landing_blocks(local, size):
                     engine.fail("I1", f"bytes of no load land in block {block}")
 
     def _landed(self, flight: SimFlight, rows: list[Row]) -> None:
-        """Bytes have landed: now and then one of those in the cache is another one than was sent."""
+        """Flip, now and then, one of the bytes that have landed in the cache."""
         mine = flight.load
         if not isinstance(mine, RankLoad) or not self.network.chance(self._flipped_share):
             return
@@ -300,7 +300,7 @@ class Simulation:
         self.network.later(down_s, self._restart, engine)
 
     def later_crash(self, engine: SimEngine) -> None:
-        """An engine that cannot go on safely ends its process and starts again."""
+        """End the process of an engine that cannot go on safely; it starts again."""
         life = engine.life
 
         def crash() -> None:
@@ -377,7 +377,7 @@ def simulate(seed: int) -> Result:
 
 
 def describe(result: Result) -> str:
-    """Everything that is needed to understand and to replay a seed."""
+    """Description of a seed's result, enough to understand and to replay it."""
     settings, violation = result.settings, result.violation
     lines = [f"seed {settings.seed}: {'no promise' if violation is None else violation.invariant} is broken"]
     lines += [f"  {what}" for what in (*settings.shapes, settings.weather, settings.base, *result.events)]

@@ -72,15 +72,15 @@ class SimOffer:
     broken: bool = False
     """True if it will never be computed."""
     loaded: bool = False
-    """All ranks of some engine have loaded it."""
+    """True once all ranks of some engine have loaded it."""
     device: list[DeviceWork | None] = field(default_factory=list)
     """Device work that computes it on each rank, unless it was computed at once."""
     payload: bytes = b""
     """Payload that comes with its end; then its blocks follow, too, while it is computed."""
     early: bool = False
-    """A consumer may have heard of it before it was served, and may give it up if it is late."""
+    """True if a consumer may have heard of it before it was served, and may give it up if it is late."""
     growing: list[asyncio.Task[None]] = field(default_factory=list)
-    """Computes it on each rank, step by step, under leases that are open."""
+    """Tasks that compute it on each rank, step by step, under open leases."""
 
     def __str__(self) -> str:
         return f"the offer of {self.request_id}"
@@ -94,7 +94,7 @@ class SimOffer:
         return f"request-{self.number}"
 
     def tables_upto(self, tokens: int) -> list[list[int]]:
-        """Blocks of it, by group, that hold tokens before that one."""
+        """Blocks, by group, that hold the first tokens."""
         found = []
         for facts, table in zip(self.engine.facts, self.tables, strict=True):
             first = -(-self.tokens // facts.block_size) - len(table)
@@ -107,7 +107,7 @@ class SimOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The ways of a consumer with a load: what it has cached, its patience, and for how long it uses the blocks."""
+    """Plan of a consumer for a load: cached blocks, patience, and the time for which it uses the blocks."""
 
     more: Sequence[SimOffer] = ()
     """Further offers of the same prompt: the first are named with it, the others brought when asked for."""
@@ -128,7 +128,7 @@ class SimLoad:
     """Block ids by group: the prompt's last blocks, where the first are cached."""
     cancelled: bool = False
     corrupt: bool = False
-    """Some rank was told that all is well with a flipped byte, which it had not asked to be looked for."""
+    """True if a rank had a byte flipped in a load that it had not asked to verify."""
     device: list[DeviceWork | None] = field(default_factory=list)
     """Device work that still writes to the blocks for who had them before, on each rank."""
     others: Sequence[SimOffer] = ()
@@ -143,7 +143,7 @@ class SimLoad:
         return self.offer.request_id
 
     def source(self, attempts: Sequence[Attempt]) -> SimOffer:
-        """The engine that has given all of it, by what the report says."""
+        """Offer whose engine has given all of it, by the report."""
         engine_id = attempts[-1].engine_id if attempts else self.offer.engine.name
         return next(one for one in (self.offer, *self.others) if one.engine.name == engine_id)
 
@@ -161,12 +161,12 @@ class RankLoad:
     last_landing_s: float = 0.0
     """Time at which bytes came to its blocks last."""
     flipped: bool = False
-    """One of them was another one than was sent."""
+    """True if one of the bytes was flipped on its way."""
     hosts: dict[int, list[SimHost]] = field(default_factory=dict)
     """Hosts whose bytes have come, in the order of the first ones: of each block if side by side, else of all."""
 
     def came_late(self, host: SimHost, block: int) -> SimHost | None:
-        """Bytes of a host come for a block: who came after the same host had come before, if somebody has."""
+        """Note bytes of a host for a block. Returns the host that came after that one had come before, if any."""
         seen = self.hosts.setdefault(block if self.side_by_side else 0, [])
         if host not in seen:
             seen.append(host)

@@ -49,7 +49,7 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
 
 
 def garbled(network: Network, frames: Frames) -> Frames:
-    """An answer as it arrives: now and then cut, overwritten, of another kind, or of a frame too many."""
+    """Answer as it arrives: now and then cut, overwritten, of another kind, or with a frame too many."""
     if not network.chance(network.weather.garbled_share):
         return frames
     network.note("garbled")

@@ -1,4 +1,4 @@
-"""The NIXL agents of one runtime, as they live on their owner thread.
+"""NixlAgents: the two NIXL agents of one runtime, on their owner thread.
 
 There are two, because serving and reading want opposite things of NIXL (measured; docs/decisions/0002-two-agents.md):
 
@@ -62,7 +62,7 @@ _SLEEP_SHARE = 8
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
 POST_COST_BYTES = 256 << 10
-"""Posting a read takes its thread as long as copying so much; over shared memory it copies the read, too."""
+"""Bytes that could be copied in the time of posting a read; over shared memory posting copies the read, too."""
 # Of what is posted as one request, where several reads wait: a small read that comes now waits for no more, as behind
 # a slice (`limits.BY_DEVICE`).
 _TOGETHER_BYTES_MAX = 8 << 20
@@ -101,7 +101,7 @@ class _Request:
 
 
 class _Parked(NamedTuple):
-    """A reading agent that is polled no more."""
+    """Reading agent that is polled no more."""
 
     agent: Agent
     peers: frozenset[AgentName]
@@ -183,7 +183,7 @@ class NixlAgents:
             raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
 
     def _use_cuda(self, number: int) -> None:
-        """Reads into a device's memory: UCX wants the thread to have a context, and some devices want flushes."""
+        """Prepare reads into a device's memory: UCX needs a context on the thread, and some devices need flushes."""
         cuda.make_current(number)
         calls = cuda.driver()
         if calls.needs_flush(number):
@@ -220,7 +220,7 @@ class NixlAgents:
         self._to_post.add(_ToPost(read, peer, descriptors), descriptors.size_bytes)
 
     def give_up(self, reads: Collection[PostedRead]) -> None:
-        """See `Transport.give_up`: park the reading agent if any of them is under way there; others are just left."""
+        """Give reads up (`Transport.give_up`): park the reading agent if one of them is under way there."""
         silent = {one.peer for request in self._in_flight for one in request.together if one.read in reads}
         again = self._park(silent) if silent else []
         while self._to_post:

@@ -76,7 +76,7 @@ def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
 
 
 def translated(error: Exception, bindings: ModuleType) -> TransportError:
-    """The error of NIXL's as one of ours."""
+    """Translate an error of NIXL's."""
     gone = isinstance(error, bindings.nixlRemoteDisconnectError)
     found = (PeerGone if gone else TransportError)(f"{type(error).__name__}: {error}")
     found.__cause__ = error

@@ -50,14 +50,14 @@ class _FileAgent:
 
     @property
     def stoppable(self) -> bool:
-        """True if its end finds nothing under way that it does not wait for: POSIX AIO has stopped."""
+        """True if the agent can be ended: POSIX AIO has stopped, and it waits for all else."""
         return not any(map(_runs_posix_aio, self._files))
 
     def drop_file(self, fd: int) -> None:
         self.api.deregisterMem(self._files.pop(fd), self.backends)
 
     def end(self, lost: Sequence[object], errors: tuple[type[Exception], ...]) -> None:
-        """End it; `lost` are handles of moves that are not known to have ended."""
+        """End the agent; `lost` are handles of moves that are not known to have ended."""
         for handle in lost:
             with contextlib.suppress(*errors):
                 self.api.releaseXferReq(handle)
@@ -162,7 +162,7 @@ class PosixMover:
         return agent
 
     def _running(self) -> _FileAgent:
-        """The agent: another one, after one was ended. Raises what NIXL raises if it cannot be made."""
+        """The running agent; a new one if the last was ended. Raises what NIXL raises if it cannot be made."""
         if self._agent is None:
             self._agent = self._start()
         return self._agent
