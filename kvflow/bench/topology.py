@@ -159,7 +159,7 @@ class Topology:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of the pool: an eighth more than a load takes, so that it is scattered, and a unit for the wake-up load."""
+        """Tokens of the pool: an eighth more than a load takes, so that it is scattered, and a unit to wake up by."""
         units = self.tokens // UNIT_TOKENS
         return UNIT_TOKENS * (units + -(-units // 8) + 1)
 

@@ -129,7 +129,7 @@ def check_devices(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
-    """RDMA pins what it registers; nothing else does."""
+    """Check the limit of locked memory: RDMA pins what it registers; nothing else does."""
     if host.locked_bytes_max is None:
         return ok(name, "no limit")
     if host.may(_CAP_IPC_LOCK):
@@ -142,7 +142,7 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_open_files(name: str, host: Host, config: Config) -> Finding:
-    """The limits of this process, which an engine started like it would have too."""
+    """Check the limit of open files, which an engine started like this process would have, too."""
     soft, hard, needed = host.open_files_max, host.open_files_hard_max, files_needed(config)
     if soft is None or soft >= needed:
         return ok(name, f"{'no limit' if soft is None else f'at most {soft}'}, {needed} needed at most")
@@ -180,7 +180,7 @@ def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_process_reading(name: str, host: Host, _: Config) -> Finding:
-    """Between processes of one machine UCX copies by process_vm_readv, which asks for the right to trace the other."""
+    """Check the right to trace other processes, which UCX needs for process_vm_readv within a machine."""
     scope = host.ptrace_scope
     if host.may(_CAP_SYS_PTRACE):
         return ok(name, "allowed (CAP_SYS_PTRACE)")

@@ -26,7 +26,7 @@ _FIX = "make both sides equal in this, or let their router not pair them"
 
 
 class _RankShown:
-    """One engine as it shows itself to its readers."""
+    """Facts that one engine shows its readers."""
 
     def __init__(self, at: Address, compatibility: Compatibility, metadata: messages.Metadata) -> None:
         self.at = at
@@ -36,7 +36,7 @@ class _RankShown:
 
 
 class _NotTold(Exception):
-    """An engine does not tell; in words."""
+    """Refusal of an engine to tell, in words."""
 
 
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
@@ -55,7 +55,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
-    """First without a cache, which gets the facts that have to be equal; then as a reader with those facts."""
+    """Ask an engine: without a cache, for the facts that have to be equal; then as a reader with those facts."""
     engine_id, _, address = given.rpartition("@")
     target = messages.Target(engine_id or "?", 0, 0, 0)
     question = messages.MetadataRequest(reader=_READER, target=target)
@@ -70,7 +70,7 @@ async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
 
 
 def judge_pair(prefill: _RankShown, decode: _RankShown) -> list[Finding]:
-    """Each rule that says no, in the decode engine's words: "ours" is its own."""
+    """Findings for each rule that says no, in the decode engine's words: "ours" is its own."""
     ours = LocalRank(
         reader=_READER,
         caller=messages.Caller(target=decode.at.target, address=decode.at.address),

@@ -52,7 +52,7 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
 
 
 def judge_answer(reply: messages.Reply, engine_id: str) -> Finding:
-    """We come with no cache, so a "no" is what is expected; it says who is there."""
+    """Judge the answer to a question without a cache: the expected "no" says who is there."""
     name = "peer's answer"
     if not isinstance(reply, messages.Refusal):
         return ok(name, f"a kvflow rank: {type(reply).__name__}")

@@ -1,4 +1,4 @@
-"""NIXL as it is here, and two processes that hand blocks over: the bench's pair, once and small.
+"""Checks of NIXL, and of a hand-over between two processes: the bench's pair, once and small.
 
 Everything happens in processes of its own, so that a library that crashes is a finding and not our end.
 """
@@ -25,7 +25,7 @@ _REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
-    """The version, and which plugins there are."""
+    """Finding about NIXL's version, and the plugins that there are."""
     try:
         installed = version("nixl")
     except PackageNotFoundError:
@@ -52,7 +52,7 @@ def check_self_transfer(
     where: str = "",
     device: str | None = None,
 ) -> Iterator[Finding]:
-    """Check how fast two processes of this machine are, and which way the bytes took, which `judge_path` judges.
+    """Check the speed between two processes of this machine, and the way of the bytes, by `judge_path`.
 
     Caches are in host memory, or on a device. UCX settings but for its log are those of the environment.
     """
@@ -101,5 +101,5 @@ def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Fi
 
 
 def silent(name: str) -> Finding:
-    """UCX has logged no way of reads."""
+    """Finding that UCX has logged no way of reads."""
     return warn(name, "UCX did not say", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")

@@ -144,7 +144,7 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
 )
 """Histograms that records add to: name, help, labels beside `LABELS`, buckets."""
 Told: TypeAlias = tuple[str, tuple[str, ...], float]
-"""A name of those, the values of all its labels, and how much it is."""
+"""Name of an instrument, the values of all its labels, and the amount."""
 
 
 def told_by(record: LoadRecord | LeaseRecord) -> Iterator[Told]:

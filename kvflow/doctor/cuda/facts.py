@@ -1,4 +1,4 @@
-"""All that was seen of a CUDA machine: by nvidia-smi, in /proc and /sys, and by a child that loads torch and NIXL.
+"""Facts of a CUDA machine: from nvidia-smi, /proc and /sys, and from a child that loads torch and NIXL.
 
 What concerns the GPUs themselves is asked in processes of their own: a driver that hangs or crashes is a finding.
 """
