@@ -3,10 +3,11 @@
 from kvflow.runtime.world import World
 from kvflow.testing.block_watch import BlockWatch, watch_blocks
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
-from kvflow.testing.caches import PatternCache, StateCache, assert_blocks_equal, assert_loaded, compare_blocks
+from kvflow.testing.caches import PatternCache, StateCache
 from kvflow.testing.cancel import cancel_everywhere
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
+from kvflow.testing.comparing import assert_blocks_equal, assert_loaded, compare_blocks
 from kvflow.testing.loads import LoadWatch, watch_loads
 from kvflow.testing.offer_watch import OfferWatch, watch_offers
 from kvflow.testing.pair import (

@@ -17,7 +17,8 @@ from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed
-from kvflow.testing.caches import PatternCache, assert_loaded
+from kvflow.testing.caches import PatternCache
+from kvflow.testing.comparing import assert_loaded
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
 from kvflow.transport.inproc import InprocNetwork, InprocTransport

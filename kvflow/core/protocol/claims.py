@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvflow.checks import is_name
+from kvflow.checks import INT64_MAX, is_name
 from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
@@ -20,7 +20,6 @@ from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.messages import REGIONS_MAX, RegionTable, SealLocation
 
-_ADDRESS_MAX = (1 << 63) - 1
 _PART_CHARS_MAX = 4096
 _PARTS = (("K", "V"), ("KV",), ("latent",))
 
@@ -57,7 +56,7 @@ def regions_from_wire(table: RegionTable) -> Regions:
         raise WireError(f"region table: {table.num_blocks} blocks of shape {tuple(table.block)}")
     size = table.block.size_bytes
     for base, stride in zip(table.bases, table.strides, strict=True):
-        if stride < size or base + stride * table.num_blocks > _ADDRESS_MAX:
+        if stride < size or base + stride * table.num_blocks > INT64_MAX:
             raise WireError(f"region table: base {base}, stride {stride}, {table.num_blocks} blocks")
     return Regions(
         bases=np.array(table.bases, dtype=np.uint64),
@@ -153,5 +152,5 @@ def _check_set(share: CacheShare, regions: Regions) -> None:
 
 def check_seals(location: SealLocation) -> None:
     """WireError unless a seal table of this size can lie there."""
-    if location.address >= _ADDRESS_MAX - location.count * 16:
+    if location.address >= INT64_MAX - location.count * 16:
         raise WireError(f"seal table: {location.count} seals at {location.address}")

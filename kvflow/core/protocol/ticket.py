@@ -25,12 +25,12 @@ from kvflow.checks import INT64_MAX, INT64_MIN, encodes, shown
 from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, rank_offset
 from kvflow.core.bounds import ClockTime, Count, PromptDigest, RankCount, Seconds, Size, TicketLeaseId, Traceparent
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.core.protocol.messages import digest_of
 from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
 from kvflow.core.protocol.ticket_checks import (
-    NAME_CHARS_MAX,
     check_count,
     check_engine_id,
     check_groups,

@@ -18,12 +18,11 @@ from kvflow import checks
 from kvflow.checks import is_name, shown
 from kvflow.config import PORT_MAX, is_host
 from kvflow.core.bounds import TRACEPARENT
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.errors import RequestError
 
 if TYPE_CHECKING:
     from kvflow.core.protocol.ticket import RankLease, Ticket
-
-NAME_CHARS_MAX = 1024
 
 
 # Engines have few ranks, and each ticket names one of them again. Types bound the lengths of what is remembered.

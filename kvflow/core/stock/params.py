@@ -11,7 +11,7 @@ import msgspec
 from kvflow import checks
 from kvflow.checks import encodes, is_name, shown
 from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host
-from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
+from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.spare import MARK, with_mark
 from kvflow.core.protocol.ticket import RankLease, Ticket
@@ -22,7 +22,6 @@ from kvflow.core.stock.versions import UnknownLine, least_line, line_of
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
-_GROUPS_MAX = 64
 _BLOCK_MAX = (1 << 31) - 1
 
 
@@ -240,7 +239,7 @@ def _request_id(value: object) -> str:
 def _tables(value: object, block_ids_max: int) -> tuple[tuple[int, ...], ...]:
     """Block ids by group. RequestError for flat ones, which are of other versions, and for too many."""
     what = "stock params: remote_block_ids"
-    if not isinstance(value, list | tuple) or not 0 < len(value) <= _GROUPS_MAX:
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= GROUPS_MAX:
         raise RequestError(f"{what}: expected a list of a list for each group, got {shown(value)}")
     if not all(isinstance(ids, list | tuple) for ids in value):
         raise RequestError(f"{what}: expected a list for each group, got {shown(value)}")
