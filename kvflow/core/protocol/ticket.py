@@ -31,13 +31,13 @@ from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.core.protocol.messages import digest_of
 from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
 from kvflow.core.protocol.ticket_checks import (
-    check_count,
     check_engine_id,
     check_groups,
     check_place,
     check_to_come,
     checked_traceparent,
     foreign_text,
+    too_many,
     wrong,
 )
 from kvflow.errors import RequestError
@@ -105,6 +105,9 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return () if self.block_ids is None else (self.block_ids, *self.more_block_ids)
 
 
+Ranks: TypeAlias = Annotated[tuple[RankLease, ...], Meta(min_length=1, max_length=RANKS_MAX)]
+
+
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that a ticket and its dict have alike."""
 
@@ -134,7 +137,7 @@ class _TicketExtension(_Offer, frozen=True, kw_only=True, omit_defaults=True):
     """kvflow's own part of a ticket, under the key "kvflow"."""
 
     version: Int64
-    ranks: Annotated[tuple[RankLease, ...], Meta(min_length=1, max_length=RANKS_MAX)]
+    ranks: Ranks
     padding: Count = 0
     """Number of ids at the end of each table that are not offered, for readers of another make that count them."""
 
@@ -179,7 +182,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
     request_id: RequestId
     block_ids: BlockIds
     tp_size: RankCount
-    ranks: Annotated[tuple[RankLease, ...], Meta(min_length=1, max_length=RANKS_MAX)]
+    ranks: Ranks
     traceparent: Traceparent = ""
     """W3C trace context of the request, for what observes the load; "" if there is none."""
     prompt_digest: PromptDigest = ""
@@ -434,9 +437,10 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         parts: tuple[Ticket | RankLease, ...] = (self, *self.ranks)
         for part in parts:
             more = part.more_block_ids
-            for ids in (part.block_ids, more, *(more if isinstance(more, tuple | list) else ())):
+            tables = (more, *more) if isinstance(more, tuple | list) else (more,)
+            for name, ids in (("block_ids", part.block_ids), *zip(itertools.repeat("more_block_ids"), tables)):
                 if isinstance(ids, set | frozenset):  # msgspec would take one, but its order is nobody's
-                    raise RequestError(f"ticket: block_ids: expected a tuple of whole numbers, got {shown(ids)}")
+                    raise RequestError(f"ticket: {name}: expected a tuple of whole numbers, got {shown(ids)}")
         values = msgspec.structs.asdict(self)
         plain = {name: tuple(map(msgspec.structs.asdict, values[name])) for name in ("ranks", "groups")}
         return _convert({**values, **plain}, Ticket)
@@ -451,8 +455,7 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         count = vars(ticket).get(_READ)
         if count is not None and count <= block_ids_max:
             return ticket
-        check_count(checks.answer(partial(_block_ids_in, ticket)) or 0, block_ids_max)  # None: a type that is wrong
-        return _checked(ticket.typed(), block_ids_max)
+        return _read_made(ticket, block_ids_max)
     params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
@@ -484,6 +487,14 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     return _checked(read, block_ids_max)
 
 
+def _read_made(ticket: Ticket, block_ids_max: int) -> Ticket:
+    """Check a ticket that somebody has made by its constructor."""
+    count = checks.answer(partial(_block_ids_in, ticket)) or 0  # None: a type that is wrong
+    if count > block_ids_max:
+        raise too_many(count, block_ids_max)
+    return _checked(ticket.typed(), block_ids_max)
+
+
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
     """Check a lease of the ticket's blocks that came by another way. RequestError names a field that cannot be."""
     _check_lease(_convert(msgspec.structs.asdict(lease), RankLease), ticket)
@@ -502,7 +513,7 @@ def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
         _check_lease(lease, ticket)
     count = _block_ids_in(ticket)
     if count > block_ids_max:  # once more: mappings within its dict may be no dicts
-        check_count(count, block_ids_max)
+        raise too_many(count, block_ids_max)
     if len(ticket.leases) < len(ticket.ranks):
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, but only {len(ticket.leases)} different ones")
     if ticket.extends or ticket.awaited:
@@ -569,5 +580,5 @@ def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
         elif isinstance(found, list | tuple | set | frozenset):
             count += checks.answer(found.__len__) or 0
     if count > block_ids_max:
-        check_count(count, block_ids_max)
+        raise too_many(count, block_ids_max)
     return nested

@@ -49,9 +49,8 @@ def foreign_text(struct: Ticket | RankLease) -> RequestError:
     return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
 
 
-def check_count(count: int, most: int) -> None:
-    if count > most:
-        raise RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
+def too_many(count: int, most: int) -> RequestError:
+    return RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
 
 
 def check_groups(ticket: Ticket) -> None:
@@ -76,7 +75,8 @@ def check_to_come(ticket: Ticket, block_ids_max: int) -> None:
     if any(count > most for count, most in zip(counts, ticket.block_counts, strict=True)):
         why = f"{ticket.num_tokens} tokens need {ticket.block_counts}"
         raise RequestError(f"ticket: {counts} blocks by group of a lease that is extended, but {why}")
-    check_count(sum(ticket.block_counts), block_ids_max)
+    if (count := sum(ticket.block_counts)) > block_ids_max:
+        raise too_many(count, block_ids_max)
 
 
 def checked_traceparent(value: object) -> str:
