@@ -82,14 +82,14 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     address: NetAddress
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every question that a reader puts to a rank."""
 
     reader: Reader
     target: Target
 
 
-class MetadataRequest(Question, frozen=True, kw_only=True, tag="get_metadata"):
+class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadata"):
     """Question for a rank's name and the place of its cache; the answer is `Metadata`."""
 
     request_id: RequestName | None = None
@@ -108,7 +108,7 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     incarnation: Incarnation
 
 
-class LeaseRequest(Question, frozen=True, kw_only=True, tag="find_lease"):
+class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="find_lease"):
     """Question for the lease that holds these blocks of a request, to ranks that the reader's ticket does not name."""
 
     request_id: RequestName
@@ -117,7 +117,7 @@ class LeaseRequest(Question, frozen=True, kw_only=True, tag="find_lease"):
     """`digest_of` the engine's block ids, which are the same on all its ranks."""
 
 
-class ReleaseRequest(Question, frozen=True, kw_only=True, tag="release"):
+class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
     """Word that these blocks of a request are needed no more: a `ReadDone` of a reader that is not connected.
 
     Its share of the lease follows from the cache shares (`topology.report_share`). The lease id is None where the
@@ -131,7 +131,7 @@ class ReleaseRequest(Question, frozen=True, kw_only=True, tag="release"):
     cache_shares: CacheShares
 
 
-class ClockRequest(Question, frozen=True, kw_only=True, tag="get_clock"):
+class ClockRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_clock"):
     """Question for a reading of the clock."""
 
 
@@ -155,7 +155,7 @@ class DigestPart(msgspec.Struct, frozen=True, array_like=True):
 DigestParts: TypeAlias = Annotated[tuple[DigestPart, ...], Meta(max_length=DIGEST_PARTS_MAX)]
 
 
-class DigestRequest(Question, frozen=True, kw_only=True, tag="get_digests"):
+class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests"):
     """Question for the digests of these bytes of an open lease. See `core.protocol.digests`."""
 
     request_id: RequestName
@@ -165,7 +165,7 @@ class DigestRequest(Question, frozen=True, kw_only=True, tag="get_digests"):
     parts: DigestParts
 
 
-class OfferRequest(Question, frozen=True, kw_only=True, tag="await_offer"):
+class OfferRequest(ReaderRequest, frozen=True, kw_only=True, tag="await_offer"):
     """Question for the offer of a request that may have yet to begin, by readers of a rendezvous.
 
     The request id is the secret that gives access. The answer comes as soon as there is one, at the latest after
@@ -176,7 +176,7 @@ class OfferRequest(Question, frozen=True, kw_only=True, tag="await_offer"):
     wait_s: Wait
 
 
-class NewsRequest(Question, frozen=True, kw_only=True, tag="get_news"):
+class NewsRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_news"):
     """Question for news of an open lease: complete, failed or ended, more blocks than these, more tokens.
 
     It is answered as an `OfferRequest` is.
@@ -191,7 +191,7 @@ class NewsRequest(Question, frozen=True, kw_only=True, tag="get_news"):
     """Missing tokens at which an answer is due as well; -1: not before the end of the lease."""
 
 
-class SeekRequest(Question, frozen=True, kw_only=True, tag="seek"):
+class SeekRequest(ReaderRequest, frozen=True, kw_only=True, tag="seek"):
     """Question for the longest run of a prefix that is in the cache now. It is answered by an `Offer` of it."""
 
     request_id: RequestName
