@@ -1,7 +1,7 @@
-"""Asks a stock engine's listener for the metadata of one of its ranks: the one question that there is.
+"""The one question to a stock engine's listener: for the metadata of one of its ranks.
 
-The listener is one thread of the engine's scheduler, and it ends for good on any message but this one. So nothing else
-can be sent from here, and every question has a socket of its own.
+The listener is one thread of the engine's scheduler, and it ends for good on any other message. So nothing else can be
+sent from here, and every question has a socket of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The ranks that a load reads from or reports to, by a stock producer's parameters.
+"""StockReach: the way from a stock producer's parameters to the ranks that a load reads from or reports to.
 
-The first rank is asked before any other: what it shows has to bear out how many ranks its engine is said to have, since
-a question about a rank that is not there ends its listener. So has each stage of a pipeline, for the next one: there is
-one only where layers are missing.
+The first rank is asked before any other, because a question about a rank that does not exist ends the engine's
+listener: what it shows has to confirm the number of ranks that the parameters claim. Each stage of a pipeline confirms
+the next one in the same way: there is one only where layers are missing.
 """
 
 from __future__ import annotations

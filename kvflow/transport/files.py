@@ -1,9 +1,9 @@
 """Files: moves of bytes between memory and files, on a thread of its own, by a mover that the transport chooses.
 
-All that has to do with files is a job for that one thread, in order: opening, moving, syncing, removing. So a file is
-closed after its last move, and a job that was given after another finds what that has done. A move that was posted
-cannot be taken back. It ends in one call on the loop, which says whether it has failed, and whether it is known to have
-stopped. What is not is settled when nothing else is under way; moves that are posted until then wait for that.
+Everything about files is a job for that one thread, in order: opening, moving, syncing, removing. So a file is closed
+after its last move, and each job sees the results of those before it. A posted move cannot be taken back. It ends with
+one call on the loop, which tells whether it has failed, and whether it is known to have stopped. A move that may still
+run is settled when nothing else is under way; moves that are posted meanwhile wait for that.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Circuit breaker per peer: a value and the functions that change it say when one that fails may be asked again.
+"""Circuit breaker per peer: a value, and functions that say when a peer that has failed may be asked again.
 
-Exponential back-off with jitter: each failure in a row that counts keeps the peer from being asked for twice as long as
-the one before, up to a limit, less up to half of that by chance, so that readers of one dead producer do not come back
-together. After the wait one attempt is made (`PeerState.CONNECTING` holds everybody else); it fails and the wait grows,
-or it works. Only bytes that were read end the row, so a peer that shakes hands and then fails every read is not asked
-for ever.
+The back-off is exponential with jitter. Each failure in a row doubles the wait, up to a limit; chance shortens it by up
+to a half, so that the readers of one dead producer do not come back together. After the wait one attempt is made
+(`PeerState.CONNECTING` holds everybody else): it works, or the wait grows. Only a successful read ends the row, so a
+peer that shakes hands and then fails every read is asked ever more seldom.
 
-A first failed read costs no wait: it says that the connection is dead, not that the peer is.
+The first failed read costs no wait: it means that the connection is dead, not that the peer is.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Admission of first contacts: a bound on how many peers that have never answered are asked at once. Pure.
 
-Whether anybody lives at the address in a ticket is known only by asking, and silence costs a timeout. Two rules keep
-silent addresses from starving the others:
+Only asking tells whether anybody lives at the address in a ticket, and silence costs a timeout. Two rules keep silent
+addresses from starving the others:
 
-- Last in, first out: what has waited for long has little left of its deadline.
+- Last in, first out: a contact that has waited for long has little left of its deadline.
 - Preemption: while somebody waits, contacts under way make way, one at a time. First goes one that nobody wants any
-  more, else the oldest, once it has had the time in which a peer that lives answers (`patience_s`).
+  more, else the oldest, once it has had the time in which a living peer answers (`patience_s`).
 """
 
 from __future__ import annotations

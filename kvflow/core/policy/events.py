@@ -1,7 +1,7 @@
 """Events of a device that have to happen before bytes may be read, or may land.
 
-An event is asked again and again until it has happened, at first after a moment, then after a fiftieth of the time that
-it has taken so far: so no other event waits for it, nothing blocks, and what never happens costs next to nothing.
+An event is queried again and again until it has happened: at first after a moment, then after a fiftieth of the time
+that it has taken so far. Nothing blocks, no event waits for another, and one that never happens costs next to nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The use of each local block: the accounts behind conservation (invariant I5).
 
-Groups of layers that have their block ids in common share an account, others have their own; *entries* number the
-blocks of all accounts. With one group a block's id is its entry. Where some blocks of a group are one of its pool's
-blocks together, that one is the entry of all of them.
+Groups of layers with one pool of block ids share an account; other groups have their own. *Entries* number the blocks
+of all accounts. With one group a block's id is its entry. Where several blocks of a group are one block of its pool,
+they have one entry.
 
 Every block is free, leased (one or more leases read-protect it), in flight (one load writes it) or quarantined (a
-load has ended, its bytes may still land). Leases share blocks; a write excludes everything else. What a load *keeps*
-stays claimed from one of its sources to the next.
+load has ended, its bytes may still land). Leases share blocks; a write excludes everything else. Blocks that a load
+*keeps* stay claimed from one of its sources to the next.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Map of who has which prefix, as the KV events of engines tell it: a hint, which may be wrong.
+"""Map of prefixes to engines that have them, as their KV events tell: a hint, which may be wrong.
 
-Events name blocks by hashes of the engine's own and carry the tokens, so kvflow's keys are computed here. A block's key
-takes all tokens before it: a block whose parent is not known is passed over. So is one that depends on what its event
-does not tell as a prompt does: an adapter, whose path is missing, embeddings, SGLang's salt. A cache salt and pictures
-of vLLM's are `marked` as in the prompts of its requests. Of several cache groups those count that keep all of a prompt;
-blocks of a window or with state say less about what is there.
+Events name blocks by the engine's own hashes and carry the tokens, so kvflow's keys are computed here. A block's key
+takes all tokens before it, so a block with an unknown parent is passed over. So is a block whose keys depend on more
+than its event tells: an adapter, whose path is missing, embeddings, SGLang's salt. vLLM's cache salt and pictures are
+`marked` as in the prompts of its requests. Only cache groups that keep all of a prompt count; blocks of a window or
+with state say less about what is there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Entries of a store, and who makes room for whom.
+"""Index of a store: its entries, and which of them make room for others.
 
-Entries have an order: the one that was saved or restored longest ago is the first to go, after those that could not be
-read, which nobody finds any more. One that is being read never goes. What is being written counts with its whole size
-from the beginning, and one that was replaced while somebody read it counts until nobody does; so what is on disk never
-exceeds the bound.
+Entries have an order. Those that could not be read go first, and are not found any more; then the one that was saved or
+restored longest ago. An entry that is being read never goes. An entry that is being written counts with its whole size
+from the beginning; one that was replaced counts until its last reader has finished. So the files never exceed the
+bound.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """NIXL's POSIX backend as a mover of bytes between memory and files.
 
-Its agent is a third one of the runtime, since a file is no peer: NIXL reaches it under the agent's own name. Several
-moves share one queue of the kernel. With POSIX AIO an error of one is reported for all of them, while bytes of any may
-be on their way (seen in NIXL's source, 1.5), and with every queue there are errors after which it takes no move any
-more. So a move that fails is taken for lost, and its handle is kept, since NIXL writes to it when the rest ends. Once
-nothing else is under way the agent is ended: Linux AIO waits for what is in its queue (`io_destroy`), POSIX AIO is
-asked. A ring of io_uring is not known to wait; with it, what is lost has stopped when the thread has ended.
+Its agent is a third one of the runtime. A file is no peer: NIXL reaches it under the agent's own name. Moves share one
+queue of the kernel. With POSIX AIO the error of one is reported for all of them, while bytes of any may be on their way
+(seen in NIXL's source, 1.5); and after some errors a queue of any kind takes no more moves. So a failed move counts as
+lost, and its handle is kept, since NIXL writes to it when the rest ends. Once nothing else is under way the agent is
+ended: Linux AIO waits for its queue (`io_destroy`), POSIX AIO is asked. A ring of io_uring is not known to wait; with
+it, lost moves have stopped only when the thread has ended.
 """
 
 from __future__ import annotations
