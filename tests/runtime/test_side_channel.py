@@ -147,7 +147,7 @@ LIES: list[tuple[str, dict[str, object], type[KVFlowError], str]] = [
     ("regions", {"block": BlockShape(4, 2, 16, 16, 64)}, PeerIncompatible, "bytes of a head: ours 64, theirs 32"),
     ("regions", {"device_kind": "tape"}, PeerIncompatible, "device: ours .*, theirs tape"),
 ]
-"""What a peer says of itself, in one of its parts; what else cannot be true is in `core/protocol/test_messages`."""
+"""What a peer says of itself, in one of its parts; what else cannot be true is in `core/protocol/test_claims`."""
 
 
 async def test_metadata_that_cannot_be_true_or_does_not_fit(pair: EnginePair) -> None:
