@@ -31,12 +31,11 @@ from kvflow.testing.simulator.checks import demand
 from kvflow.testing.simulator.network import SimHost
 from kvflow.testing.simulator.settings import Shape
 from kvflow.testing.simulator.shelf import Kept, SimShelf
-from kvflow.testing.simulator.work import DeviceWork, SimLoad, SimOffer, SimRank
+from kvflow.testing.simulator.work import DeviceWork, SimLoad, SimOffer, SimPull, SimRank
 from kvflow.testing.simulator.world import make_world
 from kvflow.testing.virtual_loop import Life
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.prefixes import SimPull
     from kvflow.testing.simulator.simulation import Simulation
 
 _AT_ONCE_SHARE = 0.3  # of what a device is told to write

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.cache.groups import GroupKind
@@ -17,12 +17,12 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError, LoadError, PeerError, RuntimeBroken
 from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.testing.simulator.cache import Content, first_token
+from kvflow.testing.simulator.cache import first_token
 from kvflow.testing.simulator.checks import check_conserved
 from kvflow.testing.simulator.network import LOAD
-from kvflow.testing.simulator.prompts import SPAN, SimPrompt
+from kvflow.testing.simulator.prompts import SPAN
 from kvflow.testing.simulator.shelf import ends
-from kvflow.testing.simulator.work import DeviceWork, RankLoad, SimOffer, SimRank, all_over
+from kvflow.testing.simulator.work import DeviceWork, PullPlan, RankLoad, SimPull, SimRank, all_over
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
@@ -32,78 +32,6 @@ _MOMENT_S = 1e-4  # in which each holder's load finds out that the time is over
 
 Ending: TypeAlias = "PrefixReport | LoadReport | BaseException"
 FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullPlan:
-    """Plan of a reader's pull."""
-
-    number: int
-    prompt: SimPrompt
-    key_tokens: int
-    holders: Sequence[SimEngine]
-    cached_tokens: int = 0
-    seeks: bool = False
-    """True if it asks first, makes room for what is offered, and loads that as any ticket."""
-    rest: SimOffer | None = None
-    """Offer of all of it, which brings the rest beyond what the holders have."""
-    deadline_s: float | None = None
-    answer_within_s: float = 0.25
-    recompute_s_per_token: float | None = None
-    cancel_after_s: float | None = None
-    use_s: float = 0.0
-
-    @property
-    def request_id(self) -> str:
-        return f"pull-{self.number}"
-
-    @property
-    def most(self) -> int:
-        """Tokens that a pull can bring, with what is cached."""
-        keyed = len(self.prompt.tokens) // self.key_tokens * self.key_tokens
-        return max(keyed if self.rest is None else self.rest.tokens, self.cached_tokens)
-
-
-@dataclass(slots=True, eq=False)
-class SimPull:
-    """A prefix on its way into an engine: on each of its ranks a pull."""
-
-    plan: PullPlan
-    engine: SimEngine
-    content: Content
-    tables: list[list[int]]
-    """Block ids by group."""
-    exact: bool
-    """True if the tables are for the very tokens that come; else each place of the prompt has a block in windows."""
-    cancelled: bool = False
-    device: list[DeviceWork | None] = field(default_factory=list)
-    """Device work of the former owners, which still writes to the blocks, on each rank."""
-
-    @property
-    def request_id(self) -> str:
-        return self.plan.request_id
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [block for table in self.tables for block in table]
-
-    def __str__(self) -> str:
-        return f"the pull {self.plan.request_id}"
-
-    def filled(self, tokens: int) -> list[list[int]]:
-        """Blocks, by group, that hold what matters of the first tokens beyond what was cached."""
-        cached = self.plan.cached_tokens
-        if tokens <= cached:
-            return [[] for _ in self.tables]
-        if self.exact:
-            return self.tables
-        found = []
-        for facts, table in zip(self.engine.facts, self.tables, strict=True):
-            size, first = facts.block_size, cached // facts.block_size
-            needed = max(facts.first_needed(tokens) // size - first, 0)
-            state = facts.kind is GroupKind.STATE
-            found.append(table if state else table[needed : -(-tokens // size) - first])
-        return found
 
 
 class Puller:

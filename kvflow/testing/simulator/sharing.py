@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from kvflow.testing.simulator import offering
 from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
-from kvflow.testing.simulator.prefixes import Puller, PullPlan
+from kvflow.testing.simulator.prefixes import Puller
 from kvflow.testing.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
 from kvflow.testing.simulator.settings import CALM
+from kvflow.testing.simulator.work import PullPlan
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
