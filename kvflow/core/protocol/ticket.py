@@ -390,8 +390,8 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         offer = dict(zip(_OFFERED, _OFFER(ticket), strict=True))
         extension = _TicketExtension(version=PROTOCOL_VERSION, ranks=ticket.ranks, **offer)
         try:
-            kvflow = msgspec.json.decode(msgspec.json.encode(extension))
-        except (TypeError, UnicodeEncodeError) as error:  # a text of another class, or one that is no UTF-8
+            kvflow = _listed(msgspec.to_builtins(extension))
+        except TypeError as error:  # a text of another class
             raise RequestError(f"ticket: {shown(error)}") from error
         first = kvflow["ranks"][0]
         return {
@@ -543,6 +543,15 @@ def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
         return msgspec.convert(given, kind)
     except Exception as error:
         raise wrong(given, error) from error
+
+
+def _listed(value: Any) -> Any:
+    """Builtins as JSON has them, with lists in place of tuples."""
+    if isinstance(value, dict):
+        return {name: _listed(one) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [*value] if value and isinstance(value[0], int) else [*map(_listed, value)]
+    return value
 
 
 def _block_ids_in(ticket: Ticket) -> int:
