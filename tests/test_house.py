@@ -269,7 +269,7 @@ print(*sorted(name for name in ("torch", "zmq", "nixl", "asyncio", "kvflow.trans
 
 
 def test_nixl_and_zmq_have_one_home_each() -> None:
-    assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl/agents.py"}
+    assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl/native.py"}
     channel = ("asking", "connections", "listening", "keyring")
     others = {"kvflow/stock/asking.py", "kvflow/sglang/manager.py"}  # the wires of other engines
     others |= {f"kvflow/kv_events/{name}.py" for name in ("following", "publishing", "sockets")}

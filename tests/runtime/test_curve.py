@@ -17,7 +17,7 @@ from side_channels import ANSWER, PLAIN, REQUEST, address_of, ask, asking, liste
 from tests_support import WAIT_S, until
 
 from kvflow import Config, LeaseOutcome, Runtime, ServeRequest, Ticket
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.errors import ConfigError, PeerRefused, PeerUnreachable
 from kvflow.runtime.channel.asking import ATTEMPTS_MAX
 from kvflow.runtime.channel.keyring import KeyPair, Keyring, make_key_files
@@ -182,8 +182,8 @@ async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path)
     clock = ManualClock()
     server, own = [await _pair(keys, name) for name in ("producer", "other")]
     curve = (server.public, own.public, own.secret)
-    frames = messages.encode_frames(
-        messages.our_header(b""), messages.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
+    frames = codec.encode_frames(
+        codec.our_header(b""), messages.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
     )
     async with listening(config_of(keys, "producer"), clock) as listener:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -196,7 +196,7 @@ async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path)
             clock.advance(2)
             await dealer.send_multipart(frames)
             statistics = await seen(listener, refused=1)
-            refusal = messages.decode_reply((await dealer.recv_multipart())[1])
+            refusal = codec.decode_reply((await dealer.recv_multipart())[1])
             assert isinstance(refusal, messages.Refusal)
             assert "your CURVE key has left our curve_peers_dir" in refusal.reason
     assert statistics.answered == 1

@@ -13,7 +13,7 @@ import pytest
 
 import kvflow
 from kvflow import LeaseOutcome, LoadRequest
-from kvflow.core.protocol.messages import PROTOCOL_VERSION
+from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.errors import PeerIncompatible, RequestError
 from kvflow.testing import InprocPair, assert_quiet
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -71,7 +72,7 @@ class Reach:
         self.ask_patiently = peers.ask_patiently
         questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
         self.when_served, self._find_lease = questions.when_served, questions.find
-        self.spread = messages.checksum(local.reader.encode())
+        self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
         self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
 
