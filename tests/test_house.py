@@ -75,7 +75,9 @@ PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
 IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "signal", "multiprocessing", "uvloop"}
 
-ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", "kvflow/connector/step.py"}
+_PURE_OF_CONNECTORS = ("asking", "consumers", "engine", "paged_groups", "parameters", "producers", "scheduler")
+_PURE_OF_CONNECTORS += ("scheduling_config", "shelving", "step")
+ALSO_PURE = {f"kvflow/connector/{name}.py" for name in _PURE_OF_CONNECTORS}
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
 COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "tests/gpu/raw.py"}

@@ -1,10 +1,10 @@
-"""Which requests ask peers for a prefix, as a scheduler's half decides: one question a request, before it gets blocks.
+"""Questions to peers for prefixes, as a scheduler's half decides them: one for a request, before it gets blocks.
 
-An engine's scheduler asks here how many tokens can come from remote. The first time, that makes a question, which
-leaves with the next step; until its answer is back with a step's results, the scheduler is told to ask again. What was
-found is then a ticket like any other.
+An engine's scheduler asks here whether a request waits for its peers. The first time, that makes a question, which
+leaves with the next step; until the answer is back with a step's results, the request waits. Whatever was found is then
+a ticket like any other.
 
-Of requests whose prompts begin alike one asks and loads at a time: the others wait for it, find in the engine's prefix
+Requests whose prompts begin alike take turns: one asks and loads. The others wait for it, find in the engine's prefix
 cache what it has loaded, and ask for the rest if that is worth it.
 """
 
@@ -69,22 +69,24 @@ class Asking:
         self._tokens_min = tokens_min
         self._requests: dict[str, _Asker] = {}
         self._first: dict[bytes, str] = {}
-        """Of requests that begin alike the one that asks or loads, by the key of their first block."""
+        """The request whose turn it is to ask or load, by the key of its first block."""
         self._next: list[Question] = []
 
     def __repr__(self) -> str:
         return f"<Asking {len(self._requests)} requests>"
 
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
-        """A request has come that gets nothing from a prefill engine. `keys` are those of its full blocks, the last of
-        its tokens left out, which is computed in any case; `source` is the peer that its router has named.
+        """Take a request that gets nothing from a prefill engine.
+
+        `keys` are those of its full blocks without its last token, which is computed in any case; `source` is the peer
+        that its router has named.
         """
         peers, hinted = (self._peers, self._hinted) if source is None else ((source,), False)
         if (peers or hinted) and len(keys) * self._block_tokens >= self._tokens_min:
             self._requests[request_id] = _Asker(keys, peers, hinted)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Whether the request's question is under way, or leaves with the next step, or the load of one like it is."""
+        """Ask for a request when it is its turn. True while it waits for that, or for an answer."""
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:
             return request is not None and request.state is _State.ASKED
@@ -104,30 +106,30 @@ class Asking:
         return True
 
     def take(self) -> list[Question]:
-        """The questions that leave with this step."""
+        """Hand over the questions that leave with this step."""
         taken, self._next = [one for one in self._next if one.request_id in self._requests], []
         return taken
 
     def answered(self, request_id: str, *, found: bool) -> bool:
-        """A question's answer is there; whether the request still waits for it."""
+        """Take the answer to a question. True if the request still waits for it."""
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:
             return False
         request.state = _State.ANSWERED
         if not found:
             self.over(request_id)
-            for other in self._requests.values():  # nobody has even the first block of theirs
+            for other in self._requests.values():  # nobody has even their first block
                 if other.keys[0] == request.keys[0] and other.peers == request.peers:
                     other.state = _State.ANSWERED
         return True
 
     def over(self, request_id: str) -> None:
-        """The request's load has ended, or there will be none: it is the turn of another one like it."""
+        """Give the turn on: the request's load has ended, or there will be none."""
         request = self._requests.get(request_id)
         if request is not None and self._first.get(request.keys[0]) == request_id:
             del self._first[request.keys[0]]
 
     def finished(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self.over(request_id)
         self._requests.pop(request_id, None)

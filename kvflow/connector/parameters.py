@@ -20,7 +20,7 @@ _NAME_CHARS_MAX = 200
 
 
 def name_of(request_id: str) -> str:
-    """A runtime's name for an engine's request, whose own id may have any length: a long one's beginning and digest."""
+    """A runtime's name for an engine's request: its id, or the beginning and a digest of an id that is too long."""
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).hexdigest()
@@ -47,15 +47,16 @@ def producer_params(rendezvous: Ticket) -> dict[str, Any]:
 
 
 def rendezvous_in(params: Mapping[str, Any]) -> str | None:
-    """The name under which a prompt is to be offered, if it is to flow. RequestError if it cannot be one."""
+    """The name under which a prompt that is to flow is offered; None of any other. RequestError if it cannot be one."""
     extra = params.get("kvflow")
     given = extra.get(_RENDEZVOUS) if isinstance(extra, Mapping) else None
     return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
 
 
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The parameters of a request whose prompt several engines have computed, or are to: the load reads from the first,
-    and from the next one if that fails, has ended, or is late.
+    """Make the parameters of a request whose prompt several engines have computed, or are to.
+
+    The load reads from the first, and from the next one if that fails, has ended, or is late.
 
     Args:
         params: what each engine has answered, or `Ticket.to_params()`, the best first.
@@ -95,7 +96,7 @@ class Dialect(NamedTuple):
     """RequestError for what is none."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """The part of a request's id that may stand in the name that its lease is found by."""
+    """A request's id as it may stand in the name that its lease is found by."""
 
 
 OWN_DIALECT = Dialect()

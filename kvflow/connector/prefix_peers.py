@@ -1,4 +1,4 @@
-"""The peers that a worker asks for prefixes, side by side and for a bounded time. Of its ranks one asks for all."""
+"""The peers that a worker asks for prefixes, side by side and for a bounded time. One rank asks for its engine."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _HINTS_MAX = 4
 
 
 class PrefixOutcome(enum.StrEnum):
-    """What has come of a question."""
+    """Outcome of a question."""
 
     FOUND = "found"
     NOTHING = "nothing"
     SLOWER = "slower"
-    """Something whose load takes longer than computing it."""
+    """Something was found whose load takes longer than computing it."""
     LATE = "late"
-    """Nothing, and the whole time was waited for somebody's answer."""
+    """Nothing was found, and somebody's answer was waited for until the end."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefixPeers:
-    """Engines by their addresses."""
+    """Engines by their addresses, and how they are asked."""
 
     wait_s: float = 0.05
     """Longest time that a question may take."""
     recompute_s_per_token: float | None = None
-    """What computing a token takes here. With it nothing is taken of an engine that loads have been slower from."""
+    """Time to compute a token here. With it, nothing is loaded from an engine that loads have been slower from."""
     every_rank: bool = False
-    """Whether other ranks of this engine load what is found, too."""
+    """True if other ranks of this engine load what is found, too."""
     events: tuple[EventSource, ...] = ()
-    """Engines whose KV events are followed, to ask those that have something (`follow`); each by the address of its
-    side channel."""
+    """Engines whose KV events are followed (`follow`), so that those are asked which have something; the holder of each
+    is the address of its side channel."""
     known: tuple[str, ...] = ()
     """Peers that are connected at the start (`greet`), which takes longer than a question may."""
     _map: PrefixMap = field(default_factory=PrefixMap)
@@ -59,10 +59,10 @@ class PrefixPeers:
     async def ask(
         self, runtime: Runtime, question: Question
     ) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Ask those that a question names, and those that events do.
+        """Ask the peers that a question names, and those that KV events show to have some of it.
 
-        What is offered is leased: tickets of the most tokens that anybody has, the best first, to be loaded, and others
-        to be given back.
+        The outcome, and leased tickets: first those to load, of the most tokens that anybody has, the best first; then
+        those to give back.
         """
         request = PrefixRequest(
             name_of(question.request_id),
@@ -86,23 +86,23 @@ class PrefixPeers:
         return PrefixOutcome.FOUND, tickets[:alike], tickets[alike:]
 
     async def greet(self, runtime: Runtime) -> None:
-        """Connect this rank to those that are known; who is not up yet is connected by the first question."""
+        """Connect this rank to the known peers. One that is not up yet is connected by the first question."""
         within_s, nothing = runtime.config.handshake_timeout_s, (bytes(KEY_BYTES),)
         peers = self.known[:PEERS_MAX]
         await _seek(runtime, PrefixRequest("greeting", nothing, 1, block_ids=(), peers=peers, answer_within_s=within_s))
 
     async def follow(self) -> None:
-        """The body of a task, for as long as peers are asked."""
+        """Follow KV events until cancelled: the body of a task."""
         async with Subscriber(self._map, self.events):
             await asyncio.Event().wait()
 
     def _hints(self, question: Question) -> list[str]:
-        """Those that are likely to have some of it, most of it first."""
+        """Peers that are likely to have some of it, those with the most first."""
         found = self._map.holders(question.keys, question.key_tokens) if question.hinted else []
         return [peer for peer, tokens in found if tokens > question.cached_tokens][:_HINTS_MAX]
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """A load has succeeded: one of a prefix tells what a token takes from there."""
+        """Learn from a load that has succeeded how long a token of a prefix takes from its engine."""
         if ticket.request_id.startswith(PREFIX_OF) and report.tokens:
             engine_id, seconds = ticket.engine_id, report.total_s
             if report.attempts:

@@ -1,7 +1,7 @@
 """Configuration from JSON: an engine's own configuration, checked as fields of kvflow's dataclasses; classes by name.
 
-Engines hand connectors a dict that a user has written. What it may hold follows from the fields' types; a value of
-another type is a ConfigError that names its key, before anything is made of it.
+Engines hand connectors a dict that a user has written. The fields' types say what it may hold; a value of another type
+is a ConfigError that names its key, before anything is made of it.
 """
 
 from __future__ import annotations

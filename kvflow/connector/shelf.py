@@ -1,8 +1,8 @@
-"""What one rank's blocks hold of prompts, by key: the shelf that a worker shares with its peers.
+"""The shelf that a worker shares with its peers: the prompts that one rank's blocks hold, by key.
 
-The scheduler's half tells what is new and what is gone (`connector.shelving`), step by step; a step that is about to
-write into blocks takes them off the shelf first, and names the runs that peers read there. Blocks are those of the
-engine, of all its groups; runs count them as the rank has registered them.
+The scheduler's half tells step by step what is new and what is gone (`connector.shelving`). A step that is about to
+write into blocks takes them off the shelf first, and names the runs that peers read there. Blocks are counted as the
+engine does, in all its groups; in runs they are counted as the rank has registered them.
 
 Steps come on the engine's thread, questions on the runtime's: neither waits for the other longer than a look takes.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvflow.connector.scheduler import PagedGroup
+from kvflow.connector.paged_groups import PagedGroup
 from kvflow.connector.step import NO_BLOCK, BlockTables, Shelved
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent, has_happened
@@ -26,16 +26,16 @@ __all__ = ["PagedShelf"]
 
 
 class _Entry(NamedTuple):
-    """The block of a key."""
+    """The blocks of a key."""
 
     parent: bytes
     blocks: tuple[list[int], ...]
-    """For each group, all blocks that hold it: an engine may compute the same twice."""
+    """All blocks that hold it, for each group: an engine may compute the same twice."""
 
 
 @dataclass(slots=True)
 class _Coming:
-    """What will be there once a device has computed it."""
+    """Blocks that will be there once a device has computed them."""
 
     event: DeviceEvent | None
     shelved: Sequence[Shelved]
@@ -72,13 +72,13 @@ class PagedShelf:
     # --- the engine's thread
 
     def add(self, shelved: Sequence[Shelved], ready: DeviceEvent | None) -> None:
-        """A step was submitted that completes these blocks; they are there once `ready` has happened, or now."""
+        """Put blocks on the shelf that a submitted step completes: once `ready` has happened, or now."""
         with self._lock:
             self._coming.append(_Coming(ready, shelved))
             self._settle()
 
     def take(self, reused: Iterable[int]) -> list[Run]:
-        """These blocks will hold something else: the runs that peers may be reading there, which have to end first."""
+        """Take blocks off that will hold something else. The runs that peers may be reading there have to end first."""
         gone = frozenset(reused)
         with self._lock:
             for block in gone:
@@ -90,7 +90,7 @@ class PagedShelf:
     # --- the runtime's loop
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | None:
-        """The longest run that is there now, of whole blocks; see `Shelf`."""
+        """Give the longest run that is there now, of whole blocks; see `Shelf`."""
         with self._lock:
             self._settle()
             full = len(keys)
@@ -105,7 +105,7 @@ class PagedShelf:
             return None
 
     def unpin(self, run: Run) -> None:
-        """Nobody reads the run any more."""
+        """Forget a run that nobody reads any more."""
         with self._lock:
             self._runs.pop(id(run), None)
         waiting = self._left.pop(id(run), None)
@@ -113,7 +113,7 @@ class PagedShelf:
             waiting.set_result(None)
 
     async def left(self, run: Run) -> None:
-        """Wait until nobody reads a run that has been ended: at once, but where host buffers are being filled."""
+        """Wait until nobody reads a run that was ended. That is so at once, unless host buffers are being filled."""
         if id(run) in self._runs:
             await self._left.setdefault(id(run), asyncio.get_running_loop().create_future())
 

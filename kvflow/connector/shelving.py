@@ -1,23 +1,27 @@
-"""What an engine's blocks hold of prompts, as its scheduler's half tells its workers step by step.
+"""The prompts that an engine's blocks hold, as its scheduler's half tells its workers step by step.
 
 A block holds a prompt's tokens from the step that has computed them until it is given to something else, however
-often the engine's prefix cache finds, frees and finds it in between. So a worker that is told both knows at any time
-what lies in its memory, and answers a peer's question by itself: no question reaches the scheduler, an engine that is
-idle answers as one that is busy does, and nothing is taken from the engine's pool for anybody.
+often the engine's prefix cache finds, frees and finds it in between. A worker that is told both knows at any time what
+lies in its memory, and answers a peer's question by itself: no question reaches the scheduler, an idle engine answers
+as a busy one does, and nothing is taken from the engine's pool for anybody.
 
-`watch` is what an engine's pool has to offer: it is told blocks that are in use now, and says once for each of them, by
-`reused`, that the pool gives it to something else, before the step that will write there leaves.
+The engine's pool has to offer `watch`: it takes blocks that are in use now, and calls `reused` once for each when the
+pool gives it to something else, before the step that will write there leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from kvflow.connector.scheduler import Scheduled
+from kvflow.connector.engine import Scheduled
 from kvflow.connector.step import NO_BLOCK, Shelved, Step
 
-__all__ = ["Shelving"]
+__all__ = ["GroupTablesOf", "Shelving"]
+
+GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
+"""Gives the block tables of a request by its id: one for each group, also if there is one group."""
 
 
 @dataclass(slots=True)
@@ -25,7 +29,7 @@ class _Prompt:
     keys: Sequence[bytes]
     """A key for each full block."""
     told: int = 0
-    """Blocks that the workers know of."""
+    """Number of blocks that the workers know of."""
 
 
 class Shelving:
@@ -42,38 +46,33 @@ class Shelving:
         self._null_block = null_block
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
-        """Of each block that the workers know of."""
+        """The key that each block holds, as the workers know it."""
         self._reused: list[int] = []
         self._shelved: list[Shelved] = []
-        """Of requests that have ended since the last step."""
+        """Blocks of requests that have ended since the last step."""
 
     def __repr__(self) -> str:
         return f"<Shelving {len(self._key_of)} blocks of {len(self._prompts)} requests and former ones>"
 
     @property
     def must_tell(self) -> bool:
-        """Whether the workers have to be told of blocks that hold nothing of use any more, be there a step or not."""
+        """True if workers have to hear of blocks that hold nothing of use any more, even if no request needs a step."""
         return bool(self._reused)
 
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """A request has come; `keys` are those of its prompt's full blocks."""
+        """Take a request that has come; `keys` are those of its prompt's full blocks."""
         if keys:
             self._prompts[request_id] = _Prompt(keys)
 
     def reused(self, block_id: int) -> None:
-        """A block that was watched is given to something else."""
+        """Take a watched block that is given to something else."""
         if self._key_of.pop(block_id, None) is not None:
             self._reused.append(block_id)
 
     def build_step(
-        self,
-        step: Step,
-        scheduled: Iterable[Scheduled],
-        *,
-        preempted: Iterable[str],
-        block_ids: Callable[[str], Sequence[Sequence[int]]],
+        self, step: Step, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Put into a step what its workers have to know; see `ConnectorScheduler.build_step`."""
+        """Put into a step which blocks hold something else, and which more; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:
             if request_id in self._prompts:
                 self._prompts[request_id].told = 0
@@ -91,9 +90,9 @@ class Shelving:
     def finished(
         self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """A request has ended with `computed` tokens computed, its answer's included, and still has its blocks.
+        """Take a request that has ended with `computed` tokens, its answer's included, and still has its blocks.
 
-        `keys` makes those of all its full blocks: they are of use to who goes on with the conversation.
+        `keys` makes the keys of all its full blocks: they are of use to whoever goes on with the conversation.
         """
         prompt = self._prompts.pop(request_id, None)
         full = computed // self._block_tokens
@@ -101,7 +100,7 @@ class Shelving:
             self._shelved += self._told(keys()[:full], range(prompt.told, full), block_ids)
 
     def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[Shelved]:
-        """What the workers have to know of these blocks; nothing of those in front that they know of."""
+        """A `Shelved` of these blocks, without those in front that the workers know of; none if they know all."""
         rows = [tuple(self._block(table, at) for table in tables) for at in span]
         known = (
             all(self._key_of.get(one) == keys[at] for one in row if one != NO_BLOCK)

@@ -1,7 +1,7 @@
 """The step that an engine's scheduler hands its workers: messages that any executor can carry.
 
-A `Step` is made by `connector.scheduler` and carried out by each worker. The workers tell the engine which requests
-have been received and sent, and one of them what peers have answered (`Found`); nothing else comes back.
+`connector.scheduler` makes a `Step`, each worker carries it out. The workers tell the engine which requests have been
+received and sent, and one of them tells what peers have answered (`Found`); nothing else comes back.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """The request waits for blocks: keep what its tickets offer until it is received or released."""
+    """Keep the tickets' leases open for a request that waits for blocks, until it is received or released."""
 
     request_id: str
     tickets: tuple[Ticket, ...]
-    """Of the same prompt: the next one is for when the source of the one before fails."""
+    """Tickets of one prompt: each is for when the source of the one before fails."""
 
 
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,16 +35,16 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...] | None = None
     """Their ids, if the engine knows them; with `num_tokens` only."""
     release_if_failed: bool = True
-    """Whether the offer is given back if the load fails; it is in any case if the load is abandoned."""
+    """True if the offer is given back when the load fails; when the load is abandoned it always is."""
     shared: bool = False
-    """Whether other requests read what the ticket offers, too: it is released when none of them needs it any more."""
+    """True if other requests read what the ticket offers, too: it is released when none of them needs it any more."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):
-    """These blocks hold a whole prompt once this step has been computed: open a lease under `serve_id`.
+    """Open a lease under `serve_id`: its blocks hold a whole prompt once this step has been computed.
 
-    The lease is open before its ticket can be out, so it keeps no reader waiting, and nobody can read it before: its
-    `serve_id` is a secret until then. Its `ttl_s` begins with `Send`, however long the step takes.
+    The lease is open before its ticket is out, so it keeps no reader waiting. Nobody can read it before: its `serve_id`
+    is a secret until then. Its `ttl_s` begins with `Send`, however long the step takes.
     """
 
     request_id: str
@@ -53,14 +53,14 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     ttl_s: float
     computed_tokens: int | None = None
-    """Of a prompt that is read while it is computed: how many tokens are there after this step. Its `serve_id` is known
+    """Tokens that are there after this step, for a prompt that is read while it is computed. Its `serve_id` is known
     already, and `block_tables` are those that it has by now."""
     prompt: tuple[int, ...] | None = None
     """The ids of the `num_tokens` tokens, if the engine knows them; with `computed_tokens` only."""
 
 
 class Grow(msgspec.Struct, frozen=True, kw_only=True):
-    """After this step more of a prompt is there, in the blocks that it has and in these, which follow them."""
+    """Offer more of a prompt after this step, in the blocks that it has and in these, which follow them."""
 
     request_id: str
     block_tables: BlockTables
@@ -68,25 +68,25 @@ class Grow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decline(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing will be offered under this name: tell those who wait for it."""
+    """Tell those who wait for this name that nothing will be offered under it."""
 
     serve_id: str
     reason: str
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):
-    """The ticket of a saved request is out. The engine waits until the request is reported as sent."""
+    """Begin the time of a lease whose ticket is out. The engine waits until the request is reported as sent."""
 
     request_id: str
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """The request reads nothing for these tickets any more: tell their producers at once."""
+    """Tell the producers of these tickets that the request reads nothing for them any more."""
 
     request_id: str
     tickets: tuple[Ticket, ...]
     last: bool = True
-    """Whether no other request does; else nobody is told."""
+    """True if no other request does, either; else nobody is told."""
 
 
 class Shelved(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[str, ...]
     """Addresses, one of each engine."""
     hinted: bool = False
-    """Whether those are asked as well that are known, by their KV events, to have some of it."""
+    """True if engines whose KV events show that they have some of it are asked as well."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,29 +121,30 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     tickets: tuple[Ticket, ...] = ()
-    """What peers offer, leased, as much by each, the best first; none if nobody has anything that is worth its load."""
+    """Leased offers of peers, as much by each, the best first; none if nobody has anything that is worth its load."""
 
 
 class Step(msgspec.Struct, kw_only=True):
     """One step's work, in the order in which a worker has to begin it."""
 
     reused: tuple[int, ...] = ()
-    """Blocks that will hold something else from this step on: no peer may read there what was."""
+    """Blocks that will hold something else from this step on: no peer may read there any more."""
 
     send: list[Send] = []
     keep: list[Keep] = []
     withdraw: list[str] = []
     """Requests whose leases end now: their blocks may be used for something else."""
     recall: list[str] = []
-    """Leases that end although readers may be at it: the step's own work begins when no read can succeed any more."""
+    """Requests whose leases end although they may be being read: the step's own work begins when no read can succeed
+    any more."""
     decline: list[Decline] = []
     receive: list[Receive] = []
     abandon: list[str] = []
-    """Requests whose loads nobody wants any more. They are reported as received once no byte can land."""
+    """Requests whose loads nobody wants any more. Each is reported as received once no byte can land."""
     save: list[Save] = []
     grow: list[Grow] = []
     release: list[Release] = []
     shelved: list[Shelved] = []
     questions: list[Question] = []
     introduce: bool = False
-    """Whether each worker has to say anew who it is (`ConnectorWorker.introduction`): its cache may be another one."""
+    """True if each worker has to say anew who it is (`ConnectorWorker.introduction`): its cache may be another one."""

@@ -1,8 +1,8 @@
 """The workers' half of a connector, for any engine: carries out what `connector.scheduler` hands over each step.
 
 An engine's step calls `begin` and `collect`, and neither ever waits: the work runs on the loop of a `blocking.Runtime`
-and goes on between the steps. What is reported is final: a request is received when no byte can land in its blocks any
-more, be it for a load that failed or was abandoned, and sent when its lease has ended and the engine waits for that.
+and goes on between the steps. Reports are final. A request is received when no byte can land in its blocks any more,
+also if its load has failed or was abandoned; it is sent when its lease has ended and the engine waits for that.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
+from kvflow.connector.paged_groups import PagedGroup
 from kvflow.connector.parameters import name_of
 from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
-from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import BlockTables, Found, Grow, Keep, Question, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
@@ -85,13 +85,13 @@ class Results:
     failed: Mapping[str, LoadFailed]
     sent: frozenset[str]
     found: tuple[Found, ...]
-    """What peers have answered."""
+    """Answers of peers."""
     happenings: tuple[Happening, ...]
-    """All of it, in order: for metrics and logs."""
+    """All that has happened, in order: for metrics and logs."""
 
 
 class ConnectorWorker:
-    """One rank's worker. It owns nothing: who made the runtime closes it.
+    """One rank's worker. Whoever made the runtime closes it.
 
     Args:
         runtime: the rank's, open.
@@ -104,10 +104,10 @@ class ConnectorWorker:
         self._courier = _Courier(self._happened, peers or PrefixPeers())
         self._shelf: PagedShelf | None = None
         self._shared: dict[str, int] = {}
-        """What `shared` has told."""
+        """Counts that `shared` has told."""
 
     def introduction(self) -> Ticket:
-        """Who this rank is, for `ConnectorScheduler.introduce`.
+        """Say who this rank is, for `ConnectorScheduler.introduce`.
 
         Returns:
             A ticket of nothing.
@@ -133,18 +133,18 @@ class ConnectorWorker:
         self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
 
     def meet(self, *, follows: bool) -> None:
-        """Connect to the peers that are known, from now on and without waiting for it; once a cache is registered.
+        """Begin to connect to the known peers, once a cache is registered; returns at once.
 
         Args:
-            follows: whether KV events are followed as well, as the rank does that asks.
+            follows: whether KV events are followed as well; one rank of an engine does, the one that asks.
         """
         self._runtime.start(lambda runtime: self._courier.meet(runtime, follows))
 
     def shared(self) -> Iterator[str]:
-        """Tell what has become of peers' questions since the last call.
+        """Tell the outcomes of peers' questions since the last call.
 
         Returns:
-            A word for each, which is a field of `SharingStatistics`.
+            A word for each: the name of a field of `SharingStatistics`.
         """
         if self._courier.sharing is not None:
             now = asdict(self._courier.sharing.statistics)
@@ -153,11 +153,11 @@ class ConnectorWorker:
             self._shared = now
 
     def prepare(self, step: Step) -> None:
-        """Do what has to be done before anything of a step may compute, or write into a block.
+        """End the reads of blocks that a step is about to write, and ask its questions; before it computes anything.
 
-        Returns at once, but where somebody may be reading what the step will write: leases of prefixes end within a
-        turn of the loop, and a step that recalls what flows (`Step.recall`) waits here until no read of it can succeed
-        any more, some Limits.seal_hold_s.
+        Returns at once, unless somebody may be reading what the step will write. Leases of prefixes end within a turn
+        of the loop. A step that recalls a prompt that flows (`Step.recall`) waits here until no read of it can succeed
+        any more: some Limits.seal_hold_s.
 
         Args:
             step: what `ConnectorScheduler.build_step` has given.
@@ -188,7 +188,7 @@ class ConnectorWorker:
         if step.shelved and self._shelf is not None:
             self._shelf.add(step.shelved, ready)
         if step != _NOTHING:
-            self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
+            self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, ready, after))
 
     def collect(self) -> Results:
         """Take what has ended meanwhile; returns at once.
@@ -197,7 +197,7 @@ class ConnectorWorker:
             Loads and leases that have ended since the last call, each once.
 
         Raises:
-            BaseException: what has gone wrong in kvflow itself, from then on with every call.
+            BaseException: an error in kvflow itself, from then on with every call.
         """
         if self._courier.problem is not None:
             raise self._courier.problem
@@ -221,29 +221,22 @@ _BROKEN_OFF = "its request has ended"
 _RECALL_S = 60.0  # it takes as long as the hold, and a copy that has begun
 
 
-class _Events(NamedTuple):
-    """Events that a step's work waits for."""
-
-    ready: DeviceEvent | None
-    after: DeviceEvent | None
-
-
 @dataclass(slots=True, eq=False)
 class _Offered:
     """A saved prompt: its lease, if there is one, and whether the engine waits for its end."""
 
     request_id: str
-    lease: Lease | None
     ttl_s: float
     flows: bool
-    """Whether it is read while its prompt is computed."""
+    """True if it is read while its prompt is computed."""
     restart: asyncio.TimerHandle | None = None
-    """When its time is begun anew, as long as its ticket is not out."""
+    """Timer that begins its time anew, as long as its ticket is not out."""
+    lease: Lease | None = None
     outcome: LeaseOutcome | None = None
     sent: bool = False
 
     def let_run(self) -> None:
-        """Its time is begun anew no more."""
+        """Let its time run out from now on."""
         if self.restart is not None:
             self.restart.cancel()
             self.restart = None
@@ -251,29 +244,31 @@ class _Offered:
 
 @dataclass(slots=True)
 class _Courier:
-    """Lives on the loop: the loads and leases of the engine's requests."""
+    """The loads and leases of the engine's requests; lives on the loop."""
 
     happened: deque[Happening]
     peers: PrefixPeers
     sharing: SharedPrefixes | None = None
     shelf: PagedShelf | None = None
-    """What is shared with peers."""
+    """Blocks shared with peers."""
     kept: dict[str, ExitStack] = field(default_factory=dict)
-    """What the tickets of requests that wait for blocks, or load, keep open."""
+    """Leases kept open for requests that wait for blocks, or load."""
     loads: dict[str, asyncio.Task[LoadReport]] = field(default_factory=dict)
     offers: dict[str, _Offered] = field(default_factory=dict)
     withdrawn: set[Lease] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     problem: BaseException | None = None
 
-    async def carry_out(self, runtime: Runtime, step: Step, events: _Events) -> None:
+    async def carry_out(
+        self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None
+    ) -> None:
         """Start everything, in the order in which it may touch the same blocks."""
         try:
-            self._start(runtime, step, events)
+            self._start(runtime, step, ready, after)
         except Exception as problem:  # noqa: BLE001 - a bug of ours; the engine gets it with its next step
             self.problem = problem
 
-    def _start(self, runtime: Runtime, step: Step, events: _Events) -> None:
+    def _start(self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None) -> None:
         for send in step.send:
             self._send(send.request_id)
         for release in step.release:
@@ -287,17 +282,17 @@ class _Courier:
         for decline in step.decline:
             _decline(runtime, decline.serve_id, decline.reason)
         for receive in step.receive:
-            self._receive(runtime, receive, events.after)
+            self._receive(runtime, receive, after)
         for request_id in step.abandon:
             if request_id in self.loads:  # else its end is on its way to the engine
                 self.loads[request_id].cancel()
         for save in step.save:
-            self._save(runtime, save, events.ready)
+            self._save(runtime, save, ready)
         for grow in step.grow:
-            self._grow(grow, events.ready)
+            self._grow(grow, ready)
 
     async def share(self, runtime: Runtime, shelf: PagedShelf) -> None:
-        """What was shared before has ended with its registration."""
+        """Share a shelf; the one before has ended with its registration."""
         self.sharing, self.shelf = runtime.share(shelf, pinned_blocks_max=_ANY_NUMBER), shelf
 
     async def meet(self, runtime: Runtime, follows: bool) -> None:
@@ -409,18 +404,15 @@ class _Courier:
             prompt=save.prompt,
             extends=save.computed_tokens is not None,
         )
-        flows = save.computed_tokens is not None
+        offer = self.offers[save.request_id] = _Offered(save.request_id, save.ttl_s, flows=request.extends)
         try:
-            lease = runtime.serve_blocks(request)
+            lease = offer.lease = runtime.serve_blocks(request)
         except KVFlowError as error:
             logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
-            self.offers[save.request_id] = _Offered(
-                save.request_id, None, save.ttl_s, flows=flows, outcome=LeaseOutcome.REVOKED
-            )
-            if flows:
+            offer.outcome = LeaseOutcome.REVOKED
+            if offer.flows:
                 _decline(runtime, save.serve_id, f"{type(error).__name__}: {error}")
             return
-        offer = self.offers[save.request_id] = _Offered(save.request_id, lease, save.ttl_s, flows=flows)
         self._keep_offer(offer, lease)
         self._spawn(self._watch(offer, lease))
 
@@ -473,7 +465,7 @@ class _Courier:
         self._report_if_over(offer)
 
     def _report_if_over(self, offer: _Offered) -> None:
-        """A lease may end before the engine says that it waits for that."""
+        """Report a lease that has ended, once the engine waits for that, or has let it go."""
         current = self.offers.get(offer.request_id) is offer
         if offer.outcome is not None and (offer.sent or not current):
             self.happened.append(OfferEnded(offer.request_id, offer.outcome, offer.sent))
@@ -496,8 +488,10 @@ class _Courier:
 
 
 def _deadline_s(runtime: Runtime, receive: Receive) -> float | None:
-    """A prompt that is received while it is computed takes as long as that, if it is begun within its ticket's ttl_s;
-    whatever goes wrong is told, so a producer's lease bounds it.
+    """Deadline of a load; None for the runtime's own.
+
+    A prompt that is received while it is computed takes as long as that. It has to be begun within its ticket's ttl_s,
+    and whatever goes wrong is told, so a producer's lease bounds it.
     """
     config = runtime.config
     return max(config.load_deadline_s, config.lease_lifetime_s) if receive.num_tokens is not None else None

@@ -1,7 +1,7 @@
-"""KV events: follow what engines' prefix caches hold, to know whom to ask for a prefix, and publish the same.
+"""KV events: follow the contents of engines' prefix caches, to know whom to ask for a prefix, and publish one's own.
 
-vLLM and SGLang publish such events (`--kv-events-config`); an engine of one's own does by a `Publisher`. A `Subscriber`
-feeds a `PrefixMap` with those of many engines.
+vLLM and SGLang publish such events (`--kv-events-config`); an engine of one's own does so by a `Publisher`. A
+`Subscriber` feeds a `PrefixMap` with the events of many engines.
 """
 
 from kvflow.core.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored

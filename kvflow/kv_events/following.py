@@ -1,9 +1,10 @@
 """Follows the KV events of engines into a `PrefixMap`, whatever gets lost on the way.
 
-One task for each engine owns its sockets and all that is known of it. Sequence numbers show what was missed: it is
-replayed, or all that the engine has told is forgotten, since what was missed may have taken it back. A connection that
-breaks, or numbers that begin again, mean another life of the publisher; that is forgotten too, and what the new one
-still has is replayed. Batches are worked off in pieces, between which the loop goes on.
+One task for each engine owns its sockets and all that is known of it. Sequence numbers show which events were missed.
+They are replayed; if they cannot be, all that the engine has told is forgotten, since they may have taken it back. A
+connection that breaks, or numbers that begin again, mean another life of the publisher: all that the former one told is
+forgotten, and whatever the new one still has is replayed. Batches are worked off in pieces, between which the loop goes
+on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvflow.logs import logger_of
 logger = logger_of(__name__)
 
 WAITING_MAX = 256
-"""Batches that wait to be read; what comes beyond them is missed, and replayed."""
+"""Batches that wait to be read. Any beyond them are missed, and replayed."""
 REPLAYED_WAITING_MAX = 1000
 REPLAY_S = 5.0
 """Time that each answer of a replay may take."""
@@ -39,11 +40,11 @@ class EventSource:
     """One publisher of KV events: an engine, or one of its data parallel ranks, whose ports count up.
 
     Args:
-        holder: What `PrefixMap.holders` is to call it, such as the address of its side channel.
+        holder: Its name for `PrefixMap.holders`, such as the address of its side channel.
         endpoint: Where it publishes, `tcp://host:port`.
-        replay_endpoint: Where it replays. Without, what is missed is forgotten, and what an engine held before it was
-            followed stays unknown.
-        topic: That of its events; "" for any.
+        replay_endpoint: Where it replays. Without one, missed events make all that it has told forgotten, and blocks
+            that an engine held before it was followed stay unknown.
+        topic: The topic of its events; "" for any.
     """
 
     holder: str
@@ -56,8 +57,8 @@ class EventSource:
 class SourceStatistics:
     """Counts of one source so far: `sequence` is the last batch's number, -1 before the first.
 
-    `replays` were asked for, `forgotten` counts how often all that it had told was given up, `refused` are messages
-    that were no batch of events.
+    `replays` counts those that were asked for, `forgotten` how often all that it had told was given up, `refused`
+    messages that were no batch of events.
     """
 
     connected: bool = False

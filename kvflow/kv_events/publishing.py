@@ -28,9 +28,9 @@ class Publisher:
     Args:
         endpoint: Where to publish, such as `tcp://*:5557`; of port 0 the system chooses one.
         replay_endpoint: Where to answer those who have missed batches; None for nowhere.
-        topic: That of the messages.
+        topic: The topic of the messages.
         batches_max: Batches that are kept for replays.
-        bytes_max: Bytes of them that are kept.
+        bytes_max: Bytes of batches that are kept for replays.
         data_parallel_rank: Told in each batch.
 
     Raises:

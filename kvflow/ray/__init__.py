@@ -1,9 +1,8 @@
 """kvflow in replicas of Ray Serve; needs the extra `kvflow[ray]`.
 
-    replica    `ReplicaRuntime`: a runtime that is what its replica is, drains in the time that it is left, and says how
-               it is
+    replica    `ReplicaRuntime`: a runtime whose Config follows from its replica, and that drains in the time it has
     lifetime   `Lifetime`: one task owns what a replica has open
-    place      where a replica is, its Config and the time that it has to go: pure
+    place      a replica's address, its Config and the time that it has to go: pure
     metrics    records and statistics as `ray.serve.metrics`
     peers      the replicas behind a handle, connected before the first load from them
     llm        KVFlowConnector's backend in Ray Serve LLM: `register()`

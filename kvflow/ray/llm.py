@@ -5,8 +5,8 @@
     kvflow.ray.llm.register()  # before the application is built
     app = build_pd_openai_app({"prefill_config": ..., "decode_config": ...})  # kv_connector: "KVFlowConnector"
 
-The backend's base class and registry are Ray's internals, so this is the one module that knows them, and it says so
-where they are not what they were: it is written for ray 2.60.
+The backend's base class and registry are Ray's internals. This is the one module that knows them: it is written for
+ray 2.60, and a Ray where they differ gets a ConfigError that says so.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
     Args:
         given: the configuration's own.
         node_ip: the address of the replica's node.
-        head: that of the cluster's head, which all nodes have a route to.
-        workers: how many; one is beside its replica, several may be on other nodes, whose addresses only they know.
+        head: the address of the cluster's head, which all nodes have a route to.
+        workers: their number. One is beside its replica, several may be on other nodes, whose addresses only they know.
     """
     if "listen" in given:
         return dict(given)
@@ -57,7 +57,7 @@ def _bracketed(host: str) -> str:
 
 @cache
 def _backend() -> Any:
-    """The class, made when it is asked for: its bases are Ray's."""
+    """The backend's class, made when it is asked for: its bases are Ray's."""
     base = _internal("base", "BaseConnectorBackend", ("setup", "kv_transfer_config"))
     protocol = _internal("base", "DefaultPDProtocolMixin", ("prepare_prefill_request", "prepare_decode_request"))
 
@@ -65,7 +65,7 @@ def _backend() -> Any:
 
 
 def _setup(backend: Any) -> None:
-    """vLLM makes each replica's engine id, and tickets carry ports: only the address is missing."""
+    """Give a replica's workers the address to listen at: vLLM makes the engine id, and tickets carry ports."""
     import ray
 
     kwargs, transfer = backend.llm_config.engine_kwargs, backend.kv_transfer_config

@@ -26,7 +26,7 @@ _FIELDS = ("engine_id", "address", "dp_rank", "pp_rank", "tp_rank")
 
 
 class PeersUnknownError(Exception):
-    """Nobody could say who the peers are, such as while a deployment has no replica."""
+    """Peers cannot be listed, such as while a deployment has no replica."""
 
 
 ListPeers = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
@@ -62,7 +62,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
 async def _renewed(
     runtime: Runtime, known: frozenset[PeerAddress], listed: Sequence[Mapping[str, Any]]
 ) -> frozenset[PeerAddress]:
-    """Forget who has gone and connect who has come; who is connected now."""
+    """Forget replicas that have gone and connect those that have come; all that are connected now."""
     now = frozenset(_peer(entry) for entry in listed)
     for gone in known - now:
         await runtime.forget_peer(gone.engine_id)

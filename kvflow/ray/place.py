@@ -18,7 +18,7 @@ SETTLE_S = 1.0
 """The default of Config.drain_timeout_s here: after its own deadline a drain only waits for what it has ended."""
 
 DRAIN_LEAST_S = 1.0
-"""Seconds that a replica has to have for its leases, where it is not said how long."""
+"""Least time that a replica has to have for its leases, where nobody says how long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ReplicaPlace:
 
     @property
     def engine_id(self) -> str:
-        """A replica that is started again is another engine."""
+        """The engine id of the replica; one that is started again is another engine."""
         return f"{self.deployment}-{self.unique_id}"
 
 
@@ -81,5 +81,5 @@ def time_to_drain_s(place: ReplicaPlace, config: Config) -> float:
 
 
 def _closing_s(config: Config) -> float:
-    """The bound of what follows a drain's deadline: leases and loads are ended, then the runtime is closed."""
+    """Longest time after a drain's deadline: leases and loads are ended, then the runtime is closed."""
     return config.ending_s + config.limits.goodbye_timeout_s + config.limits.transport_close_timeout_s

@@ -1,7 +1,7 @@
 """ReplicaRuntime: the runtime of one replica of Ray Serve.
 
-Serve does not see a replica's open leases, so a replica that is to go drains first: see `drain`. Whoever holds one has
-a `Lifetime`, since Serve enters and leaves a replica in different tasks:
+Serve does not see a replica's open leases, so a replica that is to go drains first: see `drain`. Serve calls a
+replica's methods in different tasks, so a replica keeps its ReplicaRuntime in a `Lifetime`:
 
     @asynccontextmanager
     async def opened():

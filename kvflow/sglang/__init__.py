@@ -1,7 +1,7 @@
 """kvflow for SGLang: a transfer backend by the name "kvflow", registered by SGLang's own plugin hooks.
 
 An installed kvflow is a plugin of SGLang's: it finds `register` by the entry point `sglang.srt.plugins` and calls it in
-each of its processes, before arguments are parsed. What is heavy is imported when a server asks for a class of ours.
+each of its processes, before arguments are parsed. Heavy modules are imported when a server asks for a class of ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SGLang's bootstrap server, which also keeps how kvflow reaches each rank of the prefill server.
 
-A rank that registers adds an introduction to what SGLang sends (`KVFlowManager`); who asks for the rank gets it with
-SGLang's answer.
+A rank that registers adds an introduction to what SGLang sends (`KVFlowManager`). Whoever asks for the rank gets it
+with SGLang's answer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 INTRODUCTION = "kvflow"
-"""The key of it in a registration and in the answer about a rank."""
+"""Key of the introduction in a registration, and in the answer about a rank."""
 
 _Place = tuple[int, int, int, int]
 
 
 class KVFlowBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's, with introductions by (DP, CP, TP, PP) rank."""
+    """SGLang's bootstrap server, with introductions by (DP, CP, TP, PP) rank."""
 
     def __init__(self, host: str, port: int) -> None:
         self._introductions: dict[_Place, Any] = {}

@@ -1,9 +1,9 @@
 """One rank of a prefill or decode server, for all of its requests: pools, and who hears from decode servers.
 
-SGLang's order is kept: a decode rank tells the prefill ranks of a room (`Wanted`), and then they begin to send. It
-names no addresses: a decode rank reads, so all it has to say is how much it has already, and the name under which it
-waits for the offer. That name is a secret of the two servers, made by the decode server; the room that routers see in
-clear is only part of it.
+SGLang's order is kept: a decode rank tells the prefill ranks of a room (`Wanted`), and then they begin to send. The
+message names no addresses. A decode rank reads, so it only has to say how much it has already, and the name under which
+it waits for the offer. That name is a secret of the two servers, made by the decode server; the room, which routers see
+in clear, is only part of it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class KVFlowManager(CommonKVManager):
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
     def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
-        """Items that a request brings in each pool; None of one in which it has nothing."""
+        """Items that a request brings in each pool; None for a pool in which it has nothing."""
         aux = [[aux_index]] if self.aux_moves else []
         prefix_pages = decode_prefix_len // self.kv_args.page_size
         states = zip(self.state_kinds, state_indices or [None] * len(self.state_kinds), strict=True)
@@ -141,7 +141,7 @@ class KVFlowManager(CommonKVManager):
     # --- prefill
 
     def refuse(self, room: int, reason: str) -> None:
-        """A request will not be computed: whoever waits for it is told, or will be when it asks."""
+        """Refuse a request that will not be computed: whoever waits for it is told, or will be when it asks."""
         with self._rooms_lock:
             wanted = self.transfer_infos.get(room)
             if not wanted:
@@ -153,13 +153,13 @@ class KVFlowManager(CommonKVManager):
         self._forget(room)
 
     def opens(self, room: int, sender: Any) -> None:
-        """A sender of a room is there: an earlier request of the same room is over."""
+        """Take the sender of a room: an earlier request of the same room is over."""
         with self._rooms_lock:
             self._refused.pop(room, None)
             self.senders[room] = sender
 
     def closes(self, room: int, sender: Any) -> None:
-        """A sender of a room has gone."""
+        """Forget the sender of a room."""
         with self._rooms_lock:
             if self.senders.get(room) is sender:
                 del self.senders[room]
@@ -173,7 +173,7 @@ class KVFlowManager(CommonKVManager):
             table.pop(room, None)
 
     def _hear(self) -> None:
-        """The thread. What cannot be read is dropped: anybody can connect to the socket."""
+        """Hear messages: the thread's body. Unreadable ones are dropped, as anybody can connect to the socket."""
         while True:
             try:
                 frames = self.server_socket.recv_multipart()
@@ -204,7 +204,7 @@ class KVFlowManager(CommonKVManager):
             self.update_status(wanted.room, KVPoll.WaitingForInput)
 
     def _abandon(self, room: int) -> None:
-        """The decode server does not want a room any more."""
+        """Give up a room that the decode server does not want any more."""
         sender = self.senders.get(room)
         if sender is None:
             self._forget(room)

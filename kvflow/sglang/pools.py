@@ -1,9 +1,9 @@
 """SGLang's pools as caches of kvflow: the KV pool, and each component of state (windows, recurrent state, indexes).
 
 SGLang hands over addresses: a list of buffers, each of so many equal items, of which index i is the i-th. A request
-names items of a pool on either side, in the same order. So each pool is a cache of its own, an item is a block, and
-what a request's items mean is SGLang's affair. Of a KV pool that is divided by heads an item is a page (tokens, heads,
-bytes of a head), which kvflow cuts for another tensor parallelism; anything else moves item by item.
+names items of a pool on either side, in the same order. So each pool is a cache of its own, an item is a block, and the
+meaning of a request's items is SGLang's affair. In a KV pool that is divided by heads an item is a page (tokens, heads,
+bytes of a head), which kvflow cuts for another tensor parallelism. Anything else moves item by item.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ class Buffers:
     sizes: Sequence[int]
     item_sizes: Sequence[int]
     layers: Sequence[int]
-    tokens: int
-    """Tokens of an item that is cut by heads; 1 of what moves whole."""
-    heads: int
-    """Heads of one rank; 0 where items are not cut by heads, and each rank has all of them."""
     format: str
     """Format of its bytes; both sides have the same."""
-    cut: bool
+    tokens: int = 1
+    """Tokens of an item that is cut by heads; 1 of an item that moves whole."""
+    heads: int = 0
+    """Heads of one rank; 0 where items are not cut by heads, and each rank has all of them."""
+    cut: bool = False
     """True if another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
-
     alike: bool = False
-    """True if all ranks have the same of what is not cut, so that any one's will do. Else each has a share of its own,
-    which goes to no other tensor parallelism."""
+    """True if items that are not cut are the same on all ranks, so that any rank's will do. Else each rank has a share
+    of its own, which goes to no other tensor parallelism."""
     host: bool = False
     """True if it is in host memory, wherever the others are."""
 
@@ -66,13 +65,7 @@ class Buffers:
             numbers = [self.layers[at] for at in places]
             style = "fused" if self.heads else "mla"
             layouts.append(
-                CacheLayout.infer(
-                    names,
-                    order="NHD",
-                    block_size=self.tokens,
-                    style=style,
-                    layer_indices=numbers,
-                )
+                CacheLayout.infer(names, order="NHD", block_size=self.tokens, style=style, layer_indices=numbers)
             )
         return CacheGroup("kv", layers, layouts)
 
@@ -133,9 +126,9 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
 def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
     """The items of a component that a request brings; None if it has none.
 
-    Of what goes with each page SGLang names all pages of the prompt, also those that the decode server had: they may be
-    in use, and go with KV of its own. Of a DSA tail it names the request's item, then which part of it is live: the
-    item moves whole.
+    For items that go with each page SGLang names all pages of the prompt, also those that the decode server had: they
+    may be in use, and go with KV of its own. For a DSA tail it names the request's item, then which part of it is live:
+    the item moves whole.
     """
     if indices is None:
         return None
@@ -151,10 +144,7 @@ def aux_buffers(args: Any) -> Buffers:
         sizes=args.aux_data_lens,
         item_sizes=args.aux_item_lens,
         layers=range(len(args.aux_data_ptrs)),
-        tokens=1,
-        heads=0,
         format="aux",
-        cut=False,
         alike=True,
         host=True,
     )

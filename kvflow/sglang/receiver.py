@@ -34,9 +34,9 @@ class KVFlowReceiver(CommonKVReceiver):
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
     def _register_kv_args(self) -> bool:
-        """The prefill ranks are known since now: connect to them, so that the first request need not.
+        """Connect to the prefill ranks, which are known since now, so that the first request need not.
 
-        False, and the request has failed, where none of their pools could go into ours.
+        False if their pools cannot go into ours: the request has failed then.
         """
         problem = self._problem()
         if problem is not None:
@@ -72,7 +72,7 @@ class KVFlowReceiver(CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **others: Any,
     ) -> None:
-        """The pages are there: tell the prefill ranks how much is wanted, and start to read."""
+        """Tell the prefill ranks how much is wanted, now that the pages are there, and start to read."""
         self._aux_index = aux_index or 0
         if not self.bootstrap_infos or not all(map(partial(self._want, decode_prefix_len or 0), self.bootstrap_infos)):
             self.invalidate_cached_bootstrap_infos()
@@ -114,7 +114,7 @@ class KVFlowReceiver(CommonKVReceiver):
         return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
     def _poll(self) -> Any:
-        """Never blocks: whether loads are over, and safe, is known."""
+        """Tell the state; never blocks, since it is known which loads are over and safe."""
         if self.conclude_state is None and self._loads:
             failed = self.kv_mgr.request_status.get(self.bootstrap_room, KVPoll.Failed) == KVPoll.Failed
             if failed or any(map(_error_of, self._loads)):
@@ -126,7 +126,7 @@ class KVFlowReceiver(CommonKVReceiver):
         return super()._poll()
 
     def _judge(self) -> None:
-        """All loads are over, and no byte can land any more."""
+        """Conclude, once all loads are over and no byte can land any more."""
         errors = [error for error in map(_error_of, self._loads) if error is not None]
         if not errors:
             try:
@@ -146,7 +146,10 @@ class KVFlowReceiver(CommonKVReceiver):
         self._tell_prefill(error)
 
     def _tell_prefill(self, error: BaseException) -> None:
-        """Nobody reads what it offers. One that is gone, or has restarted, is asked for anew by the next request."""
+        """Tell the prefill server that nobody reads what it offers.
+
+        One that is gone, or has restarted, is asked for anew by the next request.
+        """
         self.ensure_abort_notified()
         if isinstance(error, PeerError):
             self.invalidate_cached_bootstrap_infos()
@@ -160,7 +163,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.conclude_state = None
 
     def clear(self) -> None:
-        """SGLang forgets the request. A load that goes on is kvflow's to end."""
+        """Forget the request, as SGLang does. A load that goes on is kvflow's to end."""
         self._cancel()
         super().clear()
 

@@ -1,4 +1,4 @@
-"""The prefill side of one request: a lease that grows with each chunk which the scheduler sends.
+"""The prefill side of one request: a lease that grows with each chunk that the scheduler sends.
 
 The scheduler's thread calls all of this but `give_up`. Its pages may be reused once `poll` has said Success or Failed:
 both wait for the leases to be over. SGLang also frees pages at once after an `abort` in the middle of a prefill; no
@@ -31,14 +31,14 @@ class KVFlowSender(CommonKVSender):
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **named)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """The decode server has asked: offer what is to come."""
+        """Offer what is to come, once the decode server has asked."""
         super().init(num_kv_indices, aux_index)
         pool = self.kv_mgr.pools[0]
         tokens = num_kv_indices * pool.page_size
         self._offer(0, [], tokens, computed_tokens=0, extends=True, payload=True)
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **events: Any) -> None:
-        """These pages are computed, or are once the event of their chunk has happened."""
+        """Offer pages that are computed, or are once the event of their chunk has happened."""
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed) or not self._leases:
             return
         kv_indices, _, is_last, skip = self._prepare_send_indices(kv_indices, state_indices)
@@ -62,7 +62,7 @@ class KVFlowSender(CommonKVSender):
                 lease.advance(self.curr_idx * page_size, ready)
 
     def _end(self, state_indices: Any, ready: Any) -> None:
-        """The last chunk: state, then what comes with the end."""
+        """Offer what comes with the last chunk: state, then the metadata."""
         wanted = self._wanted()
         prefix_len = 0 if wanted is None else wanted.decode_prefix_len
         for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
@@ -92,7 +92,7 @@ class KVFlowSender(CommonKVSender):
         return next(iter(told.values()), None)
 
     def _poll_with_status(self, check_status: Any) -> Any:
-        """Never blocks: whether leases are over is known."""
+        """Tell the state; never blocks, since it is known which leases are over."""
         if self.conclude_state is None and self._leases:
             failed = self.kv_mgr.request_status.get(self.bootstrap_room, KVPoll.Failed) == KVPoll.Failed
             if failed:
@@ -104,7 +104,7 @@ class KVFlowSender(CommonKVSender):
         return super()._poll_with_status(check_status)
 
     def _judge(self) -> None:
-        """All leases are over."""
+        """Conclude, once all leases are over."""
         ends = {lease.outcome.result(0) for lease in self._leases}
         if self._complete and ends == {LeaseOutcome.READ}:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
@@ -127,7 +127,7 @@ class KVFlowSender(CommonKVSender):
                 self.kv_mgr.refuse(self.bootstrap_room, reason)
 
     def clear(self) -> None:
-        """SGLang forgets the request."""
+        """Forget the request, as SGLang does."""
         if not all(lease.done for lease in self._leases):
             self.give_up("the prefill server has given the request up")
         super().clear()

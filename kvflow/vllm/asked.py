@@ -1,7 +1,8 @@
 """vLLM's requests as `connector.scheduler` asks about them: above all, what tells their prompts apart.
 
-vLLM finds a block in its prefix cache by its tokens and by what else makes it another one (`extra_keys` in
-`vllm.v1.core.kv_cache_utils`): adapter, pictures and where they begin, cache salt, embeddings. A ticket is of the same.
+vLLM finds a block in its prefix cache by its tokens and by all else that makes it another one (`extra_keys` in
+`vllm.v1.core.kv_cache_utils`): adapter, pictures and where they begin, cache salt, embeddings. A ticket's prompt is
+told apart by the same.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ _SAMPLE = re.compile(r"([0-9]{1,9})_")
 
 
 def names_pictures(vllm_config: VllmConfig) -> bool:
-    """Whether a picture's identifier says what is in it: vLLM numbers them where it caches nothing of them."""
+    """True if a picture's identifier says what is in it. Where vLLM caches nothing of pictures, it numbers them."""
     pictures = vllm_config.model_config.multimodal_config
     cached = pictures is None or pictures.mm_processor_cache_gb != 0
     return bool(cached or vllm_config.cache_config.enable_prefix_caching)
 
 
 def spreads_samples(vllm_config: VllmConfig) -> bool:
-    """Whether this is one of several engines of a server: vLLM tells by the engine's id only (data parallel)."""
+    """True if this is one of several engines of a server (data parallel), which only the engine's id tells."""
     engine_id, rank = vllm_config.kv_transfer_config.engine_id, vllm_config.parallel_config.data_parallel_index
     return str(engine_id).endswith(f"_dp{rank}")
 
 
 def sharing_of(request_id: str, *, spread: bool) -> Sharing:
-    """Who else has the request's ticket: of n samples of a prompt vLLM makes requests "0_ID" to "n-1_ID".
+    """Requests that have the ticket of this one, too: vLLM makes n samples of a prompt requests "0_ID" to "n-1_ID".
 
-    `spread` over several engines, of which each has its own scheduler, only the first one's engine uses the ticket. For
-    another request of such an id that costs no more than that its producer is told a step later.
+    With samples `spread` over several engines, each of which has its own scheduler, only the first one's engine uses
+    the ticket. A request that is no sample and has such an id loses nothing: its producer is told a step later.
     """
     sample = _SAMPLE.match(request_id)
     if sample is None:
@@ -71,12 +72,13 @@ class Asked:
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
-        """Its prompt's tokens, as `tokens` gives them."""
+        """The prompt's tokens, as `tokens` gives them."""
         return self.tokens(self.num_prompt_tokens)
 
     def tokens(self, num_tokens: int) -> Sequence[int] | None:
-        """Its first tokens, those of its answer after those of its prompt, marked with what else vLLM takes into the
-        hashes of their blocks; None if that says nothing.
+        """The request's first tokens: its prompt's, then its answer's.
+
+        They are marked with all else that vLLM takes into the hashes of their blocks; None if that says nothing.
         """
         request = self.request
         if request.mm_features and not self.names_pictures:

@@ -1,14 +1,13 @@
 """KVFlowConnector: kvflow as vLLM's KV connector (KVConnectorBase_V1), for producers, consumers and both.
 
-vLLM makes one object in its scheduler and one in each worker. This one says vLLM's calls in the words of who answers
-them: `connector.scheduler.ConnectorScheduler` in the scheduler's role, `connector.worker.ConnectorWorker` in the
-workers', on a runtime with a thread of its own. A worker's step never waits for a transfer, and transfers go on while
-no step runs.
+vLLM makes one object in its scheduler and one in each worker. Each translates vLLM's calls: the scheduler's for a
+`connector.scheduler.ConnectorScheduler`, a worker's for a `connector.worker.ConnectorWorker` on a runtime with a thread
+of its own. A worker's step never waits for a transfer, and transfers go on while no step runs.
 
 Where a model has windows or state, the prefill side leaves the prompt's last token to the decode side. That computes it
 in any case, for its logits, from what was there before it: a state cannot be turned back by a token, and a window's
-first block is given back with the last token. What is refused is said at the start: kinds of caches that are not known
-(see `layout`), and caches on a device that the transport cannot reach.
+first block is given back with the last token. Refused at the start are kinds of caches that are not known (see
+`layout`), and caches on a device that the transport cannot reach.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvflow.blocking import Runtime
+from kvflow.connector.paged_groups import registered
 from kvflow.connector.parameters import OWN_DIALECT
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, registered
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.step import Found, Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 logger = logger_of("vllm.kvflow")
 
-# Since vLLM 0.33: whether workers are told before other memory is mapped where the cache lies, and after.
+# vLLM 0.33 and later tell workers before other memory is mapped where the cache lies, and after.
 _TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -83,22 +83,22 @@ class KVFlowMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class KVFlowIntroduction(KVConnectorHandshakeMetadata):
-    """Who a worker is, on its way to the scheduler."""
+    """A worker's introduction, on its way to the scheduler."""
 
     ticket: Ticket
     card: bytes = b""
-    """Its card for readers of another make, if it has any."""
+    """The worker's card for readers of another make, if it has any."""
 
 
 @dataclass(frozen=True)
 class KVFlowNews(KVConnectorWorkerMetadata):
-    """What workers have to tell, on the way to the scheduler with a step's results."""
+    """News of workers, on the way to the scheduler with a step's results."""
 
     tickets: tuple[Ticket, ...] = ()
-    """Who they are, since they have registered their caches anew."""
+    """Their introductions, after they have registered their caches anew."""
     cards: tuple[bytes, ...] = ()
     found: tuple[Found, ...] = ()
-    """What peers have answered."""
+    """Answers of peers."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowNews:
         others = cast(KVFlowNews, other)
@@ -112,21 +112,21 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     _cards: tuple[bytes, ...] = ()
     """Cards of the workers, until they have left with a step; the scheduler's."""
     _names_pictures = True
-    """See `asked`; the scheduler's."""
+    """True if identifiers of pictures say what is in them (see `asked`); the scheduler's."""
     _spreads_samples = False
-    """Whether vLLM gives samples of a prompt to several engines; the scheduler's."""
+    """True if vLLM gives samples of a prompt to several engines; the scheduler's."""
     _prefixes: RequestPrefixes | None = None
-    """If prefixes are shared or pulled; the scheduler's."""
+    """Prefixes of requests, if they are shared or pulled; the scheduler's."""
     _shares = False
-    """Whether prefixes are shared; a worker's."""
+    """True if prefixes are shared; a worker's."""
     _asks = True
-    """Whether it is this rank that asks peers for all ranks; a worker's."""
+    """True for the rank that asks peers for all ranks; a worker's."""
     _pulls = False
-    """Whether peers are asked for prefixes; a worker's."""
+    """True if peers are asked for prefixes; a worker's."""
     _found: tuple[Found, ...] = ()
-    """What peers have answered, until it has left with a step's results; a worker's."""
+    """Answers of peers that have not left with a step's results; a worker's."""
     _ranks: EngineRanks | None = None
-    """With `stock_peers`, what they have shown each other; a worker's."""
+    """With `stock_peers`, cards that the ranks have shown each other; a worker's."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -176,7 +176,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, vllm_config: VllmConfig) -> bool:
-        """vLLM calls `release_kv_caches` and `restore_kv_caches` then, where it knows them."""
+        """True: vLLM calls `release_kv_caches` and `restore_kv_caches` around a sleep, where it knows them."""
         return True
 
     # --- the scheduler's role
@@ -198,7 +198,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Whether a step has to be made for us, be there a request or not: vLLM asks before it goes to sleep."""
+        """True if a step has to be made for us even without a request: vLLM asks before it goes idle."""
         return self._prefixes is not None and self._prefixes.must_tell
 
     def on_new_request(self, request: Request) -> None:
@@ -219,14 +219,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.data["tickets_refused"].append(type(error).__name__)
 
     def _on_rejected(self, request: Request) -> None:
-        """What a refused or failed HTTP request leaves: its parameters, in a request that is aborted at once."""
+        """Give back the ticket of a refused or failed HTTP request: it comes in a request that is aborted at once."""
         try:
             self._scheduler.reject(Asked(request, self._names_pictures))
         except RequestError as error:
             logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
     def _ends_before_last_token(self, request: Request) -> bool:
-        """Whether what is offered of a prompt can end before its last token."""
+        """Have a prompt's offer end before its last token. False if that is not possible."""
         if not self._scheduling.withhold_last_token:
             return _without_last_token(request)
         request.max_tokens = 1
@@ -272,7 +272,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._introduce(told.tickets, told.cards)
 
     def _introduce(self, tickets: Sequence[Ticket], cards: Sequence[bytes]) -> None:
-        """These are all workers. What they show leaves with the next step, before any ticket of theirs can."""
+        """Introduce all workers. Their cards leave with the next step, before any ticket of theirs can."""
         self._scheduler.introduce(merge_tickets(tickets))
         self._cards = tuple(filter(None, cards))
 
@@ -296,9 +296,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(tables[group.at] for group in self._groups)
 
     def reset_cache(self) -> bool:
-        """What blocks hold is not valid any more, after new weights for example: nobody may read it.
+        """End all leases: blocks hold nothing valid any more, after new weights for example.
 
-        It is also the last that the scheduler hears before the workers sleep.
+        The scheduler hears nothing else before the workers sleep, so where they can, their ranks are forgotten, too.
         """
         self._scheduler.withdraw_all()
         if self._vllm_config.model_config.enable_sleep_mode and _TELLS_OF_SLEEP:
@@ -335,11 +335,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.share([registered(one, size // split) for one, split in facts], size)
 
     def release_kv_caches(self) -> None:
-        """Before other memory is mapped where the cache lies, or none: nothing is read or written there after this."""
+        """Unregister the cache, before other memory is mapped there, or none: nothing is read or written there then."""
         self._runtime.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Memory is mapped there again. The scheduler asks with its next step who we are now."""
+        """Register the cache that is mapped again. The scheduler asks with its next step who we are now."""
         self._register()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -356,12 +356,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return b"" if self._ranks is None else self._ranks.card
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """First of all in a step, before anything is written or computed: reads of what will change end here."""
+        """End reads of blocks that will change: first in a step, before anything is written or computed."""
         step = cast(KVFlowMetadata, kv_connector_metadata).step
         self._worker.prepare(step if self._asks else msgspec.structs.replace(step, questions=[]))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Before a step's forward pass: what the device was told before is what loads wait for."""
+        """Note the event that a step's loads wait for: the device has done what it was told before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self.role is KVConnectorRole.WORKER:
             self._before_step = self._event()
@@ -369,7 +369,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._ranks.show(cards)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Everything but the saves: nothing of it concerns blocks that this step computes."""
+        """Begin everything but the saves: nothing of it concerns blocks that this step computes."""
         prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
         step = msgspec.structs.replace(self._step, save=[], grow=[], shelved=[], **prepared)
         self._worker.begin(step, after=self._before_step)
@@ -383,7 +383,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to save: readers take blocks from where they are."""
 
     def wait_for_save(self) -> None:
-        """Once the step's forward passes have been submitted; tickets leave when their results are there."""
+        """Begin the saves: the step's forward passes were submitted, and tickets leave when their results are there."""
         step = Step(save=self._step.save, grow=self._step.grow, shelved=self._step.shelved)
         self._worker.begin(step, ready=self._event())
 
@@ -407,7 +407,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return taken
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
-        """Notes since the last call, by the scheduler's object or a worker's."""
+        """Notes of this object, the scheduler's or a worker's, since the last call."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, KVFlowStats()
@@ -418,7 +418,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._runtime.close()
 
     def _event(self) -> DeviceEvent | None:
-        """When the device has done what it was told so far; None if it has, as a CPU always has."""
+        """An event that happens once the device has done its work so far; None if it has, as a CPU always has."""
         if not self._records:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -457,7 +457,7 @@ def _scheduled(output: SchedulerOutput) -> Iterator[Scheduled]:
 
 
 def _log_as_vllm() -> None:
-    """kvflow's lines go where vLLM's go, unless somebody has said otherwise."""
+    """Send kvflow's lines where vLLM's go, unless somebody has said otherwise."""
     ours, theirs = logging.getLogger("kvflow"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET:
         for handler in theirs.handlers:

@@ -50,14 +50,14 @@ _FP8 = {
 
 @dataclass(frozen=True)
 class Group:
-    """One of vLLM's groups that is transferred: which block table of a request it is, its layers, and its facts."""
+    """One of vLLM's groups that is transferred: its place among a request's block tables, its layers and its facts."""
 
     at: int
     specs: Mapping[str, KVCacheSpec]
     """The spec of each layer."""
     facts: GroupFacts
     recycles: bool
-    """Whether its layers need less than the whole prompt, so that blocks of its beginning may be given back."""
+    """True if its layers need less than the whole prompt, so that blocks of its beginning may be given back."""
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
@@ -108,7 +108,7 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
 
 
 def _hidden_window(spec: KVCacheSpec) -> bool:
-    """Whether a layer attends to a window although its whole prompt is kept: the hybrid cache manager is off."""
+    """True if a layer attends to a window although its whole prompt is kept: the hybrid cache manager is off."""
     return isinstance(spec, FullAttentionSpec) and (
         spec.sliding_window is not None or spec.attention_chunk_size is not None
     )
@@ -123,7 +123,7 @@ def cache_groups(
 ) -> list[CacheGroup]:
     """A rank's caches, as they are registered.
 
-    Where kernels take smaller blocks than vLLM's, theirs are registered: so many of them are one of vLLM's.
+    Where kernels take smaller blocks than vLLM's, the kernels' are registered, several to one of vLLM's.
     Raises LayoutError if kvflow does not know how an attention backend lays out its blocks.
     """
     numbers = _layer_numbers([name for group in groups for name in group.specs])
@@ -163,9 +163,9 @@ def cache_groups(
 
 
 def _layer_numbers(names: Sequence[str]) -> dict[str, int]:
-    """A number for each layer, the same on both engines: that of its name, spread where several have the same one.
+    """A number for each layer, the same on both engines: that in its name, spread where several have the same one.
 
-    Such as an attention and the indexer beside it: they are numbered in the order of their names.
+    Several are an attention and the indexer beside it, for example: they are numbered in the order of their names.
     """
     by_number: defaultdict[int, list[str]] = defaultdict(list)
     for name in sorted(names):

@@ -1,19 +1,19 @@
 """Prefixes, on vLLM's scheduler's side: keys of its requests, its block pool, and what it asks of its peers.
 
-vLLM's pool tells of each block that was unpinned under a watch when it hands it out for something else, or forgets all
-it has cached (`BlockPool.unpin_blocks`). So blocks that requests have are watched, and what is told of them leaves with
-the very step that may write there. The pool's own bookkeeping is as it would be without: nothing is pinned for peers.
+vLLM's pool can watch a block (`BlockPool.unpin_blocks`): it calls back when it hands the block out for something else,
+or forgets all it has cached. So blocks that requests have are watched, and what is told of them leaves with the very
+step that may write there. The pool's own bookkeeping is as it would be without: nothing is pinned for peers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvflow.connector.asking import Asking, source_in
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
-from kvflow.connector.shelving import Shelving
+from kvflow.connector.shelving import GroupTablesOf, Shelving
 from kvflow.connector.step import Found, Step
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.prefix.keys import prefix_keys
@@ -33,7 +33,7 @@ logger = logger_of("vllm.kvflow")
 
 
 def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
-    """Why prefixes of this cache can be neither shared nor pulled; empty if they can."""
+    """The reason why prefixes of this cache can be neither shared nor pulled; empty if they can."""
     sizes = {group.facts.block_size for group in groups}
     if any(group.facts.kind is GroupKind.STATE for group in groups):
         return "the model has state per request, which blocks do not hold"
@@ -45,7 +45,7 @@ def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
 
 
 def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
-    """How a worker asks its peers."""
+    """The peers that a worker asks."""
     parallel = vllm_config.parallel_config
     return PrefixPeers(
         wait_s=extra.prefix_wait_s,
@@ -57,7 +57,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
 
 
 class RequestPrefixes:
-    """What the scheduler's half of a connector does for prefixes, request by request."""
+    """The scheduler's half of a connector as far as it concerns prefixes: requests, their keys and their questions."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RequestPrefixes:
         )
 
     def bind(self, pool: BlockPool) -> None:
-        """The pool is there."""
+        """Watch the blocks of a pool, if prefixes are shared."""
         if not self._shares:
             return
         if not hasattr(pool, "unpin_blocks"):
@@ -110,11 +110,11 @@ class RequestPrefixes:
 
     @property
     def must_tell(self) -> bool:
-        """Whether the workers have to be told something, be there a request or not."""
+        """True if the workers have to be told something, even without a request."""
         return self._shelving is not None and self._shelving.must_tell
 
     def add(self, asked: Asked) -> None:
-        """A request has come. Peers are asked unless it has a ticket of a prefill engine."""
+        """Take a request that has come. Peers are asked unless it has a ticket of a prefill engine."""
         params = asked.kv_transfer_params
         asks = self._pulls and not self._scheduler.takes(params or {})
         if self._shelving is None and not asks:
@@ -136,36 +136,31 @@ class RequestPrefixes:
         return [] if tokens is None else prefix_keys(tokens, self._block_tokens)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Whether the request's question to its peers is under way, or leaves with the next step."""
+        """Ask peers for a request. True while it waits for that; see `Asking.waits`."""
         return self._asking.waits(request_id, num_computed_tokens)
 
     def build_step(
-        self,
-        step: Step,
-        scheduled: Iterable[Scheduled],
-        *,
-        preempted: Iterable[str],
-        block_ids: Callable[[str], Sequence[Sequence[int]]],
+        self, step: Step, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Put into a step what its workers have to know, and to ask."""
+        """Put into a step which blocks hold prompts, and which questions to ask."""
         if self._shelving is not None:
             self._shelving.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
         step.questions = self._asking.take()
 
     def answered(self, found: Iterable[Found]) -> None:
-        """What peers have answered."""
+        """Take answers of peers: what they offer is a request's ticket, or is given back."""
         for one in found:
             waits = self._asking.answered(one.request_id, found=bool(one.tickets))
             if one.tickets:
                 (self._scheduler.adopt if waits else self._scheduler.give_back)(one.request_id, one.tickets)
 
     def over(self, request_ids: Iterable[str]) -> None:
-        """Loads of requests have ended, or will not be made."""
+        """Give the turns of requests on whose loads have ended, or will not be made."""
         for request_id in request_ids:
             self._asking.over(request_id)
 
     def finished(self, asked: Asked, block_ids: Sequence[Sequence[int]]) -> None:
-        """A request has ended, and still has its blocks."""
+        """Take a request that has ended, and still has its blocks."""
         self._asking.finished(asked.request_id)
         if self._shelving is not None:
             request = asked.request

@@ -1,7 +1,7 @@
 """vLLM's configuration as kvflow's: which rank this is, and what `kv_connector_extra_config` asks for.
 
-Keys of `kv_connector_extra_config` are fields of `kvflow.Config`, but for those that vLLM itself knows (`_FROM_VLLM`),
-and those of `Extra`. Nothing is guessed: an unknown key or a value of the wrong type is a ConfigError that names it.
+Keys of `kv_connector_extra_config` are fields of `kvflow.Config`, except those that vLLM itself knows (`_FROM_VLLM`),
+and fields of `Extra`. Nothing is guessed: an unknown key or a value of the wrong type is a ConfigError that names it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class StockExtra:
     hashes: tuple[str, ...] = ()
     """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
     learn_hash: bool = False
-    """Whether the first other hash that an engine with a cache like ours shows is read from, too."""
+    """True if engines of the first other hash that one with a cache like ours shows are read from, too."""
     serve_hash: str = ""
-    """The one that readers are shown; this engine's own if it is not said."""
+    """Hash that readers are shown; this engine's own if it is empty."""
     serve_version: str = ""
-    """The vLLM of those readers; the installed one if it is not said."""
+    """Version of vLLM that those readers run; the installed one if it is empty."""
     tp_sizes: tuple[int, ...] = ()
     lease_s: float = 30.0
     router_s: float = 5.0
@@ -59,17 +59,17 @@ class Extra:
     fetch_tokens_min: int = 1
     full_blocks_only: bool = False
     release_failed_loads: bool = True
-    """Whether the offer of a load that has failed is given back; not where a router uses its parameters again."""
+    """True if the offer of a load that has failed is given back; False where a router uses its parameters again."""
     kv_format: str | None = None
     """Meaning of the cache's bytes, for attention backends with several formats (see `layout_for_backend`)."""
     stock_peers: bool = False
-    """Whether engines with vLLM's own NixlConnector are read from, and served."""
+    """True if engines with vLLM's own NixlConnector are read from, and served."""
     stock: StockExtra = field(default_factory=StockExtra)
     share_prefixes: bool = False
-    """Whether peers may read prefixes out of this engine's cache."""
+    """True if peers may read prefixes out of this engine's cache."""
     prefix_peers: tuple[str, ...] | None = None
-    """Addresses of engines that are asked for the prefix of a prompt that no prefill engine offers, one of each. An
-    empty list: only those that a router names. None: nobody is asked."""
+    """Addresses of engines, one of each, that are asked for the prefix of a prompt that no prefill engine offers. With
+    an empty list only those are asked that a router names, with None nobody."""
     prefix_events: tuple[EventSource, ...] = ()
     """Engines whose KV events say who is to be asked; each `holder` is the engine's address, as in `prefix_peers`."""
     prefix_tokens_min: int = 256
@@ -77,7 +77,7 @@ class Extra:
     prefix_wait_s: float = 0.05
     """Longest time that a question may take."""
     recompute_s_per_token: float | None = None
-    """What a token costs here that is computed: what takes longer to pull is computed. None: all that is found is
+    """Time to compute a token here: whatever takes longer to pull is computed. With None, all that is found is
     pulled."""
 
     def __post_init__(self) -> None:

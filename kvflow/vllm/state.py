@@ -1,8 +1,8 @@
 """The tensors of a layer's state in vLLM, and how tensor-parallel ranks cut it.
 
-vLLM hands over a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. Which of them
-belong to which head is known for vLLM's own kinds, so that engines of different tensor-parallel sizes hand over; of
-others a rank's slot is whole, and both engines need the same size.
+vLLM hands over a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. For vLLM's own
+kinds it is known which of them belong to which head, so engines of different tensor-parallel sizes can hand over. Of
+other kinds a rank's slot is whole, and both engines need the same size.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def _recurrent(heads: int, tp_size: int) -> StateTensor:
 
 
 def _shared(name: str, units: int, size: int, tp_size: int) -> Segment:
-    """So many units of each rank, no two of them the same."""
+    """A segment of so many units of each rank, no two of them the same."""
     return Segment(name=name, size=units * size, units=units, model_units=units * tp_size)
 
 
 def _grouped(name: str, entries: int, size: int, model_groups: int) -> Segment:
-    """Mamba 2's groups: a model with one has it on every rank."""
+    """A segment of Mamba 2's groups: a model with one group has it on every rank."""
     return Segment(name=name, size=entries, units=entries // size, model_units=model_groups)

@@ -1,4 +1,4 @@
-"""`stock_peers`: what vLLM's own configuration and code say of a fleet that has engines with its own NixlConnector."""
+"""Stock peers (`stock_peers`) of an engine, as vLLM's own configuration and code describe them."""
 
 from __future__ import annotations
 

@@ -31,12 +31,10 @@ from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
 from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork
+from tests.connector.test_scheduler import BLOCK_SIZE, PREFILL, Request
 from tests.connector.test_worker import (
-    BLOCK_SIZE,
-    PREFILL,
     Engine,
     Pair,
-    Request,
     load_ended,
     make,
     settled_afterwards,
@@ -82,49 +80,39 @@ def ask(reader: Engine, *questions: Question) -> Answered:
     return cast(Answered, reader.until(is_answer))
 
 
-def test_a_prefix_is_loaded_as_any_ticket_is(pair: Pair) -> None:
-    holder, reader = pair.prefill, pair.decode
-    answer = ask(reader, question(holder))
+def adopted(reader: Engine, *holders: Engine, cached: int = 0) -> tuple[Ticket, ...]:
+    """The request "d" asks these for 8 tokens, and takes what they offer."""
+    answer = ask(reader, question(*holders, cached=cached))
     assert answer.outcome is PrefixOutcome.FOUND
     assert answer.found.tickets
     reader.scheduler.adopt("d", answer.found.tickets)
-    assert reader.scheduler.num_new_matched_tokens("d", 0) == Matched(8, True)
-    reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
-    loaded = reader.until(load_ended)
-    assert isinstance(loaded, Loaded)
-    assert loaded.report.tokens == 8
+    return answer.found.tickets
+
+
+@pytest.mark.parametrize("cached", [0, 4])
+def test_a_prefix_is_loaded_as_any_ticket_is(pair: Pair, cached: int) -> None:
+    """Its blocks that are cached here are not read."""
+    holder, reader = pair.prefill, pair.decode
+    adopted(reader, holder, cached=cached)
+    assert reader.scheduler.num_new_matched_tokens("d", cached) == Matched(8 - cached, True)
+    reader.scheduler.update_after_alloc("d", [5, 6, 7], 8 - cached)
+    assert reader.until_loaded().tokens == 8 - cached
+    read = [6] if cached else [5, 6]
     for layer in reader.kv_caches.values():
-        assert (layer[:, [5, 6]] == 1.0).all()
-        assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
-    reader.scheduler.request_finished("d", completed=True)
+        assert (layer[:, read] == 1.0).all()
+        assert (layer[:, [at for at in range(8) if at not in read]] == -1.0).all()
     assert list(holder.worker.shared()) == ["found"]
     assert list(holder.worker.shared()) == []
-
-
-def test_only_what_is_not_cached_is_read(pair: Pair) -> None:
-    reader = pair.decode
-    answer = ask(reader, question(pair.prefill, cached=4))
-    assert answer.found.tickets
-    reader.scheduler.adopt("d", answer.found.tickets)
-    assert reader.scheduler.num_new_matched_tokens("d", 4) == Matched(4, True)
-    reader.scheduler.update_after_alloc("d", [5, 6, 7], 4)
-    assert isinstance(reader.until(load_ended), Loaded)
-    for layer in reader.kv_caches.values():
-        assert (layer[:, 6] == 1.0).all()
-        assert (layer[:, [0, 1, 2, 3, 4, 5, 7]] == -1.0).all()
-    reader.scheduler.request_finished("d", completed=True)
 
 
 def test_what_is_reused_before_it_was_read_is_a_miss(pair: Pair) -> None:
     """The holder's step does not wait for its reader, and writes at once."""
     holder, reader = pair.prefill, pair.decode
-    answer = ask(reader, question(holder))
-    assert answer.found.tickets
+    adopted(reader, holder)
     holder.worker.prepare(Step(reused=(2,)))
     assert sorted(holder.worker.shared()) == ["found", "reclaimed"]
     for layer in holder.kv_caches.values():
         layer[:, 2] = 7.0
-    reader.scheduler.adopt("d", answer.found.tickets)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
     assert isinstance(reader.until(load_ended), LoadFailed)
     assert reader.scheduler.num_new_matched_tokens("d", 0) == Matched(0, False)
@@ -151,12 +139,10 @@ def test_what_is_offered_to_a_request_that_has_ended_is_given_back(pair: Pair) -
 
 
 def test_a_request_that_ends_before_it_has_blocks_gives_its_prefix_back(pair: Pair) -> None:
-    answer = ask(pair.decode, question(pair.prefill))
-    assert answer.found.tickets
-    pair.decode.scheduler.adopt("d", answer.found.tickets)
+    tickets = adopted(pair.decode, pair.prefill)
     pair.decode.step()
     with pytest.raises(UsageError, match="it has a ticket already"):
-        pair.decode.scheduler.adopt("d", answer.found.tickets)
+        pair.decode.scheduler.adopt("d", tickets)
     assert not pair.decode.scheduler.request_finished("d", completed=False).hold_blocks
     pair.decode.step()
 
@@ -164,9 +150,7 @@ def test_a_request_that_ends_before_it_has_blocks_gives_its_prefix_back(pair: Pa
 def test_a_prompt_that_is_computed_for_a_reader_may_begin_with_a_prefix(pair: Pair) -> None:
     reader = pair.decode
     reader.scheduler.add(Request("d", 12, PREFILL))
-    answer = ask(reader, question(pair.prefill))
-    assert answer.found.tickets
-    reader.scheduler.adopt("d", answer.found.tickets)
+    adopted(reader, pair.prefill)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
     assert isinstance(reader.until(load_ended), Loaded)
     reader.step(("d", 12), blocks=(5, 6, 7))
@@ -177,8 +161,7 @@ def test_a_prompt_that_is_computed_for_a_reader_may_begin_with_a_prefix(pair: Pa
     assert ticket.num_tokens == 12
     assert reader.scheduler.state_of("d") is ProducerState.SENDING
     pair.prefill.receive(finished.params, [3, 4, 5], tokens=12)
-    assert isinstance(pair.prefill.until(load_ended), Loaded)
-    pair.prefill.scheduler.request_finished("d", completed=True)
+    pair.prefill.until_loaded()
 
 
 # --- more than one holder
@@ -193,48 +176,30 @@ def trio(pair: Pair) -> Iterator[tuple[Pair, Engine]]:
         yield pair, spare
 
 
-def adopted(reader: Engine, *holders: Engine) -> tuple[Ticket, ...]:
-    """The request "d" asks these, and has blocks for the 8 tokens that they offer."""
-    answer = ask(reader, question(*holders))
-    reader.scheduler.adopt("d", answer.found.tickets)
-    return answer.found.tickets
-
-
 def holders_of(trio: tuple[Pair, Engine], tickets: Sequence[Ticket]) -> list[Engine]:
     """In the order of their tickets."""
     by_id = {engine.runtime.config.engine_id: engine for engine in (trio[0].prefill, trio[1])}
     return [by_id[ticket.engine_id] for ticket in tickets]
 
 
-def test_a_holder_that_fails_is_followed_by_the_next(trio: tuple[Pair, Engine]) -> None:
+@pytest.mark.parametrize("outcome", ["TransferFailed", "LeaseExpired"])
+def test_a_holder_that_fails_is_followed_by_the_next(trio: tuple[Pair, Engine], outcome: str) -> None:
+    """As one that has reused its blocks by the time of the load."""
     reader = trio[0].decode
-    tickets = adopted(reader, trio[0].prefill, trio[1])
-    _, second = holders_of(trio, tickets)
-    reader.transport.faults.fail_next.append(TransportError("scripted"))
+    first, second = holders_of(trio, adopted(reader, trio[0].prefill, trio[1]))
+    if outcome == "TransferFailed":
+        reader.transport.faults.fail_next.append(TransportError("scripted"))
+    else:
+        first.worker.prepare(Step(reused=(2, 4)))
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
-    loaded = reader.until(load_ended)
-    assert isinstance(loaded, Loaded)
-    assert [(one.engine_id, one.outcome) for one in loaded.report.attempts] == [
-        (tickets[0].engine_id, "TransferFailed"),
-        (tickets[1].engine_id, "loaded"),
+    assert [(one.engine_id, one.outcome) for one in reader.until_loaded().attempts] == [
+        (first.runtime.config.engine_id, outcome),
+        (second.runtime.config.engine_id, "loaded"),
     ]
     fill = float(next(iter(second.kv_caches.values())).flatten()[0])
     for layer in reader.kv_caches.values():
         assert (layer[:, [5, 6]] == fill).all()
         assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
-    reader.scheduler.request_finished("d", completed=True)
-
-
-def test_what_a_holder_has_reused_by_the_time_of_the_load_is_read_from_the_next(trio: tuple[Pair, Engine]) -> None:
-    reader = trio[0].decode
-    first, second = holders_of(trio, tickets := adopted(reader, trio[0].prefill, trio[1]))
-    first.worker.prepare(Step(reused=(2, 4)))
-    reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
-    loaded = reader.until(load_ended)
-    assert isinstance(loaded, Loaded)
-    assert [one.outcome for one in loaded.report.attempts] == ["LeaseExpired", "loaded"]
-    assert loaded.report.attempts[-1].engine_id == tickets[1].engine_id == second.runtime.config.engine_id
-    reader.scheduler.request_finished("d", completed=True)
 
 
 def test_a_request_that_waits_for_blocks_keeps_what_every_holder_offers(trio: tuple[Pair, Engine]) -> None:

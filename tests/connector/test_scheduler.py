@@ -90,8 +90,12 @@ def step_of(
 
 
 def test_ranks_that_register_anew_are_introduced_anew() -> None:
-    """Until then nothing is offered: tickets would name ranks of before."""
-    connector = scheduler()
+    """Until then nothing is offered, nor before the first introduction: tickets would name ranks of before."""
+    connector = scheduler(introduce=False)
+    connector.add(producer(10))
+    assert step_of(connector, ("r", 10)) == Step()
+    assert connector.request_finished("r", completed=True) == Finished(False, None)
+    connector.introduce(INTRODUCTION)
     assert not step_of(connector).introduce
     connector.add(producer(10, "before"))
     step_of(connector, ("before", 10))
@@ -212,7 +216,7 @@ def test_a_ticket_is_used_once() -> None:
 
 def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another sample, or another try after its lease has ended well: an error would be for nothing."""
-    monkeypatch.setattr("kvflow.connector.scheduler._USED_MAX", 2)
+    monkeypatch.setattr("kvflow.connector.consumers._REMEMBERED_MAX", 2)
     connector = scheduler()
     for request_id, ticket in [("a", "one"), ("b", "one"), ("c", "two"), ("d", "three"), ("e", "three"), ("f", "one")]:
         used = pytest.raises(RequestError, match=f"'{request_id}'.*used") if request_id in "be" else nullcontext()
@@ -468,13 +472,6 @@ def test_partly_filled_blocks(prompt: int, full_only: bool, blocks: tuple[int, .
     assert [save.block_tables for save in step.save] == ([(blocks,)] if blocks else [])
 
 
-def test_nothing_is_offered_before_the_ranks_are_known() -> None:
-    connector = scheduler(introduce=False)
-    connector.add(producer(10))
-    assert step_of(connector, ("r", 10)) == Step()
-    assert connector.request_finished("r", completed=True) == Finished(False, None)
-
-
 def test_all_leases_that_are_out_can_be_withdrawn() -> None:
     connector = scheduler()
     for request_id in ("a", "b"):
@@ -501,12 +498,6 @@ def test_an_id_is_used_once_at_a_time() -> None:
     connector.add(producer(10))
     with pytest.raises(UsageError, match="'r': it is there already"):
         connector.add(producer(10))
-
-
-@each("change", [{"block_size": 0}, {"lease_ttl_s": 0.0}, {"fetch_tokens_min": 0}])
-def test_limits_are_checked(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"^{next(iter(change))}: expected .*, got 0"):
-        SchedulingConfig(**{"block_size": 4, "lease_ttl_s": 1.0, **change})
 
 
 def test_a_step_survives_its_way_to_the_workers() -> None:
@@ -990,6 +981,9 @@ TestEngine = machine_test(Engine, 60, 400, steps=40)
 
 GROUPS = (FULL, LOCAL, STATE)
 GROUPED = msgspec.structs.replace(INTRODUCTION, groups=GROUPS, more_block_ids=((), ()))
+OFFERED = GROUPED.without_leases(
+    request_id="remote", block_ids=[[1, 2, 3, 4], [5, 6, 7], [8]], num_tokens=13, ttl_s=9.0
+)
 
 
 def grouped_scheduler(**changes: Any) -> ConnectorScheduler:
@@ -1005,74 +999,83 @@ def tables_of(tokens: int) -> tuple[list[int], list[int], list[int]]:
     return list(range(10, 10 + full)), [NULL] * null + list(range(30 + null, 30 + local)), [7]
 
 
+def grouped_step(connector: ConnectorScheduler, tokens: int, tables: Sequence[Sequence[int]] | None = None) -> Step:
+    """The prompt "r" is computed so far."""
+    given = tables or tables_of(tokens)
+    return connector.build_step([Scheduled("r", tokens)], preempted=(), block_ids=lambda _: given)
+
+
+SPLIT = msgspec.structs.replace(
+    GROUPED, block_size=2, groups=(msgspec.structs.replace(FULL, block_size=2), LOCAL, STATE)
+)
+"""Of ranks whose kernels take half of a block of the first group."""
+
+
 @each(
-    ("tokens", "expected"),
+    ("introduction", "tokens", "expected"),
     [
-        (13, ((10, 11, 12, 13), (34, 35, 36), (7,))),  # the last five tokens are 8 to 12
-        (4, ((10,), (30, 31), (7,))),
-        (1, ((10,), (30,), (7,))),
+        (GROUPED, 13, ((10, 11, 12, 13), (34, 35, 36), (7,))),  # the last five tokens are 8 to 12
+        (GROUPED, 4, ((10,), (30, 31), (7,))),
+        (GROUPED, 1, ((10,), (30,), (7,))),
+        (SPLIT, 13, ((20, 21, 22, 23, 24, 25, 26), (34, 35, 36), (7,))),  # of the last block what is filled
+        (SPLIT, 4, ((20, 21), (30, 31), (7,))),
+        (SPLIT, 1, ((20,), (30,), (7,))),
     ],
 )
-def test_a_prompt_is_saved_with_its_windows_and_its_state(tokens: int, expected: tuple[tuple[int, ...], ...]) -> None:
+def test_a_prompt_is_offered_with_its_windows_and_its_state(
+    introduction: Ticket, tokens: int, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    """In the blocks that the ranks have registered."""
     connector = grouped_scheduler()
+    connector.introduce(introduction)
     connector.add(producer(tokens))
-    step = connector.build_step(
-        [Scheduled("r", tokens)],
-        preempted=(),
-        block_ids=lambda _: tables_of(tokens),
-    )
-    (save,) = step.save
+    (save,) = grouped_step(connector, tokens).save
     assert (save.block_tables, save.num_tokens) == (expected, tokens)
-    assert NULL not in {block for table in save.block_tables for block in table}
-    params = connector.request_finished("r", completed=True).params
+    params = connector.request_finished("r", completed=True, block_ids=tables_of(tokens)).params
     assert params is not None
     assert params["remote_block_ids"] == [list(table) for table in expected]
 
 
 @each(
-    ("computed", "expected"),
+    ("introduction", "computed", "expected"),
     [
-        (0, ((10, 11, 12, 13), (34, 35, 36), (7,))),
-        (8, ((12, 13), (34, 35, 36), (7,))),  # what is cached ends in front of the window
-        (12, ((13,), (36,), (7,))),  # a part of the window is cached
+        (GROUPED, 0, ((10, 11, 12, 13), (34, 35, 36), (7,))),
+        (GROUPED, 8, ((12, 13), (34, 35, 36), (7,))),  # what is cached ends in front of the window
+        (GROUPED, 12, ((13,), (36,), (7,))),  # a part of the window is cached
+        (SPLIT, 0, ((20, 21, 22, 23, 24, 25, 26), (34, 35, 36), (7,))),
+        (SPLIT, 8, ((24, 25, 26), (34, 35, 36), (7,))),
+        (SPLIT, 12, ((26,), (36,), (7,))),
     ],
 )
-def test_what_is_missing_of_each_group_is_received(computed: int, expected: tuple[tuple[int, ...], ...]) -> None:
+def test_what_is_missing_of_each_group_is_received(
+    introduction: Ticket, computed: int, expected: tuple[tuple[int, ...], ...]
+) -> None:
     connector = grouped_scheduler()
-    ticket = GROUPED.without_leases(
-        request_id="remote", block_ids=[[1, 2, 3, 4], [5, 6, 7], [8]], num_tokens=13, ttl_s=9.0
-    )
-    connector.add(consumer(14, ticket))
+    connector.introduce(introduction)
+    connector.add(consumer(14, OFFERED))
     assert connector.num_new_matched_tokens("r", computed) == Matched(13 - computed, True)
     connector.update_after_alloc("r", tables_of(13), 13 - computed)
     (receive,) = step_of(connector).receive
     assert receive.block_tables == expected
 
 
-@each("why", ["recalled", "introduced late", "saved in time"])
+@each("why", ["recalled", "introduced late", "saved in time", "introduced late, and all of it stays"])
 def test_a_prompt_whose_window_has_moved_on_is_not_offered_late(why: str) -> None:
     """There are null blocks in place of its own by then."""
-    connector = scheduler(introduce=why != "introduced late", groups=(CHUNKED,))
-    connector.add(producer(8) if why == "saved in time" else flowing(8))
-    step_of(connector, ("r", 8), blocks=[NULL, 11])
-    if why == "introduced late":
-        connector.introduce(grouped_ticket((CHUNKED,), 0, "introduction"))
-    connector.withdraw_all()
-    step = step_of(connector, ("r", 13), blocks=[NULL, NULL, NULL, 14])
-    assert step.save == []
-    finished = connector.request_finished("r", completed=True, block_ids=[NULL, NULL, NULL, 14])
-    assert finished.params is None
-    assert not finished.hold_blocks
-
-
-def test_a_prompt_is_offered_late_where_all_of_it_stays() -> None:
-    connector = scheduler(introduce=False, groups=(FULL,))
-    connector.add(producer(8))
-    step_of(connector, ("r", 8), blocks=[10, 11])
-    connector.introduce(grouped_ticket((FULL,), 0, "introduction"))
-    (save,) = step_of(connector, ("r", 13), blocks=[10, 11, 12, 13]).save
-    assert save.block_tables == ((10, 11),)
-    assert connector.request_finished("r", completed=True).params is not None
+    late, stays = why.startswith("introduced late"), why.endswith("stays")
+    groups, null = ((FULL,), 10) if stays else ((CHUNKED,), NULL)
+    connector = scheduler(introduce=not late, groups=groups)
+    connector.add(flowing(8) if why in ("recalled", "introduced late") else producer(8))
+    step_of(connector, ("r", 8), blocks=[null, 11])
+    if late:
+        connector.introduce(grouped_ticket(groups, 0, "introduction"))
+    else:
+        connector.withdraw_all()
+    now = [10, 11, 12, 13] if stays else [NULL, NULL, NULL, 14]
+    saved = step_of(connector, ("r", 13), blocks=now).save
+    assert [save.block_tables for save in saved] == [((10, 11),)] * stays
+    finished = connector.request_finished("r", completed=True, block_ids=now)
+    assert (finished.params is not None, finished.hold_blocks) == (stays, stays)
 
 
 def test_a_prompt_that_was_preempted_and_is_computed_anew_is_offered() -> None:
@@ -1084,15 +1087,6 @@ def test_a_prompt_that_was_preempted_and_is_computed_anew_is_offered() -> None:
     (save,) = step_of(connector, ("r", 8), preempted=["r"], blocks=[NULL, 12]).save
     assert save.block_tables == ((12,),)
     assert connector.request_finished("r", completed=True, block_ids=[NULL, 12]).params is not None
-
-
-def test_a_full_hit_reads_no_group_and_says_so() -> None:
-    connector = grouped_scheduler()
-    ticket = GROUPED.without_leases(request_id="remote", block_ids=[[1], [2, 3], [8]], num_tokens=4, ttl_s=9.0)
-    connector.add(consumer(5, ticket))
-    assert connector.num_new_matched_tokens("r", 4) == Matched(0, False)
-    connector.update_after_alloc("r", tables_of(4), 0)
-    assert [release.request_id for release in step_of(connector).release] == ["r"]
 
 
 @each(
@@ -1107,8 +1101,7 @@ def test_a_full_hit_reads_no_group_and_says_so() -> None:
 )
 def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, problem: str) -> None:
     connector = grouped_scheduler()
-    ids = [[1, 2, 3, 4], [5, 6, 7], [8]]
-    connector.add(consumer(14, GROUPED.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)))
+    connector.add(consumer(14, OFFERED))
     with pytest.raises(UsageError, match=problem):
         connector.update_after_alloc("r", tables, 13)
 
@@ -1116,15 +1109,17 @@ def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, p
 @each(
     ("changes", "problem"),
     [
+        *(({name: 0}, f"^{name}: expected .*, got 0") for name in ("block_size", "lease_ttl_s", "fetch_tokens_min")),
         ({"groups": (LOCAL,)}, "block_size is 4, but the first group's is 2"),
         ({"groups": (FULL, STATE), "full_blocks_only": True}, "a state belongs to the last token"),
+        ({"groups": (FULL, STATE), "withhold_last_token": True}, "withhold_last_token"),
         ({"groups": (GroupFacts(name="a", block_size=0),)}, "cannot be"),
         ({"groups": "full"}, "expected GroupFacts"),
     ],
 )
-def test_groups_that_cannot_be_are_a_config_error(changes: dict[str, Any], problem: str) -> None:
+def test_settings_that_cannot_be_are_a_config_error(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        scheduler(**changes)
+        SchedulingConfig(**{"block_size": 4, "lease_ttl_s": 1.0, **changes})
 
 
 @each(
@@ -1139,9 +1134,7 @@ def test_a_whole_prompt_is_of_use_where_its_last_token_can_be_computed_again(
     groups: tuple[GroupFacts, ...], left: bool, expected: Matched
 ) -> None:
     connector = scheduler(groups=groups, leave_last_token=left)
-    introduction = msgspec.structs.replace(INTRODUCTION, groups=groups, more_block_ids=((),))
-    ids = [[1, 2, 3, 4], [5]] if STATE in groups else [[1, 2, 3, 4], [5, 6, 7]]
-    ticket = introduction.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)
+    ticket = grouped_ticket(groups, 13, "remote")
     connector.add(consumer(13, ticket))
     connector.add(consumer(14, msgspec.structs.replace(ticket, request_id="other"), "longer"))
     assert connector.num_new_matched_tokens("r", 0) == expected
@@ -1156,72 +1149,40 @@ def test_a_last_token_may_be_computed_and_not_offered() -> None:
     """Its block is the engine's own affair, also where that is one of its own."""
     groups = (FULL, LOCAL)
     connector = scheduler(groups=groups, leave_last_token=True, withhold_last_token=True)
-    connector.introduce(msgspec.structs.replace(INTRODUCTION, groups=groups, more_block_ids=((),)))
     connector.add(producer(13))
-    connector.build_step([Scheduled("r", 13)], preempted=(), block_ids=lambda _: tables_of(13)[:2])
+    grouped_step(connector, 13, tables_of(13)[:2])
     finished = connector.request_finished("r", completed=True, block_ids=tables_of(13)[:2])
     assert finished.params is not None
     ticket = Ticket.from_params(finished.params)
     counts = tuple(group.blocks_needed(12) for group in groups)
     assert (ticket.num_tokens, tuple(map(len, ticket.block_tables))) == (12, counts)
-    with pytest.raises(ConfigError, match="withhold_last_token"):
-        scheduler(groups=(FULL, STATE), withhold_last_token=True)
 
 
 @each(
-    ("left", "offered"),
+    ("groups", "left", "offered"),
     [
-        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], [7]), True),
-        (([10, 11, 12, 13, 14], [NULL] * 4 + [34, 35, 36, 37], [7]), True),  # of an answer of more than one token
-        (([10, 11, 12, 13], [NULL] * 5 + [35, 36], [7]), False),  # the window has moved on
-        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], [8]), False),
-        (([10, 11, 12, 13, 14], [NULL] * 5 + [35, 36, 34], [7]), False),  # taken back, and come again for the answer
+        (GROUPS, ([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], [7]), True),
+        (GROUPS, ([10, 11, 12, 13, 14], [NULL] * 4 + [34, 35, 36, 37], [7]), True),  # of an answer of several tokens
+        (GROUPS, ([10, 11, 12, 13], [NULL] * 5 + [35, 36], [7]), False),  # the window has moved on
+        (GROUPS, ([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], [8]), False),
+        (GROUPS, ([10, 11, 12, 13, 14], [NULL] * 5 + [35, 36, 34], [7]), False),  # come again, for the answer
+        (GROUPS, None, False),  # the state has gone on
+        (GROUPS[:2], None, True),
     ],
 )
-def test_a_prompt_of_which_a_block_has_been_taken_back_is_not_offered(left: Any, offered: bool) -> None:
-    connector = grouped_scheduler()
+def test_a_prompt_that_is_there_no_more_is_not_offered(
+    groups: tuple[GroupFacts, ...], left: tuple[list[int], ...] | None, offered: bool
+) -> None:
+    """A block of it has been taken back; or, with all `left` as it was, one more token has been computed."""
+    connector = scheduler(groups=groups)
     connector.add(producer(13))
-    connector.build_step([Scheduled("r", 13)], preempted=(), block_ids=lambda _: tables_of(13))
-    finished = connector.request_finished("r", completed=True, block_ids=left)
+    tables = tables_of(13)[: len(groups)]
+    grouped_step(connector, 13, tables)
+    if left is None:
+        grouped_step(connector, 14, tables)
+    finished = connector.request_finished("r", completed=True, block_ids=left or tables)
     assert (finished.hold_blocks, finished.params is not None) == (offered, offered)
     assert step_of(connector).withdraw == ([] if offered else ["r"])
-
-
-SPLIT = msgspec.structs.replace(
-    GROUPED, block_size=2, groups=(msgspec.structs.replace(FULL, block_size=2), LOCAL, STATE)
-)
-"""Of ranks whose kernels take half of a block of the first group."""
-
-
-@each(
-    ("tokens", "expected"),
-    [(13, (20, 21, 22, 23, 24, 25, 26)), (4, (20, 21)), (1, (20,))],  # of the last block what is filled
-)
-def test_where_ranks_have_smaller_blocks_theirs_are_offered(tokens: int, expected: tuple[int, ...]) -> None:
-    connector = grouped_scheduler()
-    connector.introduce(SPLIT)
-    connector.add(producer(tokens))
-    step = connector.build_step([Scheduled("r", tokens)], preempted=(), block_ids=lambda _: tables_of(tokens))
-    assert step.save[0].block_tables == (expected, *tables_without_null(tokens))
-    finished = connector.request_finished("r", completed=True, block_ids=tables_of(tokens))
-    assert finished.params is not None
-    assert Ticket.from_params(finished.params).block_tables == step.save[0].block_tables
-
-
-def tables_without_null(tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    _, local, state = tables_of(tokens)
-    return tuple(block for block in local if block != NULL), tuple(state)
-
-
-@each(("computed", "expected"), [(0, (20, 21, 22, 23, 24, 25, 26)), (8, (24, 25, 26)), (12, (26,))])
-def test_where_ranks_have_smaller_blocks_theirs_are_received(computed: int, expected: tuple[int, ...]) -> None:
-    connector = grouped_scheduler()
-    connector.introduce(SPLIT)
-    ids = [[1, 2, 3, 4], [5, 6, 7], [8]]
-    connector.add(consumer(14, GROUPED.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)))
-    connector.update_after_alloc("r", tables_of(13), 13 - computed)
-    (receive,) = step_of(connector).receive
-    assert receive.block_tables[0] == expected
 
 
 def test_blocks_that_ranks_cannot_have_split_are_a_config_error() -> None:
@@ -1231,17 +1192,6 @@ def test_blocks_that_ranks_cannot_have_split_are_a_config_error() -> None:
         connector.introduce(odd)
     with pytest.raises(ConfigError, match="groups: 3 here, the ranks have registered 1"):
         connector.introduce(INTRODUCTION)
-
-
-@each(("groups", "offered"), [((FULL, STATE), False), ((FULL, LOCAL), True)])
-def test_a_state_that_has_gone_on_is_not_offered(groups: tuple[GroupFacts, ...], offered: bool) -> None:
-    connector = scheduler(groups=groups)
-    connector.add(producer(13))
-    tables = tables_of(13)[0], tables_of(13)[2 if STATE in groups else 1]
-    for computed in (13, 14):
-        connector.build_step([Scheduled("r", computed)], preempted=(), block_ids=lambda _: tables)
-    finished = connector.request_finished("r", completed=True, block_ids=tables)
-    assert (finished.hold_blocks, finished.params is not None) == (offered, offered)
 
 
 def test_full_blocks_are_full_in_every_group_that_begins_the_prompt() -> None:

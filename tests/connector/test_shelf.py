@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvflow.connector.scheduler import PagedGroup, Scheduled, registered
+from kvflow.connector.paged_groups import PagedGroup, registered
+from kvflow.connector.scheduler import Scheduled
 from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import NO_BLOCK, Shelved, Step

@@ -26,24 +26,14 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RequestError, RuntimeClosed, TransferFailed
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
+from kvflow.runtime.load.load import LoadReport
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_quiet
 from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.connector.test_scheduler import BLOCK_SIZE, PREFILL, Request
 
-BLOCK_SIZE = 4
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", lease_ttl_s=60.0), seal_hold_s=0.01)
-
-
-@dataclass(frozen=True)
-class Request:
-    request_id: str
-    num_prompt_tokens: int
-    kv_transfer_params: dict[str, Any] | None
-    prompt_token_ids: None = None
-
-
-PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @dataclass
@@ -104,6 +94,25 @@ class Engine:
         matched = self.scheduler.num_new_matched_tokens(request_id, 0)
         assert matched == (tokens, True)
         self.scheduler.update_after_alloc(request_id, blocks, matched.tokens)
+
+    def flow(self, request_id: str = "r", tokens: int = 7, name: str = "name") -> dict[str, Any]:
+        """Take a prompt that is to be read while it is computed; its reader's parameters."""
+        rendezvous = Ticket.rendezvous(self.worker.introduction(), name)
+        self.scheduler.add(Request(request_id, tokens, producer_params(rendezvous)))
+        return rendezvous.to_params()
+
+    def until_loaded(self, request_id: str = "d") -> LoadReport:
+        """Step until the request has its prompt, and end it."""
+        loaded = self.until(load_ended)
+        assert isinstance(loaded, Loaded)
+        assert loaded.request_id == request_id
+        self.scheduler.request_finished(request_id, completed=True)
+        return loaded.report
+
+    def until_read(self, request_id: str = "r", *, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Step until the request's lease has ended, read or given back, and its blocks are free."""
+        assert self.until(lease_ended, meanwhile=meanwhile) == OfferEnded(request_id, LeaseOutcome.READ, True)
+        assert not self.scheduler.blocks_held(request_id)
 
     def until_settled(self) -> None:
         """Step until the scheduler waits for nothing and the runtime has no lease, load or blocks in use."""
@@ -187,17 +196,13 @@ def load_ended(entry: Happening) -> bool:
 def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
     """The lease was opened in the step that computed the prompt: no later step is needed for it to be read."""
     pair.decode.receive(pair.prefill.prefill(), [5, 6])
-    loaded = pair.decode.until(load_ended)
-    assert isinstance(loaded, Loaded)
-    assert loaded.report.tokens == 7
+    assert pair.decode.until_loaded().tokens == 7
     assert pair.prefill.scheduler.blocks_held("r")
     for layer in pair.decode.kv_caches.values():
         assert (layer[:, 5] == 1.0).all()
         assert (layer[:, 6, :, :3] == 1.0).all()
         assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
-    assert not pair.prefill.scheduler.blocks_held("r")
-    pair.decode.scheduler.request_finished("d", completed=True)
+    pair.prefill.until_read()
 
 
 @contextlib.contextmanager
@@ -218,15 +223,12 @@ def test_a_prompt_that_two_engines_hold_comes_from_the_second_if_the_first_fails
         params = params_of_several([pair.prefill.prefill(), spare.prefill()])
         pair.decode.transport.faults.fail_next.extend([TransportError("scripted")] * fails)
         pair.decode.receive(params, [5, 6])
-        loaded = pair.decode.until(load_ended)
-        assert isinstance(loaded, Loaded)
         outcomes = ["TransferFailed", "loaded"] if fails else ["loaded"]
-        assert [one.outcome for one in loaded.report.attempts] == outcomes
+        assert [one.outcome for one in pair.decode.until_loaded().attempts] == outcomes
         for layer in pair.decode.kv_caches.values():
             assert (layer[:, 5] == (2.0 if fails else 1.0)).all()
-        pair.decode.scheduler.request_finished("d", completed=True)
         for engine in (pair.prefill, spare):
-            assert engine.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+            engine.until_read()
 
 
 def test_a_rejected_request_gives_the_tickets_of_all_engines_back(pair: Pair) -> None:
@@ -235,7 +237,7 @@ def test_a_rejected_request_gives_the_tickets_of_all_engines_back(pair: Pair) ->
         pair.decode.scheduler.reject(Request("d", 7, params))
         pair.decode.step()
         for engine in (pair.prefill, spare):
-            assert engine.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+            engine.until_read()
 
 
 def test_parameters_of_several_that_cannot_be_are_refused(pair: Pair) -> None:
@@ -257,21 +259,16 @@ def test_ids_of_any_length_are_handed_over(pair: Pair, flows: bool) -> None:
     """An engine's ids may be longer than a runtime's: on both sides one has its beginning and a digest instead."""
     ours, theirs = "d" * 5000, "r" * 5000
     if flows:
-        rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
-        pair.prefill.scheduler.add(Request(theirs, 7, producer_params(rendezvous)))
+        params = pair.prefill.flow(theirs)
         pair.prefill.step((theirs, 7), blocks=(1, 2))
-        params = rendezvous.to_params()
     else:
         params = pair.prefill.prefill(theirs)
         assert Ticket.from_params(params).request_id.startswith(name_of(theirs))
     pair.decode.receive(params, [5, 6], ours)
-    loaded = pair.decode.until(load_ended)
-    assert isinstance(loaded, Loaded)
-    assert (loaded.request_id, loaded.report.request_id) == (ours, name_of(ours))
+    assert pair.decode.until_loaded(ours).request_id == name_of(ours)
     if flows:
         pair.prefill.scheduler.request_finished(theirs, completed=True)
-    assert pair.prefill.until(lease_ended) == OfferEnded(theirs, LeaseOutcome.READ, True)
-    pair.decode.scheduler.request_finished(ours, completed=True)
+    pair.prefill.until_read(theirs)
 
 
 def test_long_ids_with_the_same_beginning_have_names_of_their_own() -> None:
@@ -310,10 +307,9 @@ def test_a_step_that_the_device_has_yet_to_do(pair: Pair) -> None:
     until_blocking(lambda: computed.asked > 3)
     assert all((layer[:, 5:7] == -1.0).all() for layer in pair.decode.kv_caches.values())
     computed.happened.set()
-    pair.decode.until(load_ended)
+    pair.decode.until_loaded()
     assert all((layer[:, 5] == 2.0).all() for layer in pair.decode.kv_caches.values())
-    pair.prefill.until(lease_ended)
-    pair.decode.scheduler.request_finished("d", completed=True)
+    pair.prefill.until_read()
 
 
 def until_blocking(condition: Callable[[], bool]) -> None:
@@ -333,10 +329,8 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt(flows: bool) -> None:
     decode = make("decode", network, -1.0, clock=lambda: ours)
     with settled_afterwards(Pair(prefill, decode)):
         if flows:
-            rendezvous = Ticket.rendezvous(prefill.worker.introduction(), "name")
-            decode.scheduler.add(Request("d", 7, rendezvous.to_params()))
+            decode.scheduler.add(Request("d", 7, prefill.flow()))
             assert [keep.request_id for keep in decode.step().keep] == ["d"]
-            prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
             prefill.step(("r", 3), blocks=[1])
             prefill.step(("r", 7), blocks=[1, 2])
             assert prefill.scheduler.request_finished("r", completed=True).hold_blocks
@@ -347,10 +341,9 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt(flows: bool) -> None:
             until_renewed(prefill, decode, ours)
             on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
         decode.scheduler.update_after_alloc("d", [5, 6], 7)
-        assert isinstance(decode.until(load_ended), Loaded)
+        decode.until_loaded()
         hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.limits.seal_hold_s))
-        assert prefill.until(lease_ended, meanwhile=hold_passes) == OfferEnded("r", LeaseOutcome.READ, True)
-        decode.scheduler.request_finished("d", completed=True)
+        prefill.until_read(meanwhile=hold_passes)
 
 
 @pytest.mark.parametrize("pair", [{"lease_ttl_s": 0.3}], indirect=True)
@@ -400,10 +393,11 @@ def test_what_was_kept_is_let_go(pair: Pair, end: str) -> None:
     if end != "aborted":
         scheduler.update_after_alloc("d", [5, 6], 7 if end == "loaded" else 0)
     if end == "loaded":
-        assert isinstance(pair.decode.until(load_ended), Loaded)
-    scheduler.request_finished("d", completed=end != "aborted")
+        pair.decode.until_loaded()
+    else:
+        scheduler.request_finished("d", completed=end == "cached")
     pair.decode.step()
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+    pair.prefill.until_read()
     pair.decode.until_settled()
     assert pair.decode.runtime.statistics().tasks == idle
 
@@ -424,7 +418,7 @@ def test_a_load_that_has_failed_gives_the_offer_back(pair: Pair, flows: bool) ->
     else:
         pair.decode.receive(pair.prefill.prefill(), [5, 6])
     assert isinstance(failed(pair.decode).error, TransferFailed)
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+    pair.prefill.until_read()
 
 
 def test_the_offer_of_a_load_that_has_failed_may_be_used_again() -> None:
@@ -440,9 +434,8 @@ def test_the_offer_of_a_load_that_has_failed_may_be_used_again() -> None:
         first.until_settled()
         assert prefill.scheduler.blocks_held("r")
         second.receive(params, [5, 6])
-        assert isinstance(second.until(load_ended), Loaded)
-        second.scheduler.request_finished("d", completed=True)
-        assert prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+        second.until_loaded()
+        prefill.until_read()
 
 
 def begin_held(prefill: Engine, decode: Engine) -> None:
@@ -465,7 +458,7 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     on_loop(decode.runtime, decode.transport.perform)
     assert decode.until(load_ended) == LoadFailed("d", ((5, 6),), None)
     assert not decode.scheduler.blocks_held("d")
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)  # it was told at once
+    pair.prefill.until_read()  # it was told at once
 
 
 def share(engine: Engine, params: dict[str, Any], *names: str) -> None:
@@ -484,18 +477,17 @@ def load_rest(engine: Engine, name: str, blocks: Sequence[int]) -> Happening:
 @pytest.mark.parametrize("flows", [False, True])
 def test_samples_read_one_offer_and_its_producer_is_told_once(pair: Pair, flows: bool) -> None:
     prefill, decode = pair.prefill, pair.decode
+    params = prefill.flow() if flows else prefill.prefill()
     if flows:
-        rendezvous = Ticket.rendezvous(prefill.worker.introduction(), "name")
-        prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
         prefill.step(("r", 7), blocks=(1, 2))
         prefill.scheduler.request_finished("r", completed=True)
-    share(decode, rendezvous.to_params() if flows else prefill.prefill(), "a", "b", "c")
+    share(decode, params, "a", "b", "c")
     for name, blocks in {"a": [5, 6], "b": [4], "c": [3]}.items():
         assert isinstance(load_rest(decode, name, blocks), Loaded)
         prefill.step()
         assert prefill.scheduler.blocks_held("r")
         assert prefill.happened == []
-    assert prefill.until(lease_ended, meanwhile=decode.step) == OfferEnded("r", LeaseOutcome.READ, True)
+    prefill.until_read(meanwhile=decode.step)
     for layer in decode.kv_caches.values():
         assert (layer[:, 5] == 1.0).all()
         assert (layer[:, [3, 4, 6], :, :3] == 1.0).all()
@@ -519,7 +511,7 @@ def test_a_sample_that_is_abandoned_leaves_the_offer_to_the_others(pair: Pair) -
     assert decode.until(load_ended) == LoadFailed("a", ((5, 6),), None)
     assert isinstance(load_rest(decode, "b", [3, 4]), Loaded)
     assert all((layer[:, 3] == 1.0).all() for layer in decode.kv_caches.values())
-    assert prefill.until(lease_ended, meanwhile=decode.step) == OfferEnded("r", LeaseOutcome.READ, True)
+    prefill.until_read(meanwhile=decode.step)
     decode.scheduler.request_finished("b", completed=True)
 
 
@@ -533,11 +525,8 @@ def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
     assert decode.happened == []
     assert decode.scheduler.blocks_held("d")
     on_loop(decode.runtime, decode.transport.perform)
-    failed = decode.until(load_ended)
-    assert isinstance(failed, LoadFailed)
-    assert "deadline exceeded in phase 'wire'" in str(failed.error)
-    decode.scheduler.request_finished("d", completed=False)
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+    assert "deadline exceeded in phase 'wire'" in str(failed(decode).error)
+    pair.prefill.until_read()
 
 
 def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
@@ -547,12 +536,10 @@ def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
     for layer in pair.prefill.kv_caches.values():
         layer.fill_(9.0)
     pair.decode.receive(params, [5, 6])
-    failed = pair.decode.until(load_ended)
-    assert isinstance(failed, LoadFailed)
-    assert isinstance(failed.error, LeaseExpired)
-    assert failed.block_tables == ((5, 6),)
+    ended = failed(pair.decode)
+    assert isinstance(ended.error, LeaseExpired)
+    assert ended.block_tables == ((5, 6),)
     assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
-    pair.decode.scheduler.request_finished("d", completed=False)
 
 
 def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> None:
@@ -566,10 +553,9 @@ def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> N
     assert params is not None
     assert params["remote_block_ids"] == [3, 4]
     pair.decode.receive(params, [5, 6])
-    assert isinstance(pair.decode.until(load_ended), Loaded)
+    pair.decode.until_loaded()
     outcomes = {prefill.until(lease_ended) for _ in range(2)}
     assert outcomes == {OfferEnded("r", LeaseOutcome.REVOKED, False), OfferEnded("r", LeaseOutcome.READ, True)}
-    pair.decode.scheduler.request_finished("d", completed=True)
 
 
 def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> None:
@@ -580,8 +566,7 @@ def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> 
     decode.step(("own", 7), blocks=[5, 6])
     decode.scheduler.request_finished("own", completed=False)
     decode.receive(params, [5, 6])
-    assert isinstance(decode.until(load_ended), Loaded)
-    decode.scheduler.request_finished("d", completed=True)
+    decode.until_loaded()
 
 
 @pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
@@ -589,8 +574,7 @@ def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: 
     params = pair.prefill.prefill(blocks=[1, 99])
     assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.REVOKED, True)
     pair.decode.receive(params, [5, 6])
-    assert isinstance(pair.decode.until(load_ended), LoadFailed)
-    pair.decode.scheduler.request_finished("d", completed=False)
+    failed(pair.decode)
 
 
 @pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
@@ -600,8 +584,7 @@ def test_no_log_line_is_forged_by_a_request_id(pair: Pair, written: Written) -> 
         pair.prefill.scheduler.withdraw_all()
         pair.prefill.until(lease_ended)
         pair.decode.receive(params, [5, 6], f"{FORGED} decode {name}")
-        assert isinstance(pair.decode.until(load_ended), LoadFailed)
-        pair.decode.scheduler.request_finished(f"{FORGED} decode {name}", completed=False)
+        failed(pair.decode)
     written.assert_plain("refused: its prompt is not offered", "decode offered: its prompt was not received")
 
 
@@ -648,9 +631,7 @@ async def blocks_are_quarantined(runtime: asynchronous.Runtime) -> None:
 
 def begin_flow(pair: Pair, *, tokens: int = 7, expected: int = 7, name: str = "name") -> None:
     """Both engines get their requests at once, and the reader's load begins."""
-    rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), name)
-    pair.prefill.scheduler.add(Request("r", tokens, producer_params(rendezvous)))
-    pair.decode.receive(rendezvous.to_params(), [5, 6], tokens=expected)
+    pair.decode.receive(pair.prefill.flow(tokens=tokens, name=name), [5, 6], tokens=expected)
     pair.decode.step()
 
 
@@ -673,30 +654,25 @@ def test_a_prompt_is_read_while_it_is_computed(staging: str) -> None:
         for layer in pair.prefill.kv_caches.values():
             layer[:, 2, :, 1:] = 2.0
         pair.prefill.step(("r", 7), blocks=[1, 2])
-        loaded = pair.decode.until(load_ended)
-        assert isinstance(loaded, Loaded)
-        assert loaded.report.tokens == 7
+        assert pair.decode.until_loaded().tokens == 7
         for layer in pair.decode.kv_caches.values():
             assert (layer[:, 5] == 1.0).all()
             assert (layer[:, 6, :, 0] == 1.0).all()
             assert (layer[:, 6, :, 1:3] == 2.0).all()
         assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
-        assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
-        pair.decode.scheduler.request_finished("d", completed=True)
+        pair.prefill.until_read()
 
 
 def test_the_answer_of_a_prompt_that_flowed_has_a_ticket_for_other_readers(pair: Pair) -> None:
     """Its first reader may never come."""
-    rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
-    pair.prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
+    pair.prefill.flow()
     pair.prefill.step(("r", 3), blocks=[1])
     pair.prefill.step(("r", 7), blocks=[1, 2])
     params = pair.prefill.scheduler.request_finished("r", completed=True).params
     assert params is not None
     pair.decode.receive(params, [5, 6])
-    assert isinstance(pair.decode.until(load_ended), Loaded)
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
-    pair.decode.scheduler.request_finished("d", completed=True)
+    pair.decode.until_loaded()
+    pair.prefill.until_read()
 
 
 def test_a_preempted_prompt_is_recalled_before_its_blocks_are_written(pair: Pair) -> None:
@@ -712,8 +688,7 @@ def test_a_preempted_prompt_is_recalled_before_its_blocks_are_written(pair: Pair
     params = pair.prefill.scheduler.request_finished("r", completed=True).params
     assert params is not None
     pair.decode.receive(params, [5, 6], request_id="again")
-    assert isinstance(pair.decode.until(load_ended), Loaded)
-    pair.decode.scheduler.request_finished("again", completed=True)
+    pair.decode.until_loaded("again")
 
 
 @pytest.mark.parametrize("computed", [0, 5])
@@ -737,19 +712,18 @@ def test_a_prompt_of_another_length_is_not_received(pair: Pair, tokens: int) -> 
     assert "7 tokens are expected" in str(error)
     assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
     pair.prefill.scheduler.request_finished("r", completed=True)
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)  # it was told
+    pair.prefill.until_read()  # it was told
 
 
 @pytest.mark.parametrize("opened", ["before", "after"])
 @pytest.mark.parametrize("end", ["cached", "aborted", "aborted at once"])
 def test_a_flow_that_is_not_received_is_given_back(pair: Pair, end: str, opened: str) -> None:
     """As by a client that leaves while it waits, or a server that answers HTTP 400: prefill may come to it later."""
-    rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
-    pair.prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
+    params = pair.prefill.flow()
     idle = pair.decode.runtime.statistics().tasks
     if opened == "before":
         pair.prefill.step(("r", 5), blocks=[1, 2])
-    pair.decode.scheduler.add(Request("d", 7, rendezvous.to_params()))
+    pair.decode.scheduler.add(Request("d", 7, params))
     if end != "aborted at once":
         assert pair.decode.step().keep
     if end == "cached":
@@ -758,7 +732,7 @@ def test_a_flow_that_is_not_received_is_given_back(pair: Pair, end: str, opened:
     assert not pair.decode.step().keep
     pair.prefill.step(("r", 7), blocks=[1, 2])
     assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.READ, True)
+    pair.prefill.until_read()
     until_blocking(lambda: pair.decode.runtime.statistics().tasks == idle)
 
 
@@ -785,11 +759,9 @@ def test_a_name_is_used_once_at_a_time(pair: Pair) -> None:
     """The second prompt of that name is not offered, which does not disturb the first one's reader."""
     begin_flow(pair)
     pair.prefill.step(("r", 5), blocks=[1, 2])
-    rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
-    pair.prefill.scheduler.add(Request("twin", 7, producer_params(rendezvous)))
+    pair.prefill.flow("twin")
     pair.prefill.step(("twin", 7), blocks=[3, 4])
     pair.prefill.step(("r", 7), blocks=[1, 2])
-    assert isinstance(pair.decode.until(load_ended), Loaded)
+    pair.decode.until_loaded()
     for request_id in ("twin", "r"):
         pair.prefill.scheduler.request_finished(request_id, completed=True)
-    pair.decode.scheduler.request_finished("d", completed=True)

@@ -283,10 +283,8 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "a preempted prompt stays offered": Bug(
-        "            self._producer_fires(request, ProducerEvent.PREEMPT)\n            self._withdraw(request)\n"
-        "        elif request is not None and request.state is ProducerState.FLOWING:",
-        "            self._producer_fires(request, ProducerEvent.PREEMPT)\n"
-        "        elif request is not None and request.state is ProducerState.FLOWING:",
+        "            self._fire(request, ProducerEvent.PREEMPT)\n            self._withdraw(request)\n",
+        "            self._fire(request, ProducerEvent.PREEMPT)\n",
         (
             "tests/connector/test_scheduler.py::test_preempted_after_its_prompt_the_lease_is_withdrawn_and_the_next_has_a_secret_of_its_own",
         ),

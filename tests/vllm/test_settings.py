@@ -322,7 +322,7 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
         assert step() is not None, "asked again until it is known"
         output: Any = SimpleNamespace(finished_recving=None, finished_sending=None, kv_connector_worker_meta=told)
         scheduler.update_connector_output(output)
-        assert scheduler._scheduler._introduction == told.tickets[0]
+        assert scheduler._scheduler._producers._introduction == told.tickets[0]
         assert step() is None
         assert len(told.aggregate(told).tickets) == 2
 

@@ -1,0 +1,252 @@
+"""The consumers' book: requests with tickets, and requests that a peer has offered a prefix to.
+
+A request is added, matched, gets blocks and waits for its load, or goes on without. Its tickets' leases are kept
+while it has no blocks (`Keep`); whatever becomes of it, their producers hear once that nobody needs them any more
+(`Release`), or the load tells them.
+
+A ticket is used once: by one request, or by samples of its prompt that share it. Then the first sample's load serves
+all. The others wait for it, find in the engine's prefix cache what that keeps, and read the rest, each by itself. If
+the first is aborted the next one is the first; once one has read, or has tried to, nobody waits any more. The producer
+is told by whoever is the last to need the ticket.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvflow.connector.engine import EngineRequest, GivenTables, Matched, Sharing
+from kvflow.connector.paged_groups import PagedGroups
+from kvflow.connector.parameters import Dialect, others_in
+from kvflow.connector.scheduling_config import SchedulingConfig
+from kvflow.connector.step import Keep, Receive, Release, Step
+from kvflow.core.policy.states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, fire, knows, request_blocks_held
+from kvflow.core.protocol.prompts import check_alike, check_prompt
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import RequestError, UsageError
+
+_REMEMBERED_MAX = 1 << 14
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Consumer:
+    """A request whose prompt may come from remote."""
+
+    request_id: str
+    tickets: tuple[Ticket, ...]
+    """Tickets of one prompt, the best first."""
+    use: _Use
+    offered_tokens: int = 0
+    """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
+    prompt: Sequence[int] | None = None
+    """Token ids, only for a rendezvous, whose ticket does not tell which prompt it is of."""
+    state: ConsumerState = ConsumerState.EXPECTED
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.tickets[0]
+
+
+@dataclass(slots=True, eq=False)
+class _Use:
+    """The use of one ticket."""
+
+    shared: bool
+    """True if several requests may have the ticket."""
+    readers: list[_Consumer] = field(default_factory=list)
+    """Requests that may read what it offers, or are at it, in the order in which they came."""
+    tried: bool = False
+    """True once one of them has read it, or has tried to."""
+
+    def waits(self, reader: _Consumer) -> bool:
+        """True while the load of one that came before may leave less to read for this one."""
+        ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
+        return not self.tried and ahead is not reader
+
+    def leave(self, reader: _Consumer, *, unread: bool) -> bool:
+        """Strike out a request that needs nothing of the ticket any more; `unread` if it has never begun to load.
+
+        True if its workers have to hear of that: a load of a ticket that is not shared tells the producer by itself.
+        """
+        self.readers.remove(reader)
+        self.tried = self.tried or not unread or reader.state is ConsumerState.LOCAL
+        return unread or (self.shared and not self.readers)
+
+
+class _Uses:
+    """The tickets that have come lately, and their uses."""
+
+    def __init__(self) -> None:
+        self._uses: OrderedDict[tuple[str, str], _Use] = OrderedDict()
+        """By engine and request."""
+
+    def spend(self, ticket: Ticket) -> bool:
+        """Use a ticket up for nobody. True if it had not come before."""
+        use = _Use(shared=False)
+        return self._noted(ticket, use) is use
+
+    def use(self, ticket: Ticket, sharing: Sharing, what: str) -> _Use:
+        """The use of a request's ticket. RequestError that begins with `what` if it is another's, or over."""
+        use = _Use(shared=sharing is not Sharing.ALONE)
+        found = self._noted(ticket, use)
+        if found is use and sharing is Sharing.FOLLOWS:
+            raise RequestError(f"{what}: another engine uses its ticket, for another sample")
+        if found is not use and not (found.shared and found.readers):
+            raise RequestError(f"{what}: another request has used its ticket")
+        return found
+
+    def _noted(self, ticket: Ticket, use: _Use) -> _Use:
+        """The use of the ticket so far; `use` if it comes for the first time."""
+        key = (ticket.engine_id, ticket.request_id)
+        found = self._uses.setdefault(key, use)
+        self._uses.move_to_end(key)
+        if len(self._uses) > _REMEMBERED_MAX:
+            self._uses.popitem(last=False)
+        return found
+
+
+class ConsumerBook:
+    """All requests of an engine that consume, and what the workers have to do for them next."""
+
+    def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:
+        self._config = config
+        self._groups = groups
+        self._dialect = dialect
+        self._requests: dict[str, _Consumer] = {}
+        self._uses = _Uses()
+        self._next = Step()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def state_of(self, request_id: str) -> ConsumerState | None:
+        """The state of a request; None if it does not consume, or does not any more."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.state
+
+    def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
+        """Take a request whose parameters ask for its prompt from remote; see `ConnectorScheduler.add`."""
+        request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
+        what, ticket = f"request {request_id!r}", self._dialect.read_ticket(params)
+        known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
+        if known is not None:
+            check_prompt(ticket, known, what)  # a request that the ticket is of may come, so nothing is given back
+        tickets = self._tickets(params, ticket, what)
+        consumer = self._expect(request_id, tickets, self._uses.use(ticket, sharing, what))
+        most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
+        if ticket.awaited:  # the prompt is taken to be the same on both sides; the load finds out
+            consumer.offered_tokens, consumer.prompt = self._config.offered_of(most), request.prompt_token_ids
+        elif ticket.num_tokens <= most and ticket.offered_tokens:
+            consumer.offered_tokens = ticket.offered_tokens
+        else:
+            return
+        self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
+
+    def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
+        """Take a request that peers offer a prefix to; see `ConnectorScheduler.adopt`."""
+        if request_id in self._requests:
+            raise UsageError(f"request {request_id!r}: it has a ticket already")
+        consumer = self._expect(request_id, tickets, _Use(shared=False))
+        consumer.offered_tokens = consumer.ticket.num_tokens
+        self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
+
+    def reject(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
+        """Give back the ticket of a request that is refused, unless one has had it; see `ConnectorScheduler.reject`."""
+        ticket = self._dialect.read_ticket(params)
+        if self._uses.spend(ticket):
+            tickets = self._tickets(params, ticket, f"request {request.request_id!r}")
+            self.give_back(request.request_id, tickets)
+
+    def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
+        """Give back what is offered to a request; see `ConnectorScheduler.give_back`."""
+        if tickets[0].awaited or any(tickets[0].block_tables):
+            self._next.release.append(Release(request_id=request_id, tickets=tickets, last=last))
+
+    def match(self, request_id: str, num_computed_tokens: int) -> Matched:
+        """Tokens that can come from remote; see `ConnectorScheduler.num_new_matched_tokens`."""
+        request = self._expected(request_id)
+        tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
+        if request is None or tokens < self._config.fetch_tokens_min:
+            return Matched(0, False)
+        return Matched(None, False) if request.use.waits(request) else Matched(tokens, True)
+
+    def allocated(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
+        """Have a request's blocks loaded, or let it go on without; see `ConnectorScheduler.update_after_alloc`."""
+        request = self._expected(request_id)
+        if request is None:
+            return
+        if num_external_tokens == 0:
+            self._fire(request, ConsumerEvent.SKIP)
+            return
+        offered = request.offered_tokens
+        missing = self._groups.missing(block_ids, offered, num_external_tokens, f"request {request_id!r}")
+        self._fire(request, ConsumerEvent.RECEIVE)
+        receive = Receive(
+            request_id=request_id,
+            tickets=request.tickets,
+            block_tables=missing,
+            num_tokens=offered if request.ticket.awaited else None,
+            prompt=None if request.prompt is None else tuple(request.prompt[:offered]),
+            release_if_failed=self._config.release_failed_loads,
+            shared=request.use.shared,
+        )
+        self._next.receive.append(receive)
+
+    def add_to(self, step: Step) -> None:
+        """Put into a step what its workers have to do for consumers."""
+        ours, self._next = self._next, Step()
+        step.keep = [keep for keep in ours.keep if self._still_waits(keep)]
+        step.receive, step.release = ours.receive, ours.release
+        step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Take the ends of loads, good or bad. Ids that nobody waits for change nothing."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None and knows(CONSUMER_TABLE, request.state, ConsumerEvent.RECEIVED):
+                self._fire(request, ConsumerEvent.RECEIVED)
+
+    def finish(self, request_id: str) -> bool:
+        """Take the end of a request. True if its blocks must stay, as a load may still write into them."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._fire(request, ConsumerEvent.END)
+        if request.state is ConsumerState.ABANDONED:
+            self._next.abandon.append(request_id)
+        return request_blocks_held(request.state)
+
+    def _tickets(self, params: Mapping[str, Any], ticket: Ticket, what: str) -> tuple[Ticket, ...]:
+        """All tickets of a prompt. RequestError for what is none; PromptMismatch if one is of another prompt."""
+        others = tuple(map(self._dialect.read_ticket, others_in(params)))
+        for other in others:
+            check_alike(ticket, other, what)
+        return (ticket, *others)
+
+    def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _Use) -> _Consumer:
+        """A request that may read what these offer."""
+        consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
+        use.readers.append(consumer)
+        return consumer
+
+    def _expected(self, request_id: str) -> _Consumer | None:
+        """A request that has no blocks yet; None if there is no such one."""
+        request = self._requests.get(request_id)
+        return request if request is not None and request.state is ConsumerState.EXPECTED else None
+
+    def _still_waits(self, keep: Keep) -> bool:
+        """True if the request has no blocks yet, and is no other one of the same name."""
+        request = self._expected(keep.request_id)
+        return request is not None and request.tickets is keep.tickets
+
+    def _fire(self, request: _Consumer, event: ConsumerEvent) -> None:
+        before, request.state = request.state, fire(CONSUMER_TABLE, request.state, event)
+        needs_nothing = request.state in (ConsumerState.LOCAL, ConsumerState.ENDED)
+        if needs_nothing and request in request.use.readers:
+            use = request.use
+            if use.leave(request, unread=before is ConsumerState.EXPECTED):
+                self.give_back(request.request_id, request.tickets, last=not use.readers)
+        if request.state is ConsumerState.ENDED:
+            del self._requests[request.request_id]

@@ -1,0 +1,254 @@
+"""The producers' book: requests whose prompts are computed for a reader, and the leases of those prompts.
+
+A prompt's lease is opened in the step that completes the prompt, under a name that is a secret until the request's end
+gives it to the router. From then on the blocks are held until the workers report that the lease has ended; before, a
+preemption or an abort may take them at once, since nobody can have asked for them.
+
+Or a prompt *flows*: its router has named it beforehand (`rendezvous`). Then its lease is opened with its first step,
+grows with every one, and may be read all the time. A preemption recalls it, for which the workers' step waits a moment
+(`Step.recall`); an abort holds the blocks until the lease has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Scheduled, TablesOf
+from kvflow.connector.paged_groups import PagedGroups
+from kvflow.connector.parameters import Dialect, name_of, rendezvous_in
+from kvflow.connector.scheduling_config import SchedulingConfig
+from kvflow.connector.step import Decline, Grow, Save, Send, Step
+from kvflow.core.plan.descriptors import given_block_ids
+from kvflow.core.policy.states import PRODUCER_TABLE, ProducerEvent, ProducerState, fire, knows, request_blocks_held
+from kvflow.core.protocol.prompts import prompt_digest
+from kvflow.core.protocol.ticket import Ticket
+
+
+@dataclass(slots=True, kw_only=True)
+class _Producer:
+    request_id: str
+    num_prompt_tokens: int
+    """Prompt tokens that may be offered."""
+    prompt: Sequence[int] | None
+    serve_id: str | None = None
+    """The name that its readers know already; None once it is of no use, or if there is none."""
+    saved: Save | None = None
+    """The prompt's lease."""
+    num_computed_tokens: int = 0
+    state: ProducerState = ProducerState.COMPUTING
+
+    @property
+    def complete(self) -> bool:
+        """True once the whole prompt is computed."""
+        return self.num_computed_tokens >= self.num_prompt_tokens
+
+
+class ProducerBook:
+    """All requests of an engine that produce, and what the workers have to do for them next."""
+
+    def __init__(
+        self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect, new_secret: Callable[[], str]
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._dialect = dialect
+        self._new_secret = new_secret
+        self._introduction: Ticket | None = None
+        """The ranks' ticket of nothing, which every offer is made from; without it nothing is offered."""
+        self._requests: dict[str, _Producer] = {}
+        self._next = Step()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def state_of(self, request_id: str) -> ProducerState | None:
+        """The state of a request; None if it does not produce, or does not any more."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.state
+
+    def introduce(self, ticket: Ticket | None) -> None:
+        """Offer prompts as those of these ranks from now on; None to offer nothing, and have steps ask who they are."""
+        self._introduction, self._next.introduce = ticket, ticket is None
+
+    def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
+        """Take a request whose parameters ask for an offer of its prompt."""
+        self._requests[request.request_id] = _Producer(
+            request_id=request.request_id,
+            num_prompt_tokens=max(request.num_prompt_tokens - self._config.withhold_last_token, 0),
+            prompt=request.prompt_token_ids,
+            serve_id=rendezvous_in(params),
+        )
+
+    def build_step(self, scheduled: Iterable[Scheduled], preempted: Iterable[str], block_ids: TablesOf) -> Step:
+        """A step with what its workers have to do for producers; see `ConnectorScheduler.build_step`."""
+        for request_id in preempted:
+            self._preempt(request_id)
+        for entry in scheduled:
+            request = self._requests.get(entry.request_id)
+            if request is not None:
+                late = request.complete and request.num_prompt_tokens > 0
+                request.num_computed_tokens = entry.num_computed_tokens
+                self._computes(request, block_ids, late=late)
+        self._recall_what_has_moved_on(block_ids)
+        step, self._next = self._next, Step(introduce=self._next.introduce)
+        return step
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """Take the ends of leases. Ids that nobody waits for change nothing."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None and knows(PRODUCER_TABLE, request.state, ProducerEvent.SENT):
+                self._fire(request, ProducerEvent.SENT)
+
+    def finish(self, request_id: str, *, completed: bool, block_ids: GivenTables | None) -> Finished:
+        """Take the end of a request; see `ConnectorScheduler.request_finished`."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return Finished(False, None)
+        save, known, flows = request.saved, request.prompt, request.state is ProducerState.FLOWING
+        whole = completed and self._has_prompt(request, block_ids) and (request.complete or not flows)
+        if save is None or self._introduction is None or not whole:
+            self._give_up(request, flows=flows)
+            return Finished(request_blocks_held(request.state), None)
+        ticket = self._introduction.without_leases(
+            request_id=save.serve_id,
+            block_ids=given_block_ids(save.block_tables),
+            num_tokens=save.num_tokens,
+            ttl_s=self._config.lease_ttl_s,
+            prompt_digest="" if known is None else prompt_digest(save.serve_id, known[: save.num_tokens]),
+        )
+        if any(save.block_tables):
+            self._send(request)
+        else:
+            self._fire(request, ProducerEvent.END)  # nothing to read, so nothing to wait for
+        return Finished(request_blocks_held(request.state), self._dialect.params_of(ticket))
+
+    def withdraw_all(self) -> None:
+        """End every lease that somebody may read."""
+        for request in self._requests.values():
+            if request.state is ProducerState.FLOWING:
+                self._recall(request)
+        self._next.withdraw += (
+            request.request_id for request in self._requests.values() if request.state is ProducerState.SENDING
+        )
+
+    def _send(self, request: _Producer) -> None:
+        self._fire(request, ProducerEvent.SEND)
+        self._next.send.append(Send(request_id=request.request_id))
+
+    def _give_up(self, request: _Producer, *, flows: bool) -> None:
+        """End a prompt that is not offered to the router.
+
+        If it flows, its readers are told, and its blocks stay until no read of them can succeed. Else nobody has its
+        ticket, and its blocks are the engine's at once.
+        """
+        if flows:
+            self._send(request)
+            self._next.withdraw.append(request.request_id)
+        else:
+            self._fire(request, ProducerEvent.END)
+            self._withdraw(request)
+            self._decline(request, "the request has ended before its prompt was computed")
+
+    def _decline(self, request: _Producer, reason: str) -> None:
+        """Tell the readers that wait for this prompt, if there are any, that it does not come."""
+        serve_id, request.serve_id = request.serve_id, None
+        if serve_id is not None:
+            self._next.decline.append(Decline(serve_id=serve_id, reason=reason))
+
+    def _withdraw(self, request: _Producer) -> None:
+        """End the lease of a prompt whose ticket nobody has."""
+        save, request.saved = request.saved, None
+        if save is not None and any(save.block_tables):
+            self._next.withdraw.append(request.request_id)
+
+    def _recall(self, request: _Producer) -> None:
+        """End the lease of a prompt that flows, and that readers may be at. Computed once more it is for nobody of
+        those who wait now.
+        """
+        self._fire(request, ProducerEvent.PREEMPT)
+        self._next.recall.append(request.request_id)
+        request.saved = request.serve_id = None
+
+    def _preempt(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.num_computed_tokens = 0
+        if request.state is ProducerState.SAVED:
+            self._fire(request, ProducerEvent.PREEMPT)
+            self._withdraw(request)
+        elif request.state is ProducerState.FLOWING:
+            self._recall(request)
+        elif request_id in self._next.withdraw:
+            self._next.recall.append(request_id)  # it was preempted first, and has ended since
+
+    def _has_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
+        """True if a saved prompt's blocks are where they were, as far as is known, and its state is that of its end."""
+        save = request.saved
+        if save is None or (self._config.has_state and request.num_computed_tokens > save.num_tokens):
+            return False
+        return block_ids is None or self._groups.prompt(block_ids, save.num_tokens) == save.block_tables
+
+    def _recall_what_has_moved_on(self, block_ids: TablesOf) -> None:
+        """Recall prompts that flow and have lost blocks of windows to their answers, also in a step without them."""
+        if self._groups.all_stays:
+            return
+        for request in self._requests.values():
+            flows = request.state is ProducerState.FLOWING
+            if flows and request.complete and not self._has_prompt(request, block_ids(request.request_id)):
+                self._recall(request)
+
+    def _computes(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
+        """Open or grow the lease of a request that the step computes more of.
+
+        `late` if its prompt was complete before: where windows may have moved on since, or a state has, nothing is
+        offered for the first time.
+        """
+        computing = request.state is ProducerState.COMPUTING
+        if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
+            return
+        if computing and late and not self._groups.all_stays:
+            return
+        if request.saved is not None:
+            self._grow(request, request.saved, block_ids(request.request_id))
+        elif request.serve_id is not None and not self._config.offered_of(request.num_prompt_tokens):
+            self._decline(request, f"of {request.num_prompt_tokens} tokens nothing is offered: full blocks only")
+        elif request.serve_id is not None or request.complete:
+            self._offer(request, block_ids(request.request_id), request.serve_id)
+
+    def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
+        """Open the lease of a prompt: under its readers' `name` for it, if it is read while it is computed."""
+        tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
+        computed = min(request.num_computed_tokens, tokens)
+        save = request.saved = Save(
+            request_id=request.request_id,
+            serve_id=name or f"{self._dialect.shown_id(name_of(request.request_id))}#{self._new_secret()}",
+            block_tables=self._groups.prompt(block_ids, tokens, complete=computed == tokens),
+            num_tokens=tokens,
+            ttl_s=self._config.lease_ttl_s,
+            computed_tokens=computed if flows else None,
+            prompt=tuple(request.prompt[:tokens]) if flows and request.prompt is not None else None,
+        )
+        self._fire(request, ProducerEvent.FLOW if flows else ProducerEvent.SAVE)
+        if flows or any(save.block_tables):
+            self._next.save.append(save)
+
+    def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
+        """Offer more of a prompt that flows, unless the step computes nothing of it."""
+        computed = min(request.num_computed_tokens, save.num_tokens)
+        tables = self._groups.prompt(block_ids, save.num_tokens, complete=computed == save.num_tokens)
+        if computed == save.computed_tokens:
+            return
+        more = tuple(now[len(before) :] for before, now in zip(save.block_tables, tables, strict=True))
+        request.saved = msgspec.structs.replace(save, block_tables=tables, computed_tokens=computed)
+        self._next.grow.append(Grow(request_id=request.request_id, block_tables=more, num_tokens=computed))
+
+    def _fire(self, request: _Producer, event: ProducerEvent) -> None:
+        request.state = fire(PRODUCER_TABLE, request.state, event)
+        if request.state is ProducerState.ENDED:
+            del self._requests[request.request_id]
