@@ -20,7 +20,7 @@ from tests_support import each
 
 from tests.gpu.conftest import RESULTS, TABLE, Found, without
 from tests.gpu.device import open_device
-from tests.gpu.pool import Pool, PoolShape, scattered_ids
+from tests.support.pools import Pool, PoolShape, scattered_ids
 
 ROOT = Path(__file__).parents[2]
 
