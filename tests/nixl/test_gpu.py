@@ -29,6 +29,8 @@ ON_CUDA = (
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
+MOSTLY_CUDA = [pytest.param("cpu", marks=pytest.mark.thorough), DEVICES[1]]
+"""What tests of processes and of events show of a CPU anyway."""
 STAGING = ["auto", pytest.param("always", marks=pytest.mark.thorough)]
 LATE_S = 0.2
 MIB = 1 << 20
@@ -44,7 +46,7 @@ def pair(started: Engines, device: str, **others: Any) -> list[EngineProcess]:
     return started.pair(device=device, **others)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
 def test_blocks_move_and_nothing_else_does(started: Engines, device: str) -> None:
     producer, consumer = pair(started, device)
     remote, local = [3, 7, 9, 20, 21, 22], [0, 5, 6, 40, 1, 63]
@@ -57,7 +59,7 @@ def test_blocks_move_and_nothing_else_does(started: Engines, device: str) -> Non
     assert consumer.call("values", block_ids=others) == [-1.0] * len(others)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.thorough), DEVICES[1]])
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
 def test_the_way_is_what_a_device_allows(device: str) -> None:
     """On one GPU cuda_ipc; the cache is read back in full."""
     pool = PoolShape(layers=2, blocks=16)
@@ -135,7 +137,7 @@ def test_blocks_that_are_computed_late_are_not_read_early(
         assert producer.call("outcome", request_id=f"r{turn}") == "read"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
 @pytest.mark.parametrize("staging", STAGING)
 def test_bytes_do_not_land_before_the_last_owner_has_written(started: Engines, device: str, staging: str) -> None:
     producer, consumer = pair(started, device, own_stream=True, config={"staging": staging})
@@ -152,7 +154,7 @@ def test_no_load_succeeds_with_bytes_that_a_device_has_overwritten(started: Engi
     load_around_their_leases_ends(started, device=device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
 def test_a_consumer_outlives_its_producer_and_works_with_the_next(started: Engines, device: str) -> None:
     producer, consumer = pair(started, device)
     hand_over(producer, consumer, "before")
