@@ -202,10 +202,8 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "docs/embedding.md": embedding,
     "docs/operations.md": operations,
     "docs/security.md": security,
-    "docs/server.md": server,
     "docs/tutorials/asyncio.md": asyncio_tutorial,
     "docs/tutorials/server.md": server,
     "docs/tutorials/synchronous.md": synchronous_tutorial,
     "docs/tutorials/vllm.md": vllm,
-    "docs/vllm.md": vllm,
 }
