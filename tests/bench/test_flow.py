@@ -237,9 +237,7 @@ def networks_of_children() -> set[int]:
 
 
 @pytest.mark.nixl
-@pytest.mark.thorough
 def test_a_prompt_over_the_cable_and_a_reader_that_is_killed(cables: None) -> None:
-    """Thorough: see `test_a_link_goes_down_and_up` of `nixl/test_networks.py`."""
     ranks = [
         RankProcess("producer", partial(open_producer, Link.GBIT, SMALL.model)),
         RankProcess("reader", partial(open_reader, Link.GBIT, SMALL.model)),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from budgets import budget
 
 from tests.endurance.__main__ import judge, table
 from tests.endurance.consumer import Consumer
@@ -22,7 +21,7 @@ from tests.endurance.samples import growth
 from tests.support.tests_support import WAIT_S
 from tests.support.verbs import Client
 
-LOADS = budget(100, 250)
+LOADS = 250
 
 
 @contextlib.asynccontextmanager
@@ -45,7 +44,6 @@ async def engine(path: Path, role: str, **options: Any) -> AsyncIterator[Client]
 
 
 @pytest.mark.nixl
-@pytest.mark.budget
 async def test_some_hundred_loads_of_every_kind(tmp_path: Path) -> None:
     where = tmp_path / "producer"
     async with (
