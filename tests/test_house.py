@@ -122,7 +122,7 @@ SLEEPING_TESTS = {
     "tests/endurance/fleet.py": "an endurance run draws when a fault happens, and samples now and then",
     "tests/endurance/homes.py": "an endurance run looks until nothing is under way",
     "tests/endurance/producer.py": "an endurance run computes prompts in steps that take their time",
-    "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",
+    "tests/support/engine.py": "loads begin at random moments around the end of their leases",
     "tests/bench/test_child.py": "waits for the kernel to change the state of a process, with a bound",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -40,14 +41,19 @@ def config_of(keys: Path, engine_id: str, *, secret_of: str | None = None, folde
     return replace(PLAIN, engine_id=engine_id, curve_secret_key_file=secret, curve_peers_dir=keys)
 
 
-async def test_engines_that_know_each_other_load(keys: Path) -> None:
+@contextlib.asynccontextmanager
+async def pair_with(keys: Path) -> AsyncIterator[EnginePair]:
     network = InprocNetwork()
 
     def open_one(engine_id: str) -> AbstractAsyncContextManager[TestEngine]:
         return open_engine(engine_id, config_of(keys, engine_id), lambda _, name: InprocTransport(name, network))
 
     async with open_one("producer") as producer, open_one("reader") as reader:
-        pair = EnginePair(producer=producer, consumer=reader)
+        yield EnginePair(producer=producer, consumer=reader)
+
+
+async def test_engines_that_know_each_other_load(keys: Path) -> None:
+    async with pair_with(keys) as pair:
         lease = pair.offer([2])
         await pair.load(lease)
         assert await lease is LeaseOutcome.READ
@@ -55,13 +61,7 @@ async def test_engines_that_know_each_other_load(keys: Path) -> None:
 
 
 async def test_both_legs_at_once_with_keys(keys: Path) -> None:
-    network = InprocNetwork()
-
-    def open_one(engine_id: str) -> AbstractAsyncContextManager[TestEngine]:
-        return open_engine(engine_id, config_of(keys, engine_id), lambda _, name: InprocTransport(name, network))
-
-    async with open_one("producer") as producer, open_one("reader") as reader:
-        pair = EnginePair(producer=producer, consumer=reader)
+    async with pair_with(keys) as pair:
         hello = pair.writer.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
         load = pair.start(Ticket.rendezvous(hello, "secret"), [0, 1])
         await until(lambda: cache_of(pair.writer).serving.news.waiting)

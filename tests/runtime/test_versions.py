@@ -20,7 +20,9 @@ from kvflow.testing import InprocPair, assert_quiet
 OURS, NEXT = PROTOCOL_VERSION, next_version.NEXT
 
 
+@pytest.mark.thorough
 async def test_two_versions_refuse_each_other_and_say_why(pair: InprocPair) -> None:
+    """Thorough: see `test_another_protocol_version_is_refused_by_both_sides` of `runtime/test_side_channel.py`."""
     root = str(Path(kvflow.__file__).parents[1])
     other = await asyncio.create_subprocess_exec(
         sys.executable,
