@@ -323,7 +323,9 @@ class Engine:
     async def do_sleep(self, value: float, *, farewell: bool = True) -> None:
         """Unregister the cache; as soon as that may be other pages are mapped where it lies, full of `value`."""
         if not farewell:
-            self._runtime._supervisor.cache.readers._callers.clear()
+            cache = self._runtime._supervisor.cache
+            assert cache is not None, "it is registered"
+            cache.readers._callers.clear()
         await self._runtime.unregister()
         for tensor in self._pool.tensors.values():
             map_other_pages(tensor.data_ptr(), tensor.nbytes)
@@ -355,11 +357,13 @@ class Engine:
             await stalling
         finally:
             self._stalling.discard(stalling)
-        self._brake.send_bytes(b"stalled")
+        brake = self._brake
+        assert brake is not None, "its process has one"
+        brake.send_bytes(b"stalled")
         if hold_gil:
-            ctypes.PyDLL(None).read(self._brake.fileno(), ctypes.create_string_buffer(64), 64)
+            ctypes.PyDLL(None).read(brake.fileno(), ctypes.create_string_buffer(64), 64)
         else:
-            os.read(self._brake.fileno(), 64)
+            os.read(brake.fileno(), 64)
 
     async def _until_reads(self, count: int) -> None:
         while self._runtime.statistics().transport.reads < count:
@@ -384,7 +388,7 @@ class Engine:
     async def do_dirty_memory(self, size_bytes: int, delay_s: float) -> None:
         """Leave memory in torch's cache that kernels behind a pause are still going to write."""
         memory = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
-        self._device.launch(lambda: memory.fill_(0x5A), delay_s)  # type: ignore[arg-type, return-value]
+        self._device.launch(lambda: memory.fill_(0x5A), delay_s)  # type: ignore[arg-type]
 
     async def do_capture(self, count: int) -> None:
         """Capture graphs as engines do, in a mode that any unsafe call of any other thread ends."""

@@ -149,9 +149,11 @@ class EngineProcess:
     def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Look at the engine's statistics until they are as wanted."""
         until_s = time.monotonic() + TIMEOUT_S
-        while not condition(statistics := self.call("statistics")):
+        while True:
+            statistics: dict[str, Any] = self.call("statistics")
+            if condition(statistics):
+                return statistics
             assert time.monotonic() < until_s, f"{self.engine_id}: {statistics}"
-        return statistics
 
     def stall(self, *, hold_gil: bool = False, after_reads: int = 0) -> Call:
         """Start to block the engine's loop once it has posted `after_reads` more reads; see `stalled`."""
