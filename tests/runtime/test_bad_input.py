@@ -108,8 +108,12 @@ async def test_a_bad_ticket_costs_its_load_and_nothing_else(
     pair: EnginePair, field: str, value: object, as_dict: bool
 ) -> None:
     lease = pair.offer([3])
-    bad = altered(lease.ticket, **{field: value})
-    await pair.fails(RequestError, bad.to_params() if as_dict else bad, match=r"^request '[^']*': ticket: ")
+    params = lease.ticket.to_params()
+    holder = params["kvflow"]["ranks"][0] if field == "lease_id" else params
+    assert (name := field if field == "lease_id" else f"remote_{field}") in holder
+    holder[name] = value
+    bad = params if as_dict else altered(lease.ticket, **{field: value})
+    await pair.fails(RequestError, bad, match=r"^request '[^']*': ticket: ")
     assert pair.reader.state is RuntimeState.OPEN
     await pair.load(lease)
     assert await lease is LeaseOutcome.READ

@@ -384,7 +384,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
             A new dict of JSON types that survives any HTTP router.
 
         Raises:
-            RequestError: a field is of another type.
+            RequestError: a field is of another type, or not in the form that it has to have.
         """
         ticket = self.typed()
         offer = dict(zip(_OFFERED, _OFFER(ticket), strict=True))
