@@ -109,9 +109,10 @@ async def test_a_bad_ticket_costs_its_load_and_nothing_else(
 ) -> None:
     lease = pair.offer([3])
     params = lease.ticket.to_params()
-    holder = params["kvflow"]["ranks"][0] if field == "lease_id" else params
-    assert (name := field if field == "lease_id" else f"remote_{field}") in holder
-    holder[name] = value
+    if field == "lease_id":
+        params["kvflow"]["ranks"][0][field] = value
+    else:
+        params[f"remote_{field}"] = value
     bad = params if as_dict else altered(lease.ticket, **{field: value})
     await pair.fails(RequestError, bad, match=r"^request '[^']*': ticket: ")
     assert pair.reader.state is RuntimeState.OPEN
