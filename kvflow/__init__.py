@@ -14,7 +14,8 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.prefix.keys import prefix_keys
 from kvflow.core.protocol.addresses import PeerAddress
-from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.core.protocol.merging import merge_tickets
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.limits import Limits
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.load.load import Load

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
-"""Gives a value back in Python's own type, or raises an error with its name."""
+"""Function that gives a value back in Python's own type, or raises an error with its name."""
 ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -50,7 +50,7 @@ _SHORT.maxlevel = 3
 
 
 def answer(ask: Callable[[], ValueT]) -> ValueT | None:
-    """A caller's object, asked; None if it raises instead of answering."""
+    """Ask a caller's object; None if it raises instead of answering."""
     try:
         return ask()
     except Exception:  # noqa: BLE001 - the object's own code runs there, and may raise whatever it likes
@@ -109,7 +109,7 @@ def seconds(value: object, what: str, *, most: float = SECONDS_MAX, error: Error
 
 
 def share(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
-    """A part of a whole: 0 is nothing of it, 1 all."""
+    """A share: a number from 0 to 1."""
     plain = _real(value)
     if plain is None or not 0 <= plain <= 1:
         raise error(f"{what}: expected 0 to 1, got {shown(value)}")
@@ -160,7 +160,7 @@ def encodes(value: str) -> bool:
 
 
 def is_name(value: object, chars_max: int) -> bool:
-    """True if it can name something in messages, logs and tickets: printable text without spaces."""
+    """True if a value can name something in messages, logs and tickets: printable text without spaces."""
     return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)
 
 
@@ -233,7 +233,7 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
 
 
 def refusal(error: Exception, given: object) -> str:
-    """A refusal by msgspec: field, bound and value. The value of a lease id is a secret, and is left out."""
+    """Words of a refusal by msgspec: field, bound and value. A lease id is a secret, and is left out."""
     steps = _STEP.findall(str(error).rpartition("`$")[2])
     if any("lease_id" in name for name, _ in steps):
         return str(error)
@@ -247,7 +247,7 @@ def refusal(error: Exception, given: object) -> str:
 
 
 def rules(error: ErrorKind, *, whole_least: int = INT64_MIN) -> dict[str, Check]:
-    """The rule for a field, by its annotation. All floats are seconds, but for a `Share`."""
+    """Rules of fields, by annotation. All floats are seconds, but for a `Share`."""
     given: dict[str, Check] = {
         "int": partial(whole, least=whole_least, error=error),
         "float": partial(seconds, error=error),
@@ -273,7 +273,7 @@ def settle_fields(
 
 
 def naming_unknown(kind: type[ValueT]) -> type[ValueT]:
-    """A dataclass whose constructor names an argument that it does not know, and the one that it is close to."""
+    """Decorate a dataclass: its constructor names an unknown argument, and the known one that it is close to."""
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 
     @wraps(made)

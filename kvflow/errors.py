@@ -53,12 +53,12 @@ ErrorT = TypeVar("ErrorT", bound="KVFlowError")
 
 
 class Blame(enum.StrEnum):
-    """Whose fault an error is."""
+    """Party at fault for an error."""
 
     CALLER = "caller"
     """Caller of kvflow: what was passed cannot be right."""
     ENGINE = "engine"
-    """This engine: it is on its way out, or has too much to do."""
+    """The engine itself: it is on its way out, or has too much to do."""
     PEER = "peer"
     """The other engine, or the network between."""
     KVFLOW = "kvflow"
@@ -175,7 +175,7 @@ class RequestError(InvalidInput):
     """A request or ticket is malformed, or does not fit the registered cache."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """This error as one request met it; itself if it names that request, or a ticket's field and no request."""
+        """The error as one request met it; itself if it names that request, or a ticket's field and no request."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
         return self if names_it else self._retold(f"{what} from {engine_id!r}: {self}")
@@ -240,7 +240,7 @@ class PeerError(KVFlowError):
         """Loads from the peer fail at once for so long, then it is asked again; None if the next load asks it."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """This failure as one request met it: waiters that share a handshake each get an error of their own."""
+        """The failure as one request met it: waiters that share a handshake each get an error of their own."""
         known = "" if self.engine_id else f" from {engine_id!r}"  # a message whose error knows the engine names it
         return self._retold(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
 
@@ -280,7 +280,7 @@ class LoadError(KVFlowError):
         self.peer = peer
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """This error as one request met it, as with a `PeerError`; itself if that is the one it names."""
+        """The error as one request met it, as with a `PeerError`; itself if that is the one it names."""
         what = f"request {request_id!r}"
         return self if self.request_id == request_id else self._retold(f"{what}: {self}", request_id=request_id)
 
@@ -297,7 +297,7 @@ class PrefillFailed(LoadError):
 
 
 class Overloaded(LoadError):
-    """This engine has no room: as many loads wait as may, or as many peers are in use or asked. Nothing was read."""
+    """No room in this engine: as many loads wait as may, or as many peers are in use or asked. Nothing was read."""
 
     blame = Blame.ENGINE
     retryable = True

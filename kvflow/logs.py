@@ -1,4 +1,4 @@
-"""kvflow's loggers: what a log line is told is made printable, bounded, and so a part of its line.
+"""kvflow's loggers: all arguments of a log line are made printable and bounded, so that none begins a line.
 
 Request ids, reasons, file names and errors carry text of callers, peers and routers. Raw, a line break in one begins a
 log line of its own, which reads as anybody's. Each logger of kvflow has one filter, which sees each record before any
@@ -27,7 +27,7 @@ def logger_of(name: str) -> logging.Logger:
 
 
 def _make_plain(record: logging.LogRecord) -> bool:
-    """The filter: it keeps every record."""
+    """Filter that keeps every record, with its arguments made printable."""
     if isinstance(record.args, tuple):
         record.args = tuple(map(_plain, record.args))
     if record.exc_info and record.exc_info[1] is not None:
@@ -36,7 +36,7 @@ def _make_plain(record: logging.LogRecord) -> bool:
 
 
 def _plain(value: object) -> object:
-    """A number as it is, anything else as text of one line."""
+    """Argument of a log line: a number as it is, anything else as text of one line."""
     if type(value) in (int, float, bool):
         return value
     text = answer(lambda: str(value))
@@ -44,7 +44,7 @@ def _plain(value: object) -> object:
 
 
 def _traceback(error: BaseException, where: TracebackType | None) -> str:
-    """An error as handlers show it; a Formatter that finds it makes none of its own."""
+    """Text of an error as handlers show it; a Formatter that finds it makes none of its own."""
     lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
     if len(lines) > _TRACEBACK_LINES_MAX:
         left_out = f"... {len(lines) - _TRACEBACK_LINES_MAX} lines ..."

@@ -53,7 +53,7 @@ from kvflow import (
     prefix_keys,
 )
 from kvflow.connector.scheduler import SchedulingConfig
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.ticket import RankLease, read_ticket
 from kvflow.errors import ConfigError, InvalidInput, LayoutError, RequestError
 from kvflow.runtime.world import World
@@ -647,7 +647,7 @@ def test_whatever_is_offered_readers_can_read(opened: Sides, changes: dict[str, 
         opened.assert_untouched()
     assert Ticket.from_params(json.loads(json.dumps(ticket.to_params(), allow_nan=False))) == ticket
     assert read_ticket(ticket) == ticket
-    messages.encode(
+    codec.encode(
         messages.LeaseRequest(
             reader="r",
             target=messages.Target(ticket.engine_id, 0, 0, 0),

@@ -21,7 +21,8 @@ from pairs import virtual_pair
 from tests_support import in_virtual_time
 
 import kvflow
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec
+from kvflow.core.protocol.notifications import ReadDone
 from kvflow.runtime.peers.peer import Source
 from kvflow.testing import InprocPair
 
@@ -178,11 +179,11 @@ async def test_what_the_end_of_a_lease_meets() -> None:
     async with virtual_pair() as pair:
         await load(pair, "warm")
         lease = pair.offer([3, 4], "traced")
-        word = messages.ReadDone((lease.ticket.first.lease_id,), reader="reader", numerator=1, denominator=1)
+        word = ReadDone((lease.ticket.first.lease_id,), reader="reader", numerator=1, denominator=1)
         supervisor = pair.producer.runtime._supervisor
         trace.start()
         try:
-            supervisor.held.serving.on_notification(messages.encode(word))  # type: ignore[union-attr]
+            supervisor.held.serving.on_notification(codec.encode(word))  # type: ignore[union-attr]
             outcome = await lease
         finally:
             trace.stop()

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.config import PORT_MAX, Config, params_of, split_address
-from kvflow.core.protocol.messages import SealLocation, check_seals
+from kvflow.core.protocol.claims import check_seals
+from kvflow.core.protocol.messages import SealLocation
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError
 from kvflow.limits import BY_DEVICE, Limits

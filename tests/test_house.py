@@ -122,7 +122,7 @@ SLEEPING_TESTS = {
     "tests/endurance/fleet.py": "an endurance run draws when a fault happens, and samples now and then",
     "tests/endurance/homes.py": "an endurance run looks until nothing is under way",
     "tests/endurance/producer.py": "an endurance run computes prompts in steps that take their time",
-    "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",
+    "tests/support/engine.py": "loads begin at random moments around the end of their leases",
     "tests/bench/test_child.py": "waits for the kernel to change the state of a process, with a bound",
 }
 
@@ -271,7 +271,7 @@ print(*sorted(name for name in ("torch", "zmq", "nixl", "asyncio", "kvflow.trans
 
 
 def test_nixl_and_zmq_have_one_home_each() -> None:
-    assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl/agents.py"}
+    assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl/native.py"}
     channel = ("asking", "connections", "listening", "keyring")
     others = {"kvflow/stock/asking.py", "kvflow/sglang/manager.py"}  # the wires of other engines
     others |= {f"kvflow/kv_events/{name}.py" for name in ("following", "publishing", "sockets")}

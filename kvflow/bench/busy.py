@@ -12,7 +12,7 @@ _STEP = 10_000  # a tenth of a millisecond or so
 
 
 def busy_ranks(count: int) -> tuple[RankProcess, ...]:
-    """One for each core that is to be busy. They take no turns."""
+    """Ranks that compute, one for each core that is to be busy. They take no turns."""
     return tuple(RankProcess(f"busy {index}", open_busy) for index in range(count))
 
 

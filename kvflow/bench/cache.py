@@ -43,7 +43,7 @@ Memory = npt.NDArray[np.uint8]
 
 
 class WrongBytes(RuntimeError):
-    """A load ended well, and its blocks do not hold what the producer has."""
+    """Load that ended well, but whose blocks do not hold what the producer has."""
 
 
 class Order(enum.StrEnum):
@@ -99,13 +99,13 @@ class CacheShape:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """A layer's, as they lie in memory."""
+        """Sizes of a layer's axes, in the order of memory."""
         heads_and_tokens = (self.kv_heads, self.block_size)
         inner = heads_and_tokens if self.order is Order.HND else heads_and_tokens[::-1]
         return (PARTS, self.blocks, *inner, self.head_size)
 
     def checked(self, option: str) -> CacheShape:
-        """Itself; SettingsError, which names the option, if the pattern cannot tell so many words apart."""
+        """The shape itself; SettingsError, which names the option, if the pattern cannot tell so many words apart."""
         words = (self.first_head + self.kv_heads) * PARTS * self.layers * self.pool_tokens * self.head_words
         if words >= _WORDS_MAX:
             raise SettingsError(f"{option}: {self.size_bytes >> 20} MB is more than a pattern of 32 bits tells apart")
@@ -116,7 +116,7 @@ class BenchCache:
     """The cache of a rank, as arrays [K or V, block, head, token, word], one a layer, whatever lies where."""
 
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
-        """Empty, in memory of its own or that of others who do not load at the same time.
+        """Create an empty cache, in memory of its own or that of others who do not load at the same time.
 
         With a `device`, what an engine is given is a copy there; what is poisoned or checked is copied over and back.
         """
@@ -167,7 +167,7 @@ class BenchCache:
         remote_block_size: int | None = None,
         layers: Iterable[int] | None = None,
     ) -> int:
-        """Compare every byte of these blocks with what producers have in `remote_ids`; how many bytes those were."""
+        """Compare every byte of these blocks with what producers have in `remote_ids`. Returns the number of bytes."""
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
             layer.view(np.float16)[:] = tensor.cpu().numpy()
         pool = self._pool(remote_block_size or self.shape.block_size)

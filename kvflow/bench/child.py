@@ -1,4 +1,4 @@
-"""A rank's process, as its parent sees it and from inside, and the one request and reply between them.
+"""Child processes of a bench: the parent's side, the child's side, and the one request and reply between them.
 
 A process holds one object, its rank, whose coroutine methods are the steps that it can be asked for:
 `child.run(Producer.offer, loads)` has the method of that name called there and returns what it returns. The end of the
@@ -38,7 +38,7 @@ ResultT = TypeVar("ResultT")
 
 
 class BenchError(RuntimeError):
-    """A child failed, died or kept silent; the message names it."""
+    """Failure, death or silence of a child, which the message names."""
 
     @property
     def reason(self) -> str:
@@ -61,7 +61,7 @@ class RankProcess:
 
 
 class Child:
-    """A process and the pipe to it: a step's name and arguments go down, whether it succeeded and what of comes up."""
+    """Process and the pipe to it: the name and arguments of a step go down, success and result come up."""
 
     def __init__(self, rank: RankProcess, environment: Environment) -> None:
         context = multiprocessing.get_context("spawn")
@@ -136,7 +136,7 @@ class Child:
 
 @contextlib.contextmanager
 def awake(children: Sequence[Child]) -> Iterator[None]:
-    """The children may run inside the block; those that spin are stopped outside of it."""
+    """Let the children run inside the block; those that spin are stopped outside of it."""
     for child in children:
         child.wake()
     try:
@@ -170,7 +170,7 @@ def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Ite
 
 
 class ChildCaller:
-    """A rank that calls functions of modules, also those that wait."""
+    """Rank that calls functions of modules, also those that wait."""
 
     async def call(self, function: Callable[..., Any], *arguments: object) -> Any:
         result = function(*arguments)

@@ -1,4 +1,4 @@
-"""Ranks that run kvflow, on uvloop, as an engine would use it; and a pair of them, which doctor and demo use too."""
+"""Ranks that run kvflow on uvloop, as an engine does; and a pair of them, which doctor and selftest use, too."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def open_producer(
 
 
 class EngineProducer:
-    """Offers its blocks."""
+    """Producer rank, which offers its blocks."""
 
     def __init__(self, runtime: kvflow.Runtime, block_size: int) -> None:
         self._runtime = runtime
@@ -72,7 +72,7 @@ class EngineProducer:
         return [dict(lease.ticket.to_params()) for lease in leases]
 
     async def settle(self, *, read: bool = True) -> None:
-        """Every lease must end as read, or is revoked: a bench whose notifications get lost measures something else."""
+        """Wait until every lease has ended as read, or revoke all. Lost notifications would falsify the bench."""
         if not read:
             self.revoke()
         expected = kvflow.LeaseOutcome.READ if read else kvflow.LeaseOutcome.REVOKED
@@ -129,7 +129,7 @@ class Consumers:
     async def load(
         self, rank: int, load: PlannedLoad, tickets: Sequence[Ticket], *, verify: bool | None = None
     ) -> LoadResult:
-        """There is one ticket from every producer rank."""
+        """Load by one ticket from every producer rank."""
         merged = kvflow.merge_tickets([kvflow.Ticket.from_params(ticket) for ticket in tickets]).to_params()
         request = kvflow.LoadRequest(load.request_id, ticket=merged, block_ids=load.local_ids, verify=verify)
         start = time.perf_counter()
@@ -137,7 +137,7 @@ class Consumers:
         return LoadResult(time.perf_counter() - start, report.bytes, report.descriptors)
 
     async def check(self, rank: int, load: PlannedLoad, remote_block_size: int, layers: Sequence[int]) -> int:
-        """Compare what was loaded; the bytes that were compared."""
+        """Compare what was loaded. Returns the number of bytes compared."""
         cache = self._ranks[rank][1]
         return cache.check(load.local_ids, load.remote_ids, remote_block_size=remote_block_size, layers=layers)
 
@@ -174,6 +174,6 @@ def pair_ranks(shape: CacheShape, device: str | None = None) -> tuple[RankProces
 
 @contextlib.contextmanager
 def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[RankPair]:
-    """Both run inside the block. Caches are in host memory, or on a device."""
+    """Run a pair inside the block. Caches are in host memory, or on a device."""
     with open_children(pair_ranks(shape, device), environment) as children:
         yield RankPair(producer=children["producer"], consumer=children["consumer"], shape=shape)

@@ -40,9 +40,9 @@ _LEGEND = (
 )
 
 Loads: TypeAlias = dict[str, tuple[PlannedLoad, ...]]
-"""A round's, by kind: wake, alone, slice, huge, behind."""
+"""Loads of a round, by kind: wake, alone, slice, huge, behind."""
 Job: TypeAlias = Callable[[], Coroutine[Any, Any, float]]
-"""Does a load; how long it took."""
+"""Function that does a load, and returns the seconds that it took."""
 
 
 class Round(NamedTuple):
@@ -172,14 +172,14 @@ async def open_reader(shape: CacheShape) -> AsyncIterator[FairnessReader]:
 
 
 class FairnessReader:
-    """Does the loads of a round."""
+    """Reader rank, which does the loads of a round."""
 
     def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime
         self._cache = cache
 
     async def round(self, loads: Loads, tickets: Sequence[Ticket]) -> Round:
-        """The tickets are in the order of all loads."""
+        """Do all loads of a round, whose tickets are in the same order."""
         local_ids, remote_ids = compared(chain(*loads.values()), check_all=False)
         self._cache.poison(local_ids)
         rest, pauses = iter(tickets), random.Random(loads["wake"][0].request_id)

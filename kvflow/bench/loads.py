@@ -1,4 +1,4 @@
-"""Direction of the bytes, and the blocks that a load moves. Pure."""
+"""Loads of a bench: the way of the bytes, and the blocks that a load moves. Pure."""
 
 from __future__ import annotations
 

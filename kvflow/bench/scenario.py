@@ -1,4 +1,4 @@
-"""The harness: a scenario's ranks are started, take turns, and its judge looks at the samples.
+"""The harness of scenarios: ranks are started and take turns, then a judge looks at the samples.
 
 While a turn runs the parent sleeps in a read; it draws no progress bars.
 """
@@ -80,11 +80,11 @@ class Scenario(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def sets(self) -> Sequence[RankSet]:
-        """They live one after the other. SettingsError if the options make no sense."""
+        """Sets of ranks, which live one after the other. SettingsError if the options make no sense."""
         ...
 
     def judge(self, samples: Samples) -> Outcome:
-        """Pure. BenchError if what was measured proves nothing; a target that is missed is no error."""
+        """Judge the samples; pure. BenchError if they prove nothing. A missed target is no error."""
         ...
 
 

@@ -51,7 +51,7 @@ class Cut:
         return MODEL_KV_HEADS // self.tp_size
 
     def shape(self, *, layers: int, tokens: int) -> CacheShape:
-        """Its cache of so many tokens."""
+        """Shape of the rank's cache with room for so many tokens."""
         return CacheShape(
             layers=layers,
             blocks=tokens // self.block_size,
@@ -111,7 +111,7 @@ CASES = (
     Case("staged producer", _RANK, (_STAGED,)),
     Case("staged consumer", _STAGED, (_RANK,)),
 )
-"""The first is what the others are compared with."""
+"""All cases; the others are compared with the first."""
 UNIT_TOKENS = max(cut.block_size for case in CASES for cut in (case.consumer, *case.producers))
 CONSUMERS = tuple(dict.fromkeys(case.consumer for case in CASES))
 PRODUCERS = tuple(dict.fromkeys(cut for case in CASES for cut in case.producers))
@@ -159,7 +159,7 @@ class Topology:
 
     @property
     def pool_tokens(self) -> int:
-        """An eighth more than a load takes, so that it is scattered, and a unit for the load before it."""
+        """Tokens of the pool: an eighth more than a load takes, so that it is scattered, and a unit to wake up by."""
         units = self.tokens // UNIT_TOKENS
         return UNIT_TOKENS * (units + -(-units // 8) + 1)
 
@@ -209,7 +209,7 @@ class Topology:
 
 
 def _run(scenario: Topology, children: Children, case: Case, turn: str, layers: Sequence[int]) -> LoadResult:
-    """A turn: the load that wakes everybody up, then the one that is measured and compared."""
+    """Do a turn: the load that wakes everybody up, then the one that is measured and compared."""
     wake, load = scenario.loads_of_turn(case, turn)
     consumer, rank = children["consumer"], CONSUMERS.index(case.consumer)
     consumer.run(Consumers.poison, rank, load, layers)
@@ -248,7 +248,7 @@ def judge(samples: Samples, useful_bytes: Callable[[Cut], int]) -> Outcome:
 
 
 def summarize(loads: Mapping[str, Sequence[LoadResult]], useful_bytes: Callable[[Cut], int]) -> list[CaseResult]:
-    """`loads` has each case's by label: the one that was compared as a whole, then one a round."""
+    """Rows of all cases. `loads` has each case's by label: the one that was compared as a whole, then one a round."""
     return [_summarize_case(case, loads, useful_bytes(case.consumer)) for case in CASES]
 
 

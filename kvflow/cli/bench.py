@@ -40,7 +40,7 @@ _VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_
 
 @contextlib.contextmanager
 def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
-    """These errors end a command: one line that says why, and an exit code."""
+    """Errors that end a command, as one line that says why, and an exit code."""
     try:
         yield
     except errors as error:

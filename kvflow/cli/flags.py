@@ -12,7 +12,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class PlainTyper(typer.Typer):
-    """Makes such commands."""
+    """Class of such commands."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=_PlainGroup, **options)

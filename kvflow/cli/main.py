@@ -14,7 +14,7 @@ from kvflow.extras import install_line
 
 _MODULES = ("typer", "rich")
 _MODULES_OF = {"top": ("prometheus_client",)}
-"""More of the extra, which one command alone needs."""
+"""Further packages of the extra, each needed by one command alone."""
 
 
 def missing_modules(command: str = "") -> tuple[str, ...]:

@@ -23,7 +23,7 @@ _AT_ONCE_MAX = 32
 
 
 class RankName(NamedTuple):
-    """Whose samples they are, as the labels have it."""
+    """Rank that samples are of, as their labels name it."""
 
     engine: str
     dp: str

@@ -77,7 +77,7 @@ def _run_seeds(seeds: range) -> list[Result]:
 
 
 def print_summary(summary: Summary, seconds: float, console: Console) -> None:
-    """Everything that failed, then what happened how often."""
+    """Print all failures, then how often everything happened."""
     for result in summary.failed:
         console.rule()
         console.print(describe(result), markup=False, soft_wrap=True)

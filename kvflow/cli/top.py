@@ -67,7 +67,7 @@ def rows_of(before: Scrape, now: Scrape, *, engines: bool) -> list[Row]:
 
 
 def watch(urls: Sequence[str], console: Console, *, interval_s: float, once: bool, engines: bool | None) -> bool:
-    """Show tables, again and again or once, until interrupted; whether the last scrape has shown any rank."""
+    """Show tables, again and again or once, until interrupted. True if the last scrape has shown any rank."""
     now = scrape(urls)
     live = Live(render(now, now, engines=engines), console=console, screen=not once, auto_refresh=False)
     with live if console.is_terminal else contextlib.nullcontext():
@@ -84,7 +84,7 @@ def watch(urls: Sequence[str], console: Console, *, interval_s: float, once: boo
 
 
 def render(before: Scrape, now: Scrape, *, engines: bool | None) -> RenderableType:
-    """The tables; `engines` is whether ranks are added up, None if there are many."""
+    """Tables of two scrapes. `engines`: ranks are added up; None: if there are many."""
     rows = rows_of(before, now, engines=len(now.ranks) > _ENGINE_RANKS_MAX if engines is None else engines)
     parts: list[RenderableType] = [_states(rows), _phases(rows)] if rows else [Text("no ranks", "yellow")]
     errors = [(row.name, error, count) for row in rows for error, count in sorted(row.errors.items())]

@@ -1,4 +1,4 @@
-"""Bounds of the fields of messages, which decoding checks, so that nothing beyond them is ever looked at.
+"""Bounds of the fields of messages and tickets. Decoding checks them, so that nothing larger is ever looked at.
 
 They say what no peer of ours would send, whatever its cache: that a value is right here is for who uses it to judge,
 against the cache that it is about. Each field of each message has one; a test looks.
@@ -20,12 +20,16 @@ READER_CHARS_MAX = 4096
 FACT_CHARS_MAX = 1 << 14
 REASON_CHARS_MAX = 4096
 INCARNATION_CHARS_MAX = 256
+LEASE_ID_CHARS = 32
+NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
+TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
+"""W3C trace context: version, trace id, span id and flags; or none."""
 _ENTRIES_MAX = 1 << 24
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Missing: TypeAlias = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
-"""-1 stands for none."""
+"""Count of tokens that are missing; -1 stands for none."""
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 RankIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
@@ -35,7 +39,7 @@ SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]
 DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Word64: TypeAlias = Annotated[int, Meta(ge=0)]
-"""MessagePack has no larger ones."""
+"""64 bits: MessagePack has no larger numbers."""
 
 ClockTime: TypeAlias = Annotated[float, Meta(ge=-_FINITE_MAX, le=_FINITE_MAX)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
@@ -50,6 +54,14 @@ RequestName: TypeAlias = Annotated[str, Meta(max_length=REQUEST_ID_CHARS_MAX)]
 NetAddress: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX + len("tcp://:65535"))]
 Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, pattern=r"\A[!-~]+\Z")]
 PromptDigest: TypeAlias = Annotated[str, Meta(max_length=32, pattern=r"\A(?:[0-9a-f]{32})?\Z")]
+LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
+"""Lease id as readers send it: any text, since one that is not ours names no lease."""
+NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]
+TicketLeaseId: TypeAlias = Annotated[
+    str, Meta(pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
+]
+"""Lease id of a ticket; "" of a rank that has to be asked."""
+Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 BlockIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=_ENTRIES_MAX)]

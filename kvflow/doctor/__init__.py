@@ -1,4 +1,4 @@
-"""`kvflow doctor`: what on this machine, or on the way to a peer, keeps kvflow from working or from being fast.
+"""`kvflow doctor`: checks of this machine, and of the way to a peer, for what keeps kvflow from working or being fast.
 
 run       gathers everything, in order                findings  what a check says
 host      the machine: what is read, and judged       backends  which of NIXL's start, and what they move

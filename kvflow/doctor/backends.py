@@ -1,4 +1,4 @@
-"""NIXL's backends here: which start, and what each moves, by moving some.
+"""NIXL's backends here: each is started, and moves some bytes.
 
 Each is started in a process of its own kind, which is begun anew if a backend has ended it: a library that crashes is a
 finding and not our end. Those that reach peers hand a buffer over between two agents of that process; the one for files
@@ -61,7 +61,7 @@ _FAILED = "!"
 
 
 def judge_backends(found: Mapping[str, str]) -> Finding:
-    """`found` says of each backend what it moves or, behind a mark, why it does not."""
+    """Finding about all backends. `found` has what each moves or, behind a mark, why it does not."""
     moving = [f"{name} moves {what}" for name, what in found.items() if not what.startswith(_FAILED)]
     others = [name for name, what in found.items() if what.startswith(_FAILED)]
     text = "; ".join([*moving, f"not here: {', '.join(others)}"] if others else moving)
@@ -72,7 +72,7 @@ def judge_backends(found: Mapping[str, str]) -> Finding:
 
 
 async def _move(name: str) -> str:
-    """Try a backend: what it moves, and how fast; or why it does not."""
+    """Try a backend. Returns what it moves, and how fast; or why it does not."""
     try:
         async with asyncio.timeout(_WAIT_S):
             return await (_to_a_file() if name == STORE_BACKEND else _to_a_peer(name))
@@ -81,7 +81,7 @@ async def _move(name: str) -> str:
 
 
 def _be_silent() -> None:
-    """Some plugins greet the world, and --json is for programs."""
+    """Silence this process: some plugins greet the world, and --json is for programs."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

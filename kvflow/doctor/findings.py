@@ -10,14 +10,14 @@ from dataclasses import dataclass
 class Status(enum.StrEnum):
     OK = "ok"
     WARN = "warn"
-    """Works, but slower than it could, or it may not work for everybody."""
+    """Working, but slower than it could, or not for everybody."""
     FAIL = "fail"
-    """Does not work like this."""
+    """Not working like this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`fix` says what to do about it; empty where there is nothing to do."""
+    """Finding of one check. `fix` says what to do about it; empty where there is nothing to do."""
 
     name: str
     status: Status

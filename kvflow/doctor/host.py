@@ -79,13 +79,13 @@ def read_host() -> Host:
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         ptrace_scope=int(scope) if scope else None,
         huge_pages=huge_pages.partition("[")[2].partition("]")[0] or None,
-        rdma_devices=_entries("/sys/class/infiniband"),
+        rdma_devices=entries("/sys/class/infiniband"),
         networks=tuple(
             name
-            for name in _entries("/sys/class/net")
+            for name in entries("/sys/class/net")
             if name != "lo" and _read(f"/sys/class/net/{name}/operstate").strip() in up
         ),
-        gpus=_entries("/proc/driver/nvidia/gpus"),
+        gpus=entries("/proc/driver/nvidia/gpus"),
         environment={name: os.environ[name] for name in _OUR_VARIABLES if name in os.environ},
     )
 
@@ -103,7 +103,8 @@ def _read(path: str) -> str:
         return ""
 
 
-def _entries(path: str) -> tuple[str, ...]:
+def entries(path: str) -> tuple[str, ...]:
+    """Names in a folder; none if it cannot be read."""
     try:
         return tuple(sorted(os.listdir(path)))
     except OSError:
@@ -128,7 +129,7 @@ def check_devices(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
-    """RDMA pins what it registers; nothing else does."""
+    """Check the limit of locked memory: RDMA pins what it registers; nothing else does."""
     if host.locked_bytes_max is None:
         return ok(name, "no limit")
     if host.may(_CAP_IPC_LOCK):
@@ -141,7 +142,7 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_open_files(name: str, host: Host, config: Config) -> Finding:
-    """The limits of this process, which an engine started like it would have too."""
+    """Check the limit of open files, which an engine started like this process would have, too."""
     soft, hard, needed = host.open_files_max, host.open_files_hard_max, files_needed(config)
     if soft is None or soft >= needed:
         return ok(name, f"{'no limit' if soft is None else f'at most {soft}'}, {needed} needed at most")
@@ -179,7 +180,7 @@ def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_process_reading(name: str, host: Host, _: Config) -> Finding:
-    """Between processes of one machine UCX copies by process_vm_readv, which asks for the right to trace the other."""
+    """Check the right to trace other processes, which UCX needs for process_vm_readv within a machine."""
     scope = host.ptrace_scope
     if host.may(_CAP_SYS_PTRACE):
         return ok(name, "allowed (CAP_SYS_PTRACE)")

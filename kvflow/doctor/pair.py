@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.claims import all_regions_from_wire
+from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import KVFlowError
 from kvflow.runtime.channel.asking import ZmqSideChannel
@@ -24,17 +26,17 @@ _FIX = "make both sides equal in this, or let their router not pair them"
 
 
 class _RankShown:
-    """One engine as it shows itself to its readers."""
+    """Facts that one engine shows its readers."""
 
-    def __init__(self, at: Address, compatibility: messages.Compatibility, metadata: messages.Metadata) -> None:
+    def __init__(self, at: Address, compatibility: Compatibility, metadata: messages.Metadata) -> None:
         self.at = at
         self.compatibility = compatibility
         self.metadata = metadata
-        self.regions = messages.all_regions_from_wire(metadata.regions)
+        self.regions = all_regions_from_wire(metadata.regions)
 
 
 class _NotTold(Exception):
-    """An engine does not tell; in words."""
+    """Refusal of an engine to tell, in words."""
 
 
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
@@ -45,7 +47,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
             try:
                 shown.append(await _ask(channel, given))
                 found.append(ok(name, f"{shown[-1].at}: it answers its readers"))
-            except (_NotTold, KVFlowError, messages.WireError) as problem:
+            except (_NotTold, KVFlowError, codec.WireError) as problem:
                 found.append(fail(name, f"{given}: {problem}", "give ENGINE_ID@tcp://host:port as tickets name them"))
     finally:
         channel.close()
@@ -53,7 +55,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
-    """First without a cache, which gets the facts that have to be equal; then as a reader with those facts."""
+    """Ask an engine: without a cache, for the facts that have to be equal; then as a reader with those facts."""
     engine_id, _, address = given.rpartition("@")
     target = messages.Target(engine_id or "?", 0, 0, 0)
     question = messages.MetadataRequest(reader=_READER, target=target)
@@ -68,7 +70,7 @@ async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
 
 
 def judge_pair(prefill: _RankShown, decode: _RankShown) -> list[Finding]:
-    """Each rule that says no, in the decode engine's words: "ours" is its own."""
+    """Findings for each rule that says no, in the decode engine's words: "ours" is its own."""
     ours = LocalRank(
         reader=_READER,
         caller=messages.Caller(target=decode.at.target, address=decode.at.address),

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from kvflow.config import Config, split_address
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import ConfigError, KVFlowError
 from kvflow.runtime.channel.asking import ZmqSideChannel
@@ -52,12 +52,12 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
 
 
 def judge_answer(reply: messages.Reply, engine_id: str) -> Finding:
-    """We come with no cache, so a "no" is what is expected; it says who is there."""
+    """Judge the answer to a question without a cache: the expected "no" says who is there."""
     name = "peer's answer"
     if not isinstance(reply, messages.Refusal):
         return ok(name, f"a kvflow rank: {type(reply).__name__}")
-    if reply.version != messages.PROTOCOL_VERSION:
-        found = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {reply.version}"
+    if reply.version != codec.PROTOCOL_VERSION:
+        found = f"kvflow protocol version: ours {codec.PROTOCOL_VERSION}, theirs {reply.version}"
         return fail(name, found, "run the same version of kvflow on both sides")
     if reply.compatibility is not None:
         facts = msgspec.structs.asdict(reply.compatibility).items()

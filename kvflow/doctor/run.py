@@ -26,8 +26,8 @@ def examine(
     stock: str | None = None,
     pair: tuple[str, str] | None = None,
 ) -> Iterator[Finding]:
-    """Everything; `config` is how we talk to the peer. `stock` is where an engine with vLLM's own connector listens,
-    `pair` names a prefill and a decode engine.
+    """All findings, in order. `config` is for talking to peers; `stock` is the address of an engine with vLLM's own
+    connector, `pair` names a prefill and a decode engine.
     """
     host = read_host()
     yield ok("kvflow", ", ".join(f"{name} {number}" for name, number in versions().items()))

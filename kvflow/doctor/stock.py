@@ -1,8 +1,8 @@
-"""Checks of what a stock engine shows of itself, and what of it would work with kvflow (`kvflow doctor --stock`)."""
+"""Checks of a stock engine: its metadata, and whether kvflow reads from it (`kvflow doctor --stock`)."""
 
 from __future__ import annotations
 
-from kvflow.core.protocol.messages import WireError
+from kvflow.core.protocol.codec import WireError
 from kvflow.core.stock.shape import unread
 from kvflow.core.stock.versions import LINES, line_that_shows
 from kvflow.core.stock.wire import Shown, StockMetadata, agent_of
@@ -24,7 +24,7 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
 
 
 def judge_stock(shown: Shown) -> list[Finding]:
-    """Its kind, its hash, its cache, and whether its like is read."""
+    """Findings about an engine's version, hash and cache, and whether kvflow reads from it."""
     metadata, lines = shown.metadata, [line.version for line in LINES]
     like = [line.version for line in LINES if line.metadata == line_that_shows(shown.fields).metadata]
     try:
@@ -51,7 +51,7 @@ def judge_stock(shown: Shown) -> list[Finding]:
 
 
 def geometry(metadata: StockMetadata) -> str:
-    """Its cache in a line."""
+    """A cache in one line."""
     split = metadata.physical_blocks_per_logical_kv_block
     blocks = f"{metadata.num_blocks} blocks of {metadata.block_size} tokens"
     kernel = f" ({split} are one of vLLM's)" if split > 1 else ""

@@ -1,4 +1,4 @@
-"""NIXL as it is here, and two processes that hand blocks over: the bench's pair, once and small.
+"""Checks of NIXL, and of a hand-over between two processes: the bench's pair, once and small.
 
 Everything happens in processes of its own, so that a library that crashes is a finding and not our end.
 """
@@ -15,7 +15,7 @@ from kvflow.bench.engine import RankPair, open_pair
 from kvflow.bench.loads import PlannedLoad, scattered
 from kvflow.bench.ucx import ReadPath, ucx_log
 from kvflow.doctor.findings import Finding, fail, ok, warn
-from kvflow.transport.nixl.agents import list_plugins
+from kvflow.transport.nixl.native import list_plugins
 
 _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"
@@ -25,7 +25,7 @@ _REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
-    """The version, and which plugins there are."""
+    """Finding about NIXL's version, and the plugins that there are."""
     try:
         installed = version("nixl")
     except PackageNotFoundError:
@@ -51,23 +51,22 @@ def check_self_transfer(
     *,
     where: str = "",
     device: str | None = None,
-    shape: CacheShape = _SHAPE,
 ) -> Iterator[Finding]:
-    """Check how fast two processes of this machine are, and which way the bytes took, which `judge_path` judges.
+    """Check the speed between two processes of this machine, and the way of the bytes, by `judge_path`.
 
     Caches are in host memory, or on a device. UCX settings but for its log are those of the environment.
     """
     name = f"self-transfer{where}"
     try:
         with ucx_log() as log:
-            with open_pair(shape, log.environment, device) as pair:
+            with open_pair(_SHAPE, log.environment, device) as pair:
                 pid = pair.consumer.pid
-                block_s, large_s = (_median_s(pair, count) for count in (1, shape.blocks // 2))
-            path = log.read_path(pid, shape.region_block_size_bytes)
+                block_s, large_s = (_median_s(pair, count) for count in (1, _SHAPE.blocks // 2))
+            path = log.read_path(pid, _SHAPE.region_block_size_bytes)
     except BenchError as error:
         yield fail(name, error.reason, "the findings above may say why; with UCX_LOG_LEVEL=info UCX says what it tries")
         return
-    size_bytes = shape.blocks // 2 * shape.block_size_bytes
+    size_bytes = _SHAPE.blocks // 2 * _SHAPE.block_size_bytes
     yield ok(
         name,
         f"{size_bytes / large_s / 1e9:.2f} GB/s ({size_bytes >> 20} MB a load), {block_s * 1e6:.0f} us for one "
@@ -102,5 +101,5 @@ def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Fi
 
 
 def silent(name: str) -> Finding:
-    """UCX has logged no way of reads."""
+    """Finding that UCX has logged no way of reads."""
     return warn(name, "UCX did not say", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")

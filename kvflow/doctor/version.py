@@ -9,7 +9,7 @@ import kvflow
 
 
 def installed(package: str) -> str:
-    """Its version, as pip knows it."""
+    """Installed version of a package, as pip knows it."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -21,8 +21,26 @@ _BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
-def _blocks(now: RuntimeStatistics) -> Mapping[str, float]:
-    return {} if now.blocks is None else {use: getattr(now.blocks, use) for use in _BLOCK_USES}
+def _one(part: str, field: str, without: float | None = None) -> Values:
+    """Field of a part of the statistics; `without`, if given, where a runtime has no such part."""
+
+    def values(now: RuntimeStatistics) -> Mapping[str, float]:
+        found = getattr(now, part)
+        if found is not None:
+            return {"": getattr(found, field)}
+        return {} if without is None else {"": without}
+
+    return values
+
+
+def _each(part: str, *fields: str) -> Values:
+    """Fields of a part of the statistics, by their names; none where a runtime has no such part."""
+
+    def values(now: RuntimeStatistics) -> Mapping[str, float]:
+        found = getattr(now, part)
+        return {} if found is None else {field: getattr(found, field) for field in fields}
+
+    return values
 
 
 def _dropped(now: RuntimeStatistics) -> Mapping[str, float]:
@@ -30,22 +48,8 @@ def _dropped(now: RuntimeStatistics) -> Mapping[str, float]:
     return {"early": now.early_notifications, **{kind: getattr(now.serving, f"{kind}_notifications") for kind in kinds}}
 
 
-def _messages(now: RuntimeStatistics) -> Mapping[str, float]:
-    results = () if now.listener is None else ("answered", "refused", "dropped")
-    return {result: getattr(now.listener, result) for result in results}
-
-
 def _store_bytes(now: RuntimeStatistics) -> Mapping[str, float]:
     return {} if now.store is None else {"used": now.store.bytes, "max": now.store.bytes_max}
-
-
-def _stored(now: RuntimeStatistics) -> Mapping[str, float]:
-    return {} if now.store is None else {outcome: getattr(now.store, outcome) for outcome in _STORE_OUTCOMES}
-
-
-def _prefix_questions(now: RuntimeStatistics) -> Mapping[str, float]:
-    outcomes = () if now.sharing is None else ("found", "missed", "busy", "failed", "reclaimed")
-    return {outcome: getattr(now.sharing, outcome) for outcome in outcomes}
 
 
 def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
@@ -53,70 +57,40 @@ def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
     return {} if pulls is None else {"hit": pulls.hits, "miss": pulls.pulls - pulls.hits}
 
 
-# What is shown of `Runtime.statistics()`: name, help, label beside `LABELS`, and the values by that label.
-_BLOCK_USES = ("free", "leased", "in_flight", "quarantined")
-_STORE_OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
+_BLOCKS = _each("blocks", "free", "leased", "in_flight", "quarantined")
+_MESSAGES = _each("listener", "answered", "refused", "dropped")
+_STORED = _each("store", "saved", "restored", "missed", "damaged", "failed")
+_QUESTIONS = _each("sharing", "found", "missed", "busy", "failed", "reclaimed")
+_NEVER_READ = "Engines whose tickets come, and that no load has ever read from."
+_LATE_READS = "Reads of stock engines that ended after their lease: the text may be wrong."
+
+# Metrics of `Runtime.statistics()`: name, help, label beside `LABELS`, and the values by that label.
 GAUGES: tuple[tuple[str, str, str, Values], ...] = (
-    ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _blocks),
-    ("kvflow_open_loads", "Loads under way.", "", lambda now: {"": now.loading.open_loads if now.loading else 0}),
-    (
-        "kvflow_engines_never_read",
-        "Engines whose tickets come, and that no load has ever read from.",
-        "",
-        lambda now: {"": now.loading.never_read if now.loading else 0},
-    ),
-    ("kvflow_open_leases", "Leases open.", "", lambda now: {"": now.serving.open_leases if now.serving else 0}),
-    ("kvflow_open_reads", "Reads posted and not ended.", "", lambda now: {"": now.transport.open_reads}),
+    ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _BLOCKS),
+    ("kvflow_open_loads", "Loads under way.", "", _one("loading", "open_loads", 0)),
+    ("kvflow_engines_never_read", _NEVER_READ, "", _one("loading", "never_read", 0)),
+    ("kvflow_open_leases", "Leases open.", "", _one("serving", "open_leases", 0)),
+    ("kvflow_open_reads", "Reads posted and not ended.", "", _one("transport", "open_reads")),
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
     ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _store_bytes),
-    (
-        "kvflow_prefix_pinned_blocks",
-        "Blocks pinned for readers of prefixes.",
-        "",
-        lambda now: {"": now.sharing.pinned_blocks} if now.sharing else {},
-    ),
-    ("kvflow_store_entries", "Entries stored.", "", lambda now: {"": now.store.entries} if now.store else {}),
+    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _one("sharing", "pinned_blocks")),
+    ("kvflow_store_entries", "Entries stored.", "", _one("store", "entries")),
 )
 COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
-    ("kvflow_read_bytes", "Bytes that reads have brought.", "", lambda now: {"": now.transport.bytes_read}),
-    ("kvflow_reads", "Reads posted.", "", lambda now: {"": now.transport.reads}),
-    ("kvflow_reads_failed", "Reads that the transport failed.", "", lambda now: {"": now.transport.reads_failed}),
+    ("kvflow_read_bytes", "Bytes that reads have brought.", "", _one("transport", "bytes_read")),
+    ("kvflow_reads", "Reads posted.", "", _one("transport", "reads")),
+    ("kvflow_reads_failed", "Reads that the transport failed.", "", _one("transport", "reads_failed")),
     ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
-    (
-        "kvflow_leases_deserted",
-        "Leases given back since their readers had died.",
-        "",
-        lambda now: {"": now.serving.deserted if now.serving else 0},
-    ),
-    (
-        "kvflow_late_reads",
-        "Reads of stock engines that ended after their lease: the text may be wrong.",
-        "",
-        lambda now: {"": now.serving.late_reads} if now.serving else {},
-    ),
-    (
-        "kvflow_load_sources_left",
-        "Sources that loads have left for their next one.",
-        "",
-        lambda now: {"": now.loading.sources_left if now.loading else 0},
-    ),
-    ("kvflow_side_channel_messages", "Side-channel messages.", "result", _messages),
-    ("kvflow_prefix_questions", "Questions of peers for prefixes, and runs taken back.", "outcome", _prefix_questions),
+    ("kvflow_leases_deserted", "Leases given back since their readers had died.", "", _one("serving", "deserted", 0)),
+    ("kvflow_late_reads", _LATE_READS, "", _one("serving", "late_reads")),
+    ("kvflow_load_sources_left", "Sources that loads left for their next one.", "", _one("loading", "sources_left", 0)),
+    ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),
+    ("kvflow_prefix_questions", "Questions of peers for prefixes, and runs taken back.", "outcome", _QUESTIONS),
     ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
-    (
-        "kvflow_prefix_tokens",
-        "Tokens that were pulled instead of computed.",
-        "",
-        lambda now: {"": now.prefixes.tokens} if now.prefixes else {},
-    ),
-    ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _stored),
-    (
-        "kvflow_store_evictions",
-        "Entries that made room for others.",
-        "",
-        lambda now: {"": now.store.evicted} if now.store else {},
-    ),
+    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _one("prefixes", "tokens")),
+    ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _STORED),
+    ("kvflow_store_evictions", "Entries that made room for others.", "", _one("store", "evicted")),
 )
 
 
@@ -144,7 +118,7 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
 )
 """Histograms that records add to: name, help, labels beside `LABELS`, buckets."""
 Told: TypeAlias = tuple[str, tuple[str, ...], float]
-"""A name of those, the values of all its labels, and how much it is."""
+"""Name of an instrument, the values of all its labels, and the amount."""
 
 
 def told_by(record: LoadRecord | LeaseRecord) -> Iterator[Told]:

@@ -91,7 +91,7 @@ class OpenTelemetrySpans:
         failed: str = "",
         **growth: Sequence[Moment],
     ) -> None:
-        """A span that ends now, one inside it for each phase that took any time, and events of how it grew."""
+        """Span that ends now, with one inside for each phase that took any time, and events of its growth."""
         name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()
         start_ns = end_ns - int(sum(record.seconds.values()) * _NS)

@@ -1,4 +1,4 @@
-"""Records in a file, and from files to a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Records in files, and a timeline of them that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     with RecordFile("decode-0.jsonl") as records:
         async with kvflow.Runtime(config, observers=[records]) as runtime: ...
@@ -48,7 +48,7 @@ class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRecords(InvalidInput):
-    """A file has a line that is no record."""
+    """Line of a file that is no record."""
 
 
 class RecordFile:

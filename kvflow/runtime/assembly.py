@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,9 @@ from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, ma
 from kvflow.core.cache.state import StatePart
 from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.claims import regions_to_wire
+from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, RequestError, UsageError
@@ -149,7 +152,7 @@ class RegisteredCache:
         self.sharing.on_close = forget
         return self.sharing
 
-    def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> Answered:
+    def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
         ours = self.local.caller.target
         if isinstance(request, messages.WhoRequest):
@@ -170,7 +173,7 @@ class RegisteredCache:
             case messages.ReleaseRequest():
                 try:
                     return self.serving.release(request)
-                except messages.WireError as error:
+                except codec.WireError as error:
                     return refusal(str(error))
             case messages.DigestRequest():
                 return self.digests.answer(request)
@@ -179,7 +182,7 @@ class RegisteredCache:
             case messages.OfferRequest() | messages.NewsRequest():
                 try:
                     return self.serving.news.answer(request)
-                except messages.WireError as error:
+                except codec.WireError as error:
                     return refusal(str(error))
             case messages.ClockRequest():
                 return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
@@ -297,7 +300,7 @@ async def _register(
     local = LocalRank(
         reader=context.identity.agent_name,
         caller=messages.Caller(target=own, address=context.identity.address),
-        compatibility=messages.compatibility_of([one.layout for one in sets], model=config.model),
+        compatibility=compatibility_of([one.layout for one in sets], model=config.model),
         cache_shares=tuple(_share_of(config, groups, one) for one in sets),
         regions=regions,
         groups=tuple(group.facts for group in groups),
@@ -376,8 +379,8 @@ def _metadata(
         clock_s=0.0,
         cache_shares=local.cache_shares,
         agent_metadata=agent_metadata,
-        agent_metadata_crc32=messages.checksum(agent_metadata),
-        regions=tuple(map(messages.regions_to_wire, local.regions)),
+        agent_metadata_crc32=zlib.crc32(agent_metadata),
+        regions=tuple(map(regions_to_wire, local.regions)),
         groups=local.groups,
         seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
         staged=staged,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import agent_name
 from kvflow.errors import CacheUnregistered
 from kvflow.runtime.load.gear import Poller
 from kvflow.runtime.services import Services
@@ -24,7 +24,7 @@ class Incarnation:
 
     def __init__(self, config: Config, world: World, on_notification: Callable[[bytes], None]) -> None:
         self.name: str = world.token_hex(8)
-        self.agent_name = messages.agent_name(config.engine_id, Rank.of(config), self.name)
+        self.agent_name = agent_name(config.engine_id, Rank.of(config), self.name)
         self.transport = world.transport(config, self.agent_name)
         self.files = None if config.store_dir is None else world.files(config, self.agent_name)
         """Mover of blocks to files; opened when a cache is registered."""

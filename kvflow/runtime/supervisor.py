@@ -24,7 +24,7 @@ from kvflow.core.cache.groups import CacheGroup, groups_of
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.proof import SealTable
 from kvflow.errors import (
     CacheUnregistered,
@@ -387,7 +387,7 @@ class Supervisor:
             return DrainReport(finished=True)
         return await drain(cache, self.config, deadline_s)
 
-    def _answer(self, header: messages.Header, request: messages.Request) -> Answered:
+    def _answer(self, header: codec.Header, request: messages.Request) -> Answered:
         """Answer a peer on the side channel, or promise to; never waits."""
         cache, engine_id = self.cache, self.config.engine_id
         if cache is None:

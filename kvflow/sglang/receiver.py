@@ -16,7 +16,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvflow.blocking import Load
-from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.core.protocol.merging import merge_tickets
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, PeerError, PeerIncompatible
 from kvflow.runtime.load.requests import LoadRequest
 from kvflow.sglang.bootstrap import INTRODUCTION

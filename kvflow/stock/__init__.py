@@ -1,7 +1,7 @@
-"""Fleets that have engines with vLLM's own NixlConnector in them: read from those, and be read by them.
+"""Fleets with engines that have vLLM's own NixlConnector: read from those, and be read by them.
 
-`Runtime(config, foreign=StockPeers(...))` is all there is to it; without it nothing of this is imported. What is weaker
-with such peers than among our own: see docs/stock.md.
+`Runtime(config, foreign=StockPeers(...))` switches it on; without it nothing of this is imported. Promises that are
+weaker with such peers than among our own: docs/stock.md.
 """
 
 from kvflow.core.stock.deadline import Arrival, Terms

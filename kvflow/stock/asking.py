@@ -1,7 +1,7 @@
-"""Asks a stock engine's listener for the metadata of one of its ranks: the one question that there is.
+"""The one question to a stock engine's listener: for the metadata of one of its ranks.
 
-The listener is one thread of the engine's scheduler, and it ends for good on any message but this one. So nothing else
-can be sent from here, and every question has a socket of its own.
+The listener is one thread of the engine's scheduler, and it ends for good on any other message. So nothing else can be
+sent from here, and every question has a socket of its own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import zmq.asyncio
 
 from kvflow import checks
 from kvflow.config import RANKS_MAX, split_address
-from kvflow.core.protocol.messages import WireError
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
+from kvflow.core.protocol.codec import WireError
 from kvflow.core.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
 from kvflow.errors import PeerUnreachable, ProtocolError, RequestError
 from kvflow.runtime.channel.lookups import Lookups
-
-_NAME_CHARS_MAX = 1024
 
 
 async def ask_rank(
@@ -51,7 +50,7 @@ async def ask_rank(
         RequestError: what was given is no address, rank, name or time.
     """
     host, port = split_address(address, what="stock address", error=RequestError)
-    checks.text(engine_id, "engine_id", most=_NAME_CHARS_MAX)
+    checks.text(engine_id, "engine_id", most=NAME_CHARS_MAX)
     timeout_s = checks.seconds(timeout_s, "timeout_s")
     for name, rank in (("pp_rank", pp_rank), ("tp_rank", tp_rank)):
         checks.whole(rank, name, least=0, most=RANKS_MAX - 1)

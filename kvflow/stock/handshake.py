@@ -1,7 +1,7 @@
-"""The handshake with a stock rank: its one question, judged like the answer of any other peer.
+"""The handshake with a stock rank: one question, whose answer is judged like any other peer's.
 
-A peer of this kind has its address with "stock+" before it, and behind it how many ranks and stages its engine is said
-to have. So it is never taken for one of ours at the same port, and one that was lied about is nobody else's.
+The address of such a peer is written "stock+ADDRESS/RANKS/STAGES". So it is never taken for one of ours at the same
+port, and what one ticket claims of an engine's size concerns no other ticket.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.messages import WireError
+from kvflow.core.protocol.addresses import Address, life_of
+from kvflow.core.protocol.codec import WireError
 from kvflow.core.stock.shape import OurCache, Unfit, check_tp_size, metadata_of
 from kvflow.core.stock.versions import Counting, Line, line_that_shows
 from kvflow.core.stock.wire import Shown, agent_of
@@ -84,11 +84,11 @@ class KinConnection(StockConnection):
 
     rank: Rank
     life: str
-    """Its incarnation, by which its peers of our make know it."""
+    """Incarnation by which peers of our make know it."""
 
 
 class StockHandshakes:
-    """Asks peers of both kinds on behalf of one rank; see `runtime.peers.table.Handshaking`."""
+    """Handshakes of one rank with peers of both kinds; see `runtime.peers.table.Handshaking`."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class StockHandshakes:
         at, asked_s = peer.at, self._context.clock.now_s()
         shown = await self._ask(peer, where)
         agent = _agent(peer, shown)
-        own = messages.life_of(agent, at.engine_id)
+        own = life_of(agent, at.engine_id)
         if own is None:
             self._check_hash(at, shown.compatibility_hash)
         metadata, regions = self._judged(peer, where, shown, agent)

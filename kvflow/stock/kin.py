@@ -1,8 +1,8 @@
-"""Engines of our own make that are met as stock ones: a router has dropped all that their parameters had of kvflow.
+"""Engines of our own make that are met as stock ones: a router has dropped the part of kvflow from their parameters.
 
-The name of the agent that such a rank shows says whose it is. Then it is believed by the seals of its leases, as ever:
-the parameters name the request, its blocks and an address, and the ranks are asked for the rest. Only which prompt the
-blocks are of is not known.
+The agent's name that such a rank shows says that it is ours. The parameters name the request, its blocks and an
+address; the ranks are asked for the rest, and the seals of their leases prove the read as ever. Only the prompt cannot
+be compared.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from kvflow.stock.handshake import KinConnection
 async def reach_kin(
     peers: Peers, reach: Reach, ticket: StockTicket, kin: KinConnection, found: Callable[[Source], None]
 ) -> list[Source]:
-    """See `Reach.reach`, of an engine of our own make whose parameters look like a stock one's; `kin` is what its first
-    rank has shown.
-    """
+    """Reach (`Reach.reach`) an engine of our own make by parameters like a stock one's; `kin` is its first rank."""
     peer = peers.get(Address(ticket.engine_id, kin.rank, ticket.address))
     connection = await peers.connect(peer, kin.life, ticket.request_id)
     own = reach.parse_ticket(_own_ticket(ticket, kin.rank, connection))
@@ -43,22 +41,12 @@ async def reach_kin(
 
 
 def _own_ticket(ticket: StockTicket, rank: Rank, connection: Connection) -> Ticket:
-    """Ticket for what the engine has offered, as far as it is known: who is asked for its lease says the rest."""
+    """Ticket of the offer as far as the parameters tell; the ranks that are asked for their leases tell the rest."""
     groups, cut = connection.groups, connection.parallelism
     size, num_tokens = groups[0].block_size, ticket.num_tokens
     padding = -(-(num_tokens + ticket.left) // size) + num_tokens // -size
     first, *more = (ids[: len(ids) - padding] for ids in ticket.block_tables)
     host, port = split_address(ticket.address, what="stock address")
-    lease = RankLease(
-        pp_rank=rank.pp,
-        tp_rank=rank.tp,
-        lease_id="",
-        seal_index=0,
-        incarnation=connection.incarnation,
-        expires_s=0.0,
-        host=host,
-        port=port,
-    )
     return Ticket(
         engine_id=ticket.engine_id,
         request_id=ticket.request_id,
@@ -75,7 +63,5 @@ def _own_ticket(ticket: StockTicket, rank: Rank, connection: Connection) -> Tick
         more_kinds=cut.more,
         groups=connection.told_groups,
         fixed_ports=True,
-        traceparent="",
-        prompt_digest="",
-        ranks=(lease,),
+        ranks=(RankLease.unasked(rank, connection.incarnation, host, port),),
     )

@@ -1,4 +1,4 @@
-"""StockPeers: what a runtime is told of the stock engines of its fleet, and what it is given to get on with them."""
+"""StockPeers: facts about the stock engines of a fleet, and the parts of a runtime that deal with them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from time import CLOCK_BOOTTIME, clock_gettime
 
 from kvflow import checks
 from kvflow.config import RANKS_MAX
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol import messages
 from kvflow.core.stock.deadline import Arrival, Terms
 from kvflow.core.stock.hashing import HASH
@@ -28,7 +29,6 @@ from kvflow.stock.service import Pose, StockService
 from kvflow.stock.sights import Sights
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NAME_CHARS_MAX = 1024
 
 
 def machine_id() -> str:
@@ -70,7 +70,7 @@ class StockPeers:
     attn_backend_name: str = ""
     """Name that readers are shown, which compare it with theirs."""
     region_names: tuple[str, ...] = ()
-    """The same, of all layers in the order of their numbers; () shows none."""
+    """Names of all layers that readers are shown, in the order of the layers' numbers; () shows none."""
     ranks: EngineRanks | None = None
     """Facts that the ranks of an engine of several ranks, which is read by others, know of each other."""
     on_late_read: Callable[[str], None] | None = None
@@ -95,9 +95,9 @@ class StockPeers:
         if self.on_late_read is not None and not callable(self.on_late_read):
             raise ConfigError(f"stock on_late_read: expected a function, got {checks.shown(self.on_late_read)}")
         for name in ("serve_version", "attn_backend_name"):
-            checks.text(getattr(self, name), f"stock {name}", most=_NAME_CHARS_MAX, error=ConfigError)
+            checks.text(getattr(self, name), f"stock {name}", most=NAME_CHARS_MAX, error=ConfigError)
         for name in self.region_names:
-            checks.text(name, "stock region_names", most=_NAME_CHARS_MAX, error=ConfigError)
+            checks.text(name, "stock region_names", most=NAME_CHARS_MAX, error=ConfigError)
         if self.serve_version:
             _ = self.serve_line
 

@@ -1,7 +1,7 @@
-"""The ranks of one engine, as whichever of them a stock reader asks shows them all.
+"""EngineRanks: the ranks of one engine, as each of them shows them to stock readers.
 
 A stock engine has one listener, and its readers ask it for every rank that they read from. Our ranks have a runtime
-each, so what each of them shows (its *card*) is brought to the others by their engine, as tickets are for
+each, so their engine brings what each of them shows (its *card*) to the others, as it does with tickets for
 `merge_tickets`. Until all cards are there nobody is answered: a reader would take some ranks for the engine.
 """
 
@@ -85,7 +85,7 @@ class EngineRanks:
         self._shown = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """This rank has registered a cache, and shows that. Only its runtime calls it.
+        """Begin to show the cache that this rank has registered. Only its runtime calls it.
 
         Args:
             engine_id: of the engine.

@@ -1,8 +1,8 @@
-"""The ranks that a load reads from or reports to, by a stock producer's parameters.
+"""StockReach: the way from a stock producer's parameters to the ranks that a load reads from or reports to.
 
-The first rank is asked before any other: what it shows has to bear out how many ranks its engine is said to have, since
-a question about a rank that is not there ends its listener. So has each stage of a pipeline, for the next one: there is
-one only where layers are missing.
+The first rank is asked before any other, because a question about a rank that does not exist ends the engine's
+listener: what it shows has to confirm the number of ranks that the parameters claim. Each stage of a pipeline confirms
+the next one in the same way: there is one only where layers are missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StockReach:
         self._handshakes = handshakes
 
     def read_ticket(self, ticket: Ticket | Mapping[str, Any], block_ids_max: int) -> Ticket:
-        """The ticket, checked: also one that was read before, since anybody can make one. Raises RequestError."""
+        """The ticket, checked even if it was read before, since anybody can make one. Raises RequestError."""
         lease_s = self._sights.terms.lease_s
         if not isinstance(ticket, StockTicket):
             if not isinstance(ticket, Mapping) or not is_stock(ticket):
@@ -55,7 +55,7 @@ class StockReach:
         return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=block_ids_max, left=left)
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """The same, within the bounds of this runtime."""
+        """The ticket, checked against the bounds of this runtime. Raises RequestError."""
         return self.read_ticket(ticket, self._block_ids_max)
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:

@@ -1,8 +1,8 @@
-"""Being read by stock engines: what their question is answered, and what their notifications mean for our leases.
+"""StockService: answers the questions of stock readers, and takes their notifications for our leases.
 
-A stock reader believes what it is told. So what it is told is what it needs and nothing that it would die of: a rank's
-metadata with one region for each layer, in its own line's fields. It reports by a request's id, so the id has to be a
-secret, as it is in every ticket whose ranks are asked for their leases.
+A stock reader believes what it is told. It is shown a rank's metadata with one region for each layer, in the fields of
+its own release line, and nothing that it would die of. It reports by a request's id, so the id has to be a secret, as
+it is in every ticket whose ranks are asked for their leases.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
-from kvflow.core.protocol import messages
-from kvflow.core.protocol.messages import WireError
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.codec import WireError
+from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.stock.shape import OurCache
 from kvflow.core.stock.texts import Heartbeat, ReadText, decode_text, is_text
 from kvflow.core.stock.versions import Line
@@ -32,12 +34,12 @@ logger = logger_of(__name__)
 _TALLIES_MAX = 1 << 14
 _NAME_CHARS_SHOWN = 200
 _WARN_AGAIN_S = 1.0
-_NOBODYS = "f" * messages.LEASE_ID_CHARS
+_NOBODYS = "f" * LEASE_ID_CHARS
 _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class Pose(NamedTuple):
-    """This rank as stock readers see it."""
+    """Facts about this rank that stock readers are shown."""
 
     compatibility_hash: str
     line: Line
@@ -103,13 +105,13 @@ class StockService:
         return True
 
     def _renew(self, request_ids: tuple[str, ...]) -> None:
-        """Renew those that are leased; the others are a late word, together: a heartbeat may name thousands."""
+        """Renew the leases of these requests. All that have none count as one late word: there may be thousands."""
         leased = {self._leases.lease_id_of(request_id) or _NOBODYS for request_id in request_ids}
         for lease_id in leased:
-            self._leases.on_notification(messages.encode(messages.Renew(lease_ids=(lease_id,), reader="stock")))
+            self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
     def _read(self, heard: ReadText) -> None:
-        """One of so many readers has read. Readers do not say who they are, so all that is known is how many told."""
+        """Count one reader's report. Readers do not say who they are, so only their number is known."""
         lease_id = self._leases.lease_id_of(heard.request_id)
         tally = _Tally(heard.readers)
         if lease_id is None:
@@ -125,15 +127,15 @@ class StockService:
         tally.told += 1
         if lease_id is not None and tally.told >= tally.readers:
             del self._tallies[lease_id]
-        message = messages.ReadDone(
+        message = ReadDone(
             lease_ids=(lease_id or _NOBODYS,), reader=f"stock {tally.told}", numerator=1, denominator=heard.readers
         )
-        self._leases.on_notification(messages.encode(message))
+        self._leases.on_notification(codec.encode(message))
 
     def _note_late(self, request_id: str) -> None:
-        """Nothing else tells that a stock reader may have read another prompt: it looks at nothing itself.
+        """Warn that a stock reader may have read another prompt: it checks nothing itself.
 
-        It may as well have given back what it has not read. Not every one of very many has a line.
+        The reader may as well have given up a request unread. Of very many not each has a line in the log.
         """
         self._leases.note_late_read()
         self._late_reads += 1

@@ -1,12 +1,15 @@
 """Tools for tests of code that uses kvflow: engines in one process, faults and time to script, checks of the books."""
 
 from kvflow.runtime.world import World
+from kvflow.testing.block_watch import BlockWatch, watch_blocks
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
-from kvflow.testing.caches import PatternCache, StateCache, assert_blocks_equal, assert_loaded, compare_blocks
+from kvflow.testing.caches import PatternCache, StateCache
 from kvflow.testing.cancel import cancel_everywhere
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
+from kvflow.testing.comparing import assert_blocks_equal, assert_loaded, compare_blocks
 from kvflow.testing.loads import LoadWatch, watch_loads
+from kvflow.testing.offer_watch import OfferWatch, watch_offers
 from kvflow.testing.pair import (
     CacheSize,
     InprocPair,
@@ -20,7 +23,6 @@ from kvflow.testing.pair import (
 from kvflow.testing.shelf import BlockShelf
 from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
-from kvflow.testing.watch import BlockWatch, OfferWatch, watch_blocks, watch_offers
 from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
 
 __all__ = [

@@ -11,7 +11,7 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
-    """Free + leased + in flight + quarantined blocks are all blocks, and each count has somebody to answer for it.
+    """Assert that free, leased, in-flight and quarantined blocks are all blocks, and that each has an owner.
 
     Legal at any moment, also while loads are under way.
 
@@ -78,7 +78,7 @@ def assert_quiet(statistics: RuntimeStatistics) -> None:
 
 
 def assert_closed(statistics: RuntimeStatistics) -> None:
-    """A closed runtime has left nothing behind: no task, thread, peer, registration or read.
+    """Assert that a closed runtime has left nothing behind: no task, thread, peer, registration or read.
 
     Args:
         statistics: As `Runtime.statistics` gave them after closing.

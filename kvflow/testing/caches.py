@@ -1,4 +1,4 @@
-"""Caches whose every element says where it belongs, and comparisons that name the place of the first difference.
+"""Caches whose every element says where it belongs.
 
 A slot is the place of one token in a block. The pattern of an element is a hash of its engine, layer of the model, K or
 V, block, slot, head of the model and element, cut to the dtype's size and finite in every float format. So it is the
@@ -23,7 +23,7 @@ _PRIMES = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393, 3367
 
 
 class PatternCache:
-    """The cache of one rank, seen slot by slot whatever its layout.
+    """Cache of one rank, slot by slot whatever its layout.
 
     Args:
         engine_id: Whose it is: part of the pattern, and how messages name it.
@@ -75,7 +75,7 @@ class PatternCache:
             self.slots(layer, part)[ids] = self._pattern(layer, part, ids)
 
     def assert_untouched(self, block_ids: Sequence[int] | None = None, *, first_slot: int = 0) -> None:
-        """Blocks hold what `fill` wrote.
+        """Assert that blocks hold what `fill` wrote.
 
         Args:
             block_ids: Which; None for all.
@@ -94,7 +94,7 @@ class PatternCache:
                 raise AssertionError(f"{place} was written to, and {len(wrong) - 1} elements more")
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A number for each slot, which changes with any one element of it.
+        """Digest of each slot, which changes with any one element of it.
 
         Args:
             block_ids: Whose slots.
@@ -130,7 +130,7 @@ class PatternCache:
         return f"engine {self.engine_id!r}, layer {name!r}, {self.parts[part]}, block {block}, slot {slot}{of_head}"
 
     def find(self, elements: torch.Tensor) -> str | None:
-        """Look for the elements of one head of one slot.
+        """Find the elements of one head of one slot.
 
         Args:
             elements: As they lie in `slots`: (element,).
@@ -169,7 +169,7 @@ class PatternCache:
 
 
 class StateCache:
-    """The state per request of one rank, seen slot by slot: what `watch_offers` needs of a group of it.
+    """State per request of one rank, slot by slot, as `watch_offers` needs it of a group.
 
     Args:
         engine_id: Whose it is, as messages name it.
@@ -183,7 +183,7 @@ class StateCache:
         self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A number for each slot, which changes with any one byte of it.
+        """Digest of each slot, which changes with any one byte of it.
 
         Args:
             block_ids: The slots, of one request's state each.
@@ -213,108 +213,3 @@ class StateCache:
         """
         name, tensor = self.layout.layer_names[layer], self.layout.tensors[part].name
         return f"engine {self.engine_id!r}, layer {name!r}, {tensor}, block {block}, slot {slot}"
-
-
-def compare_blocks(
-    ours: PatternCache,
-    our_ids: Sequence[int],
-    theirs: PatternCache,
-    their_ids: Sequence[int],
-    *,
-    num_tokens: int | None = None,
-    windowed: bool = False,
-) -> str | None:
-    """Compare blocks that were loaded: None, or the first place that differs and what lies there instead.
-
-    Args:
-        ours: The consumer's cache.
-        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
-        theirs: The producer's. Layers and heads that both ranks have are compared; their block sizes may differ.
-        their_ids: The blocks that were offered.
-        num_tokens: How long the prompt is; None stands for full blocks.
-        windowed: Whether the offered blocks are the prompt's last ones, as of a group with a window, which needs
-            `num_tokens`. Tokens before them are not compared.
-
-    Returns:
-        A sentence that names engine, layer, block and slot on both sides; None if every element is right.
-    """
-    size, their_size = ours.layout.block_size, theirs.layout.block_size
-    full = len(their_ids) * their_size
-    stop = full if num_tokens is None else num_tokens if windowed else min(full, num_tokens)
-    offered_from = max(-(-stop // their_size) * their_size - full, 0)
-    first = -(-stop // size) - len(our_ids)
-    tokens = torch.arange(min(max(first * size, offered_from, 0), stop), stop)
-    places = torch.tensor(our_ids, dtype=torch.int64)[tokens // size - max(first, 0)], tokens % size
-    their_blocks = (tokens - offered_from) // their_size
-    their_places = torch.tensor(their_ids, dtype=torch.int64)[their_blocks], tokens % their_size
-    heads = [head for head in ours.heads if head in theirs.heads]
-    here, there = ([cache.heads.index(head) for head in heads] for cache in (ours, theirs))
-    for layer, index in enumerate(ours.layout.layer_indices):
-        if index not in theirs.layout.layer_indices or not heads:
-            continue
-        their_layer = theirs.layout.layer_indices.index(index)
-        for part in range(len(ours.parts)):
-            found = ours.slots(layer, part)[places][:, here].cpu()
-            wrong = (found != theirs.slots(their_layer, part)[their_places][:, there].cpu()).nonzero().tolist()
-            if wrong:
-                token, head, _ = wrong[0]
-                mine, other = ((int(blocks[token]), int(slots[token])) for blocks, slots in (places, their_places))
-                holds = theirs.find(found[token, head]) or f"no place of engine {theirs.engine_id!r}"
-                which = int(tokens[token])
-                return (
-                    f"{ours.name_of(layer, part, *mine, here[head])} is not token {which} of the prompt, as in "
-                    f"{theirs.name_of(their_layer, part, *other, there[head])}; it holds what is in {holds}"
-                )
-    return None
-
-
-def assert_blocks_equal(
-    ours: PatternCache,
-    our_ids: Sequence[int],
-    theirs: PatternCache,
-    their_ids: Sequence[int],
-    *,
-    num_tokens: int | None = None,
-) -> None:
-    """Loaded blocks hold what was offered, as by `compare_blocks`.
-
-    Args:
-        ours: The consumer's cache.
-        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
-        theirs: The producer's cache.
-        their_ids: The blocks that were offered.
-        num_tokens: How long the prompt is; None stands for full blocks.
-
-    Raises:
-        AssertionError: Some element is wrong; it says what `compare_blocks` does.
-    """
-    problem = compare_blocks(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
-    assert problem is None, problem
-
-
-def assert_loaded(
-    ours: PatternCache,
-    our_ids: Sequence[int],
-    theirs: PatternCache,
-    their_ids: Sequence[int],
-    *,
-    num_tokens: int | None = None,
-) -> None:
-    """Loaded blocks hold what was offered, and everything else in `ours` its own pattern.
-
-    Args:
-        ours: The consumer's cache; it was filled with its pattern before the load.
-        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
-        theirs: The producer's cache.
-        their_ids: The blocks that were offered.
-        num_tokens: How long the prompt is; slots of the last block behind it count as everything else. None stands for
-            full blocks.
-
-    Raises:
-        AssertionError: Some element is wrong; it names the first place.
-    """
-    assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
-    wanted = set(our_ids)
-    ours.assert_untouched([block for block in range(ours.layout.num_blocks) if block not in wanted])
-    if num_tokens is not None and num_tokens % ours.layout.block_size:
-        ours.assert_untouched(our_ids[-1:], first_slot=num_tokens % ours.layout.block_size)

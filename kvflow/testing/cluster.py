@@ -37,7 +37,7 @@ _SMALL = CacheSize(layers=1)
 
 
 class _Faults:
-    """The network of a seed, with a host for each engine id. Everything is drawn from one generator."""
+    """Network of a seed, with a host for each engine id. Everything is drawn from one generator."""
 
     def __init__(self, seed: int, weather: Weather | None) -> None:
         self._rng = random.Random(seed)
@@ -51,7 +51,7 @@ class _Faults:
 
     @property
     def network(self) -> Network:
-        """Made when the first engine opens, in its loop."""
+        """The network, made when the first engine opens, in its loop."""
         if self._made is None:
             loop = asyncio.get_running_loop()
             if not isinstance(loop, VirtualLoop):

@@ -1,4 +1,4 @@
-"""A watch for loads that nobody wants any more, and nobody has told so: they go on, and keep blocks at both ends."""
+"""Watch for forgotten loads: nobody waits for them or cancels them, so they go on and keep blocks at both ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvflow.runtime.runtime import Runtime
 
 
 class _WatchedLoad(Load):
-    """A load that notes who waits for it. One that was begun becomes this."""
+    """Load that notes who waits for it; a load that was begun is made one of these."""
 
     begun_at = ""
     waiting = 0
-    """Tasks that await it, or the next progress of it."""
+    """Tasks that wait for the load, or for its next progress."""
     cared_for = False
     """True once somebody has cancelled it, waited when it ended, or has taken what came of it."""
 
@@ -69,7 +69,7 @@ class LoadWatch:
         self._begun: list[_WatchedLoad] = []
 
     def begun(self, load: Load, where: str) -> None:
-        """A load is under way, or was refused, which keeps nothing.
+        """Watch a load that was started. One that was refused keeps nothing.
 
         Args:
             load: As `start_load` returned it; it is watched from here on.
@@ -105,7 +105,7 @@ class LoadWatch:
 
 @contextlib.contextmanager
 def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
-    """Every load that is begun is waited for to its end, or cancelled.
+    """Watch that every load that is begun is waited for to its end, or cancelled.
 
     A load goes on when a task that iterates it is cancelled in the loop's body, or when nobody was to await it at all.
     Then its engine forgets it with `settled()`, which waits and ends nothing. Waiting is awaiting the load or its next

@@ -17,7 +17,8 @@ from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed
-from kvflow.testing.caches import PatternCache, assert_loaded
+from kvflow.testing.caches import PatternCache
+from kvflow.testing.comparing import assert_loaded
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -64,7 +65,7 @@ class Engine(Generic[TransportT]):
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """The tensors slot by slot; each element says that it is this engine's, until it is written to."""
+    """Tensors slot by slot; each element says that it is this engine's, until it is written to."""
 
     @property
     def transport(self) -> TransportT:
@@ -121,7 +122,7 @@ class Pair(Generic[TransportT]):
         )
 
     def assert_loaded(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
-        """Loaded blocks are equal to those that were offered, and all other blocks of the consumer untouched.
+        """Assert that loaded blocks equal the offered ones, and that all other blocks of the consumer are untouched.
 
         Args:
             local_ids: The consumer's.

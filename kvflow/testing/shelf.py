@@ -1,4 +1,4 @@
-"""A prefix cache for tests: which block holds which tokens of which prompts, and which of them are pinned."""
+"""Prefix cache for tests: the blocks that hold tokens of prompts, and their pins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BlockShelf:
         """Questions so far."""
 
     def put(self, tokens: Sequence[int], block_ids: Sequence[int], *, salt: bytes = b"") -> None:
-        """Say which blocks hold the full blocks of a prompt.
+        """Put the full blocks of a prompt on the shelf.
 
         Args:
             tokens: Of the prompt, from the first one on.
@@ -38,7 +38,7 @@ class BlockShelf:
             self._runs[key] = tuple(block_ids[: at + 1])
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Forget what blocks hold, as before they are used for other tokens.
+        """Take blocks off the shelf, as before they are used for other tokens.
 
         Args:
             block_ids: None of them pinned.

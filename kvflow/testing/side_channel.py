@@ -9,7 +9,7 @@ from contextvars import copy_context
 from functools import partial
 
 from kvflow.config import Config
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
 from kvflow.runtime.channel.protocol import Answer, AnswerStranger, ListenerStatistics
@@ -60,7 +60,7 @@ class InprocListener:
         self.port = port
         self.strangers: AnswerStranger | None = None
         self.context = copy_context()
-        """Context of the listener's process, for who brings it something."""
+        """Context of the listener's process, in which questions arrive."""
         self._exchange = exchange
         self._address = address
         self._answer = answer
@@ -72,7 +72,7 @@ class InprocListener:
         return ListenerStatistics(**self._counts)
 
     def arrive(self, frames: Frames, reply: Reply) -> None:
-        """A question came; `reply` sends the answer back."""
+        """Take a question; `reply` sends the answer back."""
         self._inbox.put_nowait((frames, reply))
 
     async def serve(self) -> None:
@@ -80,8 +80,8 @@ class InprocListener:
             frames, reply = await self._inbox.get()
             try:
                 header_frame, body_frame = frames
-                header, request = messages.decode_header(header_frame), messages.decode_request(body_frame)
-            except (ValueError, messages.WireError):
+                header, request = codec.decode_header(header_frame), codec.decode_request(body_frame)
+            except (ValueError, codec.WireError):
                 self._counts["dropped"] += 1
                 continue
             answer = self._answer(header, request)
@@ -96,7 +96,7 @@ class InprocListener:
 
     def _send(self, reply: Reply, answer: messages.Reply) -> None:
         self._counts["refused" if isinstance(answer, messages.Refusal) else "answered"] += 1
-        reply(messages.encode_frames(messages.our_header(b""), answer))
+        reply(codec.encode_frames(codec.our_header(b""), answer))
 
     def close(self) -> None:
         if self._exchange.listeners.get(self._address) is self:
@@ -129,7 +129,7 @@ class InprocSideChannel:
         if timeout_s is None:
             timeout_s = self._config.handshake_timeout_s
         answered: asyncio.Future[Frames] = asyncio.get_running_loop().create_future()
-        self._send(address, messages.encode_frames(messages.our_header(fingerprint), request), answered)
+        self._send(address, codec.encode_frames(codec.our_header(fingerprint), request), answered)
         try:
             async with asyncio.timeout(timeout_s):
                 frames = await answered
@@ -139,14 +139,14 @@ class InprocSideChannel:
             raise failure(PeerUnreachable, request.target, address, str(error)) from error
         try:
             header_frame, body_frame = frames
-            messages.decode_header(header_frame)
-            return messages.decode_reply(body_frame)
-        except (ValueError, messages.WireError) as error:
+            codec.decode_header(header_frame)
+            return codec.decode_reply(body_frame)
+        except (ValueError, codec.WireError) as error:
             why = f"the answer is no kvflow message: {error}"
             raise failure(ProtocolError, request.target, address, why) from error
 
     def close(self) -> None:
-        """Questions need nothing that has to be closed."""
+        """Close nothing: questions hold no resources."""
 
     def _send_at_once(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         listener = self._exchange.listeners.get(address)
@@ -157,7 +157,7 @@ class InprocSideChannel:
 
 
 def settle(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
-    """Give the answer to whoever still waits for it; None if nobody listens."""
+    """Settle a question with its answer, if somebody still waits; None if nobody listens."""
     if answered.done():
         return
     if reply is None:

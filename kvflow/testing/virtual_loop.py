@@ -36,7 +36,7 @@ _LIFE: ContextVar[Life | None] = ContextVar("kvflow_life", default=None)
 
 
 class Deadlock(AssertionError):
-    """Deadlock: nothing is ready, no timer is set, and what the loop was to run is not done: it would wait forever."""
+    """Deadlock: nothing is ready and no timer is set, but the loop is not done. It would wait forever."""
 
 
 class LifeState(enum.StrEnum):
@@ -92,7 +92,7 @@ class Life:
         self._loop.stopped[self] = None
 
     def bury(self) -> list[asyncio.Task[Any]]:
-        """After a test: let a dead life's tasks end by cancellation, so that none is destroyed while it is pending."""
+        """End a dead life's tasks by cancellation, after a test, so that none is destroyed while it is pending."""
         self.state = LifeState.RUNNING
         tasks = self._loop.tasks(self)
         for task in tasks:
@@ -109,7 +109,7 @@ class Life:
 
 
 def life_of(context: Context) -> Life | None:
-    """The process that a context is of."""
+    """Life that a context belongs to."""
     return context.get(_LIFE)
 
 
@@ -181,7 +181,7 @@ class VirtualLoop(BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Have something called in the next turns, as asyncio's, but from the loop's own thread only.
+        """Schedule a callback for the next turn, as asyncio does, but from the loop's own thread only.
 
         Args:
             callback: What is called.
@@ -245,7 +245,7 @@ class VirtualLoop(BaseEventLoop):
         return sorted(found, key=hash)
 
     def end_all(self) -> None:
-        """After a test: let everything end that is still there, dead lives included; how, concerns nobody."""
+        """End, after a test, everything that is still there, dead lives included. Errors are dropped."""
         self.after_step = None
         self.set_exception_handler(lambda *_: None)
         for life in list(self.stopped):
@@ -283,7 +283,7 @@ class VirtualLoop(BaseEventLoop):
             self.after_step()
 
     def _asyncgen_firstiter_hook(self, generator: object) -> None:
-        """Generators end with who uses them; those of a dead process never."""
+        """Leave generators alone: they end with their users, those of a dead process never."""
 
     _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 

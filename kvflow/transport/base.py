@@ -1,4 +1,4 @@
-"""The protocol between the runtime and whatever moves the bytes, and the facts all transports share.
+"""Transport: the protocol between the runtime and whatever moves the bytes.
 
 A transport owns one agent (or a set that acts as one). The runtime registers memory once, hands its metadata to
 readers, adds peers by the metadata they sent, posts reads without waiting, and takes events from `run`. What is posted
@@ -35,17 +35,17 @@ class MemoryUse(enum.Flag):
     """The use of registered memory. Registering costs time and, on some devices, room in an address window."""
 
     SERVED = enum.auto()
-    """Peers read it."""
+    """Read by peers."""
     READ_INTO = enum.auto()
-    """Our reads write it."""
+    """Written by our reads."""
 
 
 class TransportError(KVFlowError):
-    """A transport call failed. The runtime translates it into the error of the request that it belongs to."""
+    """Failure of a transport call. The runtime translates it into the error of the request that it belongs to."""
 
 
 class PeerGone(TransportError):
-    """The peer, or the connection to it, is dead; it has to be removed and added anew."""
+    """Death of the peer, or of the connection to it; it has to be removed and added anew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class PostedRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """A posted read has stopped for good: no byte of it can land any more. `error` is None if all bytes landed."""
+    """End of a posted read: no byte of it can land any more. `error` is None if all bytes landed."""
 
     read: PostedRead
     error: TransportError | None
@@ -67,7 +67,7 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class Notified:
-    """A peer sent `payload`. Its name is not authenticated: trust the payload's secret, never the sender."""
+    """Notification from a peer. Its name is not authenticated: trust the payload's secret, never the sender."""
 
     payload: bytes
 
@@ -92,11 +92,11 @@ class TransportStatistics:
 
 
 Join: TypeAlias = Callable[[Sequence[bytes]], Sequence[bytes]]
-"""Makes few notifications out of many."""
+"""Function that makes few notifications out of many."""
 
 
 class Transport(Protocol):
-    """Moves bytes for one runtime. All methods belong to the event loop that called `open`."""
+    """Mover of bytes for one runtime. All methods belong to the event loop that called `open`."""
 
     async def open(self) -> None:
         """Start the agent. Raises ConfigError if it cannot be started as configured."""
@@ -153,8 +153,9 @@ class Transport(Protocol):
 
     @property
     def behind(self) -> bool:
-        """True if more reads wait to be started than it will start in the next milliseconds: more of them gain nothing
-        now, and what prepares them keeps threads that need Python's lock from getting it.
+        """True if more reads wait than can be started in the next milliseconds.
+
+        More of them gain nothing now, and preparing them keeps Python's lock from threads that need it.
         """
 
     @property

@@ -1,9 +1,9 @@
-"""Bytes between memory and files: a thread of its own, and on it a mover that the transport chooses.
+"""Files: moves of bytes between memory and files, on a thread of its own, by a mover that the transport chooses.
 
-All that has to do with files is a job for that one thread, in order: opening, moving, syncing, removing. So a file is
-closed after its last move, and a job that was given after another finds what that has done. A move that was posted
-cannot be taken back. It ends in one call on the loop, which says whether it has failed, and whether it is known to have
-stopped. What is not is settled when nothing else is under way; moves that are posted until then wait for that.
+Everything about files is a job for that one thread, in order: opening, moving, syncing, removing. So a file is closed
+after its last move, and each job sees the results of those before it. A posted move cannot be taken back. It ends with
+one call on the loop, which tells whether it has failed, and whether it is known to have stopped. A move that may still
+run is settled when nothing else is under way; moves that are posted meanwhile wait for that.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ class Settled(enum.Enum):
 
 
 class MoveFailed(TransportError):
-    """A move was begun, and has failed: its file cannot be read, or written."""
+    """Failure of a move that was begun: its file cannot be read, or written."""
 
 
 class MoveLost(MoveFailed):
-    """A move has failed, and may not have stopped: its bytes may still land."""
+    """Failure of a move that may not have stopped: its bytes may still land."""
 
 
 class Mover(Protocol):
-    """Moves bytes; made and used on the thread only."""
+    """Mover of bytes between memory and files; made and used on the thread only."""
 
     def register(self, spans: Sequence[Span], keepalive: object) -> None:
-        """Memory that moves may touch. Raises TransportError."""
+        """Register memory that moves may touch. Raises TransportError."""
 
     def opened(self, fd: int, size_bytes: int) -> None:
-        """A file that moves may touch. Raises TransportError."""
+        """Register an open file that moves may touch. Raises TransportError."""
 
     def closing(self, fd: int) -> None:
-        """Close the file, which no move will touch any more. Never raises."""
+        """Forget a file, which no move will touch any more, before it is closed. Never raises."""
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         """Start a move between memory (local) and a file (remote: its offsets, and its descriptor as the device).
@@ -76,10 +76,10 @@ class Mover(Protocol):
         """True once a move has ended. Raises MoveFailed, MoveLost."""
 
     def settle(self) -> Settled:
-        """Stop what was lost, while no other move is under way."""
+        """Stop lost moves, while no other move is under way."""
 
     def close(self) -> None:
-        """Close the file: no move is under way."""
+        """End the mover: no move is under way."""
 
 
 OnEnd = Callable[[TransportError | None], None]
@@ -140,7 +140,7 @@ class Files:
         self._thread = thread
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run `job` on the thread; its result. Cancelling stops the waiting, not the job."""
+        """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
         return await self._alive().call(job)
 
     def submit(self, job: Callable[[], None], then: Callable[[], None]) -> None:
@@ -231,7 +231,7 @@ class Files:
         return True
 
     def _settle(self, mover: Mover) -> None:
-        """Stop what was lost, as nothing else is under way, and begin what waits for that."""
+        """Stop lost moves, as nothing else is under way, and begin the moves that wait for that."""
         assert self._thread is not None, "it runs"
         settled = mover.settle()
         if settled is Settled.NOT_YET:
@@ -261,7 +261,7 @@ class Files:
             move.on_end(error)
 
     def _died(self, cause: BaseException) -> None:
-        """The thread has ended by a bug of ours: nobody may wait for it."""
+        """Fail all moves: the thread has ended by a bug, so nobody may wait for it."""
         self._closing = True
         self.cause = cause
         for move in list(self._under_way):
@@ -275,7 +275,7 @@ def _nothing() -> None:
 
 
 class PlainMover:
-    """Moves by the system's own calls: for the in-process transport."""
+    """Mover by the system's own calls, for the in-process transport."""
 
     def register(self, spans: Sequence[Span], keepalive: object) -> None:
         self._memory = keepalive
@@ -309,7 +309,7 @@ class PlainMover:
 
 
 def _move_all(fd: int, memory: ctypes.Array[ctypes.c_char], offset: int, direction: Direction) -> None:
-    """All of it, however much the system takes at once. OSError if the file ends early."""
+    """Move all of the memory, however much the system takes at once. OSError if the file ends early."""
     view, done = memoryview(memory).cast("B"), 0
     while done < len(view):
         rest = view[done:]

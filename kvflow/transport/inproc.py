@@ -40,12 +40,12 @@ Row: TypeAlias = tuple[int, int, int]
 
 
 class InprocNetwork:
-    """The agents that can reach each other."""
+    """Agents that can reach each other."""
 
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
         self.leaves_memory = False
-        """Memory of an agent that was closed can still be read by who knows it, as over shared memory, where
+        """True if memory of a closed agent can still be read by whoever knows it, as over shared memory, where
         nothing but its addresses is needed. Whatever it holds then, nobody may take it for good."""
         self.closed: dict[AgentName, InprocTransport] = {}
         """Agents that were closed, whose memory can still be read."""
@@ -84,7 +84,7 @@ class InprocFaults:
         self.flip_next = 0
         """Number of the next reads that land with a byte flipped, the last one."""
         self.behind = False
-        """Reads are said to wait to be started."""
+        """True to report that reads wait to be started."""
         self.never_finish = False
         """Bytes land, but the end of the read is never reported."""
         self.drop_notifications = False
@@ -96,7 +96,7 @@ class InprocFaults:
 
 
 class Carrier(Protocol):
-    """The travel of one agent's bytes, instead of at once: when its reads land and its notifications arrive."""
+    """Carrier of one agent's bytes: it decides when reads land and notifications arrive; else they do at once."""
 
     def carry(self, reader: InprocTransport, read: InprocRead) -> None:
         """Perform a posted read some time: `InprocTransport.refusal`, `copy` in any portions, and `end` once."""
@@ -130,7 +130,7 @@ class InprocTransport:
         self._read_into: list[Span] = []
         self._keepalive: list[object] = []
         self._left: tuple[list[Span], list[object]] = ([], [])
-        """Memory of it that can be read after its end: `InprocNetwork.leaves_memory`."""
+        """Memory that can be read after the agent's end: `InprocNetwork.leaves_memory`."""
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
@@ -273,7 +273,7 @@ class InprocTransport:
         return todo
 
     def end(self, read: InprocRead, error: TransportError | None) -> None:
-        """A read that a carrier has is stopped for good.
+        """End a read that a carrier has: it is stopped for good.
 
         Args:
             read: As the carrier got it.
@@ -441,7 +441,7 @@ class InprocTransport:
         )
 
     def refusal(self, read: InprocRead) -> TransportError | None:
-        """The reason why a read cannot be performed, if so. An error of `InprocFaults.fail_next` is used up by this.
+        """Error of a read that cannot be performed; None if it can. An error of `InprocFaults.fail_next` is used up.
 
         Args:
             read: One that was posted here.

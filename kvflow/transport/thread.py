@@ -1,4 +1,4 @@
-"""A thread of kvflow's own: it runs calls in order and turns a crank between them.
+"""OwnerThread: a thread of kvflow's own that runs jobs in order and turns a crank between them.
 
 NIXL agents are not safe to share between threads, and their calls may block for milliseconds, so every call is a job
 for the one thread that owns them; copies, events and files have such a thread for the same reason. When it has done all
@@ -31,7 +31,7 @@ Job = Callable[[], None]
 
 
 class OwnerThread:
-    """Runs jobs and a crank on one thread. `crank` returns how many seconds it may be left alone, or None to end."""
+    """Thread that runs jobs and a crank. `crank` returns how many seconds it may be left alone, or None to end."""
 
     def __init__(self, name: str, crank: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
         self._crank = crank
@@ -100,7 +100,7 @@ class OwnerThread:
         self._thread.join()
 
     def abandon(self, last_job: Job, wait_s: float) -> None:
-        """Without the loop, from any thread: give it its last job, and wait up to `wait_s` for its end."""
+        """Give the thread its last job, without the loop, from any thread, and wait up to `wait_s` for its end."""
         self._jobs.append(last_job)
         self._calls.put(None)
         if threading.current_thread() is not self._thread:

@@ -41,7 +41,8 @@ from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.step import Found, Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
-from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.core.protocol.merging import merge_tickets
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError
 from kvflow.logs import logger_of
 from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples

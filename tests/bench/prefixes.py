@@ -21,7 +21,7 @@ import uvloop
 from kvflow import Config, LoadRequest, PrefixRequest, ServeRequest, prefix_keys
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import at_most
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.testing import BlockShelf, CacheSize
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.base import Transport
@@ -147,7 +147,7 @@ class Prefixes:
             await reader.runtime.seek_prefix(_request(holder, [1] * _TOKENS, []))
             cache = holder.runtime._supervisor.cache
             assert cache is not None, "it is registered"
-            header = messages.our_header(cache.local.compatibility.fingerprint())
+            header = codec.our_header(cache.local.compatibility.fingerprint())
             keys = b"".join(prefix_keys(tokens, _TOKENS))
             for number in range(self.questions):
                 question = messages.SeekRequest(
@@ -157,11 +157,11 @@ class Prefixes:
                     keys=keys,
                     key_tokens=_TOKENS,
                 )
-                frame = messages.encode(question)
+                frame = codec.encode(question)
                 begun_s = time.perf_counter()
-                reply = cache.answer(header, messages.decode_request(frame), draining=False)
+                reply = cache.answer(header, codec.decode_request(frame), draining=False)
                 assert isinstance(reply, messages.Offer), reply
-                messages.encode_frames(header, reply)
+                codec.encode_frames(header, reply)
                 times.append(QuestionTime(time.perf_counter() - begun_s))
                 sharing.reclaim(1000)
                 await asyncio.sleep(0)

@@ -20,7 +20,7 @@ from tests_support import each
 
 from tests.gpu.conftest import RESULTS, TABLE, Found, without
 from tests.gpu.device import open_device
-from tests.gpu.pool import Pool, PoolShape, scattered_ids
+from tests.support.pools import Pool, PoolShape, scattered_ids
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,10 +136,14 @@ def test_dev_py_runs_nothing_where_there_is_no_device(tmp_path: Path) -> None:
         assert (done.returncode, word in done.stdout + done.stderr) == (code, True), done.stderr
 
 
+@pytest.mark.thorough
 def test_dev_py_finds_what_it_needs_in_a_folder_of_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No index and no virtual environment: a wheel made here is seen beside what this Python has."""
+    """No index and no virtual environment: a wheel made here is seen beside what this Python has.
+
+    Thorough: see `test_dev_py_runs_nothing_where_there_is_no_device` of this file.
+    """
     with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried.py", "import torch\nprint('carried', bool(torch.__version__))")
+        wheel.writestr("carried.py", "import msgspec\nprint('carried', bool(msgspec.__version__))")
         about = "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\nRequires-Dist: nothing-has-it\n"
         wheel.writestr("carried-1.0.dist-info/METADATA", about)
         tag = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

@@ -26,7 +26,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RequestError, RuntimeClosed, TransferFailed
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
-from kvflow.runtime.load.load import LoadReport
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_quiet
 from kvflow.transport.base import TransportError

@@ -21,7 +21,7 @@ from kvflow import Config, Runtime
 from kvflow.bench.child import BenchError
 from kvflow.bench.ucx import ReadPath, read_path
 from kvflow.cli.app import findings_as_json, print_findings
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.doctor.backends import judge_backends
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
 from kvflow.doctor.host import QUESTION_FILES, Host, check_host, check_open_files, files_needed, read_host
@@ -251,10 +251,10 @@ async def test_the_first_step_that_fails_is_the_last() -> None:
 
 
 def test_another_protocol_version_is_broken_and_a_rank_without_a_cache_is_not() -> None:
-    old = messages.Refusal(reason="version", version=messages.PROTOCOL_VERSION + 1)
+    old = messages.Refusal(reason="version", version=codec.PROTOCOL_VERSION + 1)
     assert judge_answer(old, "").status is Status.FAIL
-    assert f"ours {messages.PROTOCOL_VERSION}, theirs {messages.PROTOCOL_VERSION + 1}" in judge_answer(old, "").found
-    early = messages.Refusal(reason="no KV cache registered yet", version=messages.PROTOCOL_VERSION, transient=True)
+    assert f"ours {codec.PROTOCOL_VERSION}, theirs {codec.PROTOCOL_VERSION + 1}" in judge_answer(old, "").found
+    early = messages.Refusal(reason="no KV cache registered yet", version=codec.PROTOCOL_VERSION, transient=True)
     assert judge_answer(early, "prefill-0").status is Status.OK
 
 

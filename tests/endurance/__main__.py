@@ -15,8 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.endurance.fleet import TRANSPORTS, Fleet, Found, Process
+from tests.endurance.fleet import Fleet, Found, Process
 from tests.endurance.samples import grown_kinds, growth
+from tests.support.engine_process import TRANSPORTS
 
 LOADS = 200_000
 

@@ -17,9 +17,9 @@ from kvflow.errors import KVFlowError
 from tests.endurance.caches import Cache
 from tests.endurance.homes import Event, Home, Homes
 from tests.endurance.plans import STOCK_WIRE, End, Plan, draw, prompt_of
-from tests.endurance.rpc import Client, Refused
 from tests.endurance.samples import sample
 from tests.support.stock_engines import StockConsumer, stock_cache
+from tests.support.verbs import Client, EngineError
 
 ERRORS_MAX = 50
 
@@ -139,8 +139,8 @@ class Consumer:
         text = ""
         try:
             outcome = await (self._read_by_wire(plan) if plan.consumer == STOCK_WIRE else self._load(plan))
-        except (KVFlowError, Refused) as error:
-            outcome = error.kind if isinstance(error, Refused) else type(error).__name__
+        except (KVFlowError, EngineError) as error:
+            outcome = error.kind if isinstance(error, EngineError) else type(error).__name__
             text = str(error)
         except Exception as error:  # noqa: BLE001 - the worker goes on
             outcome, text = f"bug {type(error).__name__}", str(error)
@@ -287,7 +287,7 @@ class _Legs:
             await asyncio.sleep(self._plan.soon_s)
             try:
                 await self._offer()
-            except Refused:
+            except EngineError:
                 load.cancel()
                 raise
 

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import uvloop
 
 from tests.endurance.consumer import Consumer
 from tests.endurance.producer import Producer
-from tests.endurance.rpc import Server
+from tests.support import verbs
 
 ROLES = {"producer": Producer, "consumer": Consumer}
 
@@ -24,10 +25,22 @@ async def serve(path: Path, role: str, options: dict[str, Any], until: asyncio.E
     """Be that engine; `until` it is told to close."""
     if role == "consumer":
         options = {**options, "producer": Path(options["producer"])}
-    engine = ROLES[role](**options)
-    server = Server(engine)
+    engine, calls = ROLES[role](**options), set[asyncio.Task[None]]()
+
+    def start(work: Coroutine[Any, Any, None]) -> None:
+        calls.add(task := asyncio.create_task(work))
+        task.add_done_callback(calls.discard)
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await verbs.serve(engine, reader, writer, start)
+        except ConnectionError:
+            pass  # a process that was killed
+        finally:
+            writer.close()
+
     await engine.open()
-    await server.listen(path)
+    server = await asyncio.start_unix_server(listen, path, limit=verbs.LINE_BYTES_MAX)
     try:
         await until.wait()
     finally:

@@ -17,11 +17,11 @@ from random import Random
 from typing import Any
 
 from tests.endurance.plans import SHORT_TTL_S
-from tests.endurance.rpc import Client
+from tests.support.verbs import Client
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
+
 START_S, WAIT_S = 300.0, 300.0
 _HOMES = ("plain", "staged", "windowed")
 _LEASES_READ = 500

@@ -17,9 +17,9 @@ from tests.endurance.consumer import Consumer
 from tests.endurance.engine import serve
 from tests.endurance.fleet import FAULTS, Fleet
 from tests.endurance.plans import WAYS, End, draw
-from tests.endurance.rpc import Client
 from tests.endurance.samples import growth
 from tests.support.tests_support import WAIT_S
+from tests.support.verbs import Client
 
 LOADS = 250
 

@@ -88,7 +88,9 @@ def test_what_lies_before_windows_is_not_moved(run_python: RunPython) -> None:
     assert int(table["bytes"].replace(",", "")) <= (blocks + 3 * 5) * block_bytes
 
 
+@pytest.mark.thorough
 def test_names_what_is_not_installed(run_python: RunPython) -> None:
+    """Thorough: see `test_says_what_is_not_installed` of `examples/test_openai_server.py`."""
     lines = (
         "import runpy, sys",
         "sys.modules['rich'] = sys.modules['gguf'] = None",

@@ -12,7 +12,9 @@ from tiny_model import EXAMPLES
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
 
+@pytest.mark.thorough
 def test_one_offers_and_the_other_reads_every_byte(tmp_path: Path) -> None:
+    """Thorough: see `test_blocks_arrive_and_leases_end` of `nixl/test_processes.py`."""
     ticket = tmp_path / "ticket.json"
 
     def start(role: str) -> subprocess.Popen[str]:

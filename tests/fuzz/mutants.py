@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from kvflow.core.plan.topology import CacheShare
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.notifications import ReadDone
 from kvflow.core.stock.wire import encode_question
 
 ODD_NUMBERS = [True, -1, 0, 1, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]
@@ -78,8 +79,8 @@ def bent(rng: Random, value: Any) -> Any:
 def mutant(rng: Random, message: msgspec.Struct) -> bytes:
     """A message of ours that went wrong on its way."""
     if rng.random() < 0.5:
-        return torn(rng, messages.encode(message))
-    return packed_bent(rng, msgspec.msgpack.decode(messages.encode(message)))
+        return torn(rng, codec.encode(message))
+    return packed_bent(rng, msgspec.msgpack.decode(codec.encode(message)))
 
 
 def packed_bent(rng: Random, value: Any) -> bytes:
@@ -129,9 +130,9 @@ def strangers() -> list[msgspec.Struct]:
     """Messages of ours that are no requests."""
     return [
         messages.NoLease(ended=True),
-        messages.Refusal(reason="no", version=messages.PROTOCOL_VERSION),
+        messages.Refusal(reason="no", version=codec.PROTOCOL_VERSION),
         messages.Ack(),
-        messages.ReadDone(lease_ids=("0" * 32,), reader=READER, numerator=1, denominator=1),
+        ReadDone(lease_ids=("0" * 32,), reader=READER, numerator=1, denominator=1),
     ]
 
 
@@ -139,29 +140,29 @@ def listener_messages(
     rng: Random, fingerprint: bytes, cache_shares: tuple[CacheShare, ...], bytes_max: int
 ) -> Iterator[list[bytes]]:
     """Messages without end, for a listener: noise, mutants, wrong frames, sizes around its limit."""
-    header = messages.our_header(fingerprint)
+    header = codec.our_header(fingerprint)
     while True:
         body = rng.choice([*requests(rng, cache_shares), *strangers()])
         match rng.randrange(10):
             case 0:
                 yield [rng.randbytes(rng.choice((0, 1, 30, 3000))) for _ in range(rng.randrange(1, 7))]
             case 1:
-                yield [mutant(rng, header), messages.encode(body)]
+                yield [mutant(rng, header), codec.encode(body)]
             case 2:
-                frames = messages.encode_frames(header, messages.MetadataRequest(reader="fuzz/0.0.0#0", target=TARGET))
+                frames = codec.encode_frames(header, messages.MetadataRequest(reader="fuzz/0.0.0#0", target=TARGET))
                 yield rng.choice(([b"", *frames], frames[:1], frames[::-1], frames * 2, [*frames, b""], [b""] * 300))
             case 3 if rng.random() < 0.05:
                 size = bytes_max + rng.choice((-1, 0, 1, 1000))
                 yield [
-                    messages.encode(header),
-                    messages.encode(body)[:20].ljust(size, rng.choice((b"\0", b"\x91", b"\xc1"))),
+                    codec.encode(header),
+                    codec.encode(body)[:20].ljust(size, rng.choice((b"\0", b"\x91", b"\xc1"))),
                 ]
             case 4:
-                yield [messages.encode(header), rng.randbytes(rng.randrange(200))]
+                yield [codec.encode(header), rng.randbytes(rng.randrange(200))]
             case 5:
-                yield [messages.encode(header), messages.encode(body)]
+                yield [codec.encode(header), codec.encode(body)]
             case _:
-                yield [messages.encode(header), mutant(rng, body)]
+                yield [codec.encode(header), mutant(rng, body)]
 
 
 def stock_messages(rng: Random, bytes_max: int) -> Iterator[list[bytes]]:

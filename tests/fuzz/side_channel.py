@@ -45,7 +45,8 @@ if __name__ == "__main__":
 from tests_support import PATIENT, WAIT_S, altered, limited
 
 from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.errors import KVFlowError
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.channel.keyring import Keyring, make_key_files
@@ -179,8 +180,8 @@ async def notify(rng: Random, producer: Engine, count: int) -> None:
                 ServeRequest("victim", block_ids=[BLOCKS - 1], num_tokens=4, ttl_s=60)
             )
         lease_id = rng.choice((lease.ticket.lease_id, rng.randbytes(16).hex()))
-        done = messages.ReadDone(lease_ids=(lease_id,), reader="fuzz", numerator=1, denominator=rng.choice((1, 3)))
-        told = rng.choice((done, messages.Renew(lease_ids=(lease_id, rng.randbytes(16).hex()), reader="fuzz")))
+        done = ReadDone(lease_ids=(lease_id,), reader="fuzz", numerator=1, denominator=rng.choice((1, 3)))
+        told = rng.choice((done, Renew(lease_ids=(lease_id, rng.randbytes(16).hex()), reader="fuzz")))
         size = rng.choice((1, 40, 5000))
         producer.transport.deliver(mutant(rng, told) if rng.random() < 0.8 else rng.randbytes(rng.randrange(size)))
         await asyncio.sleep(0)
@@ -220,7 +221,7 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
     honest, local = producer.cache.metadata, producer.cache.local
     refusal = messages.Refusal(
         reason="no",
-        version=messages.PROTOCOL_VERSION,
+        version=codec.PROTOCOL_VERSION,
         compatibility=local.compatibility,
         cache_shares=local.cache_shares,
     )
@@ -228,14 +229,14 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
 
     def lie() -> list[bytes]:
         body = rng.choice((honest, honest, honest, refusal, shown))
-        header = messages.our_header(b"")
+        header = codec.our_header(b"")
         match rng.randrange(8):
             case 0:
-                return [mutant(rng, header), messages.encode(body)]
+                return [mutant(rng, header), codec.encode(body)]
             case 1:
                 return [rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))]
             case _:
-                return [messages.encode(header), mutant(rng, body)]
+                return [codec.encode(header), mutant(rng, body)]
 
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)

@@ -33,7 +33,7 @@ from stock_engines import HASH, NAMES, TOKENS, StockConsumer, fill, layout_of, s
 from tests_support import PATIENT, WAIT_S, limited
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest
-from kvflow.core.protocol import messages
+from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.stock.params import stock_params
 from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX
 from kvflow.stock import StockPeers, ask_rank
@@ -157,8 +157,8 @@ async def notify(rng: Random, producer: Producer, count: int) -> None:
     secret, _ = producer.offer("secret", [BLOCKS - 1])
     victim, params = producer.offer("victim", [BLOCKS - 2])
     await attacker.shake_hands(params)
-    honest = messages.ReadDone(lease_ids=(victim.ticket.lease_id,), reader="fuzz", numerator=1, denominator=3)
-    renewal = messages.Renew(lease_ids=(victim.ticket.lease_id,), reader="fuzz")
+    honest = ReadDone(lease_ids=(victim.ticket.lease_id,), reader="fuzz", numerator=1, denominator=3)
+    renewal = Renew(lease_ids=(victim.ticket.lease_id,), reader="fuzz")
     names = ["secret", "honest-1", "honest-1#", f"secret#{'0' * 32}", params["remote_request_id"]]
     for number in range(count):
         told = rng.choice((honest, renewal))

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -14,22 +13,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvflow.bench.child import BenchError, Environment, RankProcess, call_in_child, open_children
+from kvflow.bench.child import BenchError, Environment, call_in_child
 from kvflow.bench.targets import percentile
 from kvflow.bench.ucx import ucx_log
 from kvflow.device.cuda import DriverError, load_driver
 from kvflow.doctor.version import installed
 from tests.gpu.conftest import Found
-from tests.gpu.engine import Engine, EngineSpec, Pair, engines, open_engine, specs
-from tests.gpu.pool import VALUES, PoolShape, scattered_ids
+from tests.gpu.pair import Pair, engines, request, specs
 from tests.gpu.raw import Moved, RawRank, raw_pair
+from tests.support.engine import EngineSetup, open_engine
+from tests.support.pools import VALUES, PoolShape, scattered_ids
+from tests.support.verbs import EngineError
 
 pytestmark = pytest.mark.gpu
 experiment = pytest.mark.experiment
@@ -40,6 +40,7 @@ GET_ZCOPY = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": None}
 SIZES = {"4K": 4 << 10, "32K": 32 << 10, "256K": 256 << 10, "2M": 2 << 20, "8M": 8 << 20}
 REPEATS = 5
+STEPS_S = 300.0
 IDS = list(range(0, 32, 2))
 OVERWRITTEN = 1999.0
 """What blocks hold after their lease: no value of a turn."""
@@ -65,15 +66,15 @@ def output(*command: str) -> str:
 
 @contextmanager
 def pair_or_reason(
-    found: Found, label: str, producer: EngineSpec, reader: EngineSpec, environment: Environment | None = None
+    found: Found, label: str, producer: EngineSetup, reader: EngineSetup, environment: Environment | None = None
 ) -> Iterator[Pair | None]:
     """A pair, or None and the reason as a fact if they do not start with such a configuration."""
     with ExitStack() as stack:
         try:
             given = environment or (GET_ZCOPY if found.on_cuda else {})
             pair = stack.enter_context(engines(producer, reader, given))
-        except BenchError as error:
-            found.add(f"{label}: does not start", error.reason)
+        except EngineError as error:
+            found.add(f"{label}: does not start", str(error))
             yield None
             return
         yield pair
@@ -165,18 +166,18 @@ def late(found: Found, pair: Pair, case: str, *, events: bool) -> None:
     wrong = {"served early": 0, "loaded early": 0}
     for turn, what in itertools.product(range(count), wrong):
         name, value = f"{what} {case} {events} {turn}", float(turn % VALUES + 2)
+        behind = {"delay_s": delay_s, "events": events}
         if what == "served early":
-            ticket = pair.producer.run(Engine.compute_and_offer, name, IDS, value, delay_s=delay_s, events=events)
-            end = pair.reader.run(Engine.load, name, ticket, IDS)
+            offer = {"request_id": name, "block_ids": IDS, "value": value}
+            end = pair.load(name, pair.producer.call("compute_and_offer", **offer, **behind), IDS)
         else:
-            pair.producer.run(Engine.fill, IDS, value)
-            ticket = pair.producer.run(Engine.offer, name, IDS)
-            end = pair.reader.run(Engine.load_behind, name, ticket, IDS, delay_s=delay_s, events=events)
+            pair.producer.call("fill", block_ids=IDS, value=value)
+            end = pair.load(name, pair.offer(name, IDS), IDS, "load_behind", **behind)
         if end.error:
             found.add(f"{what}, {case}: failed with", end.error)
             continue
-        wrong[what] += pair.reader.run(Engine.count_other, IDS, value) > 0
-        pair.producer.run(Engine.outcome, name)
+        wrong[what] += pair.reader.call("count_other", block_ids=IDS, value=value) > 0
+        pair.producer.call("outcome", request_id=name)
     for what, loads in wrong.items():
         fact = f"{what}, {case}, {'with event' if events else 'without'}: wrong loads"
         if events:
@@ -197,16 +198,16 @@ def test_leases_that_end_under_their_loads(found: Found) -> None:
         usual_s = pair.hand_over("second", remote, local).succeeded().seconds
         for turn in itertools.takewhile(lambda _: found.left_s() > 1, range(found.size(300, 12))):
             value, name = float(turn % (VALUES - 10) + 2), f"stale {turn}"
-            pair.producer.run(Engine.fill, remote, value)
-            ticket = pair.producer.run(Engine.offer, name, remote)
-            loading = pair.reader.start(Engine.load, name, ticket, local)
+            pair.producer.call("fill", block_ids=remote, value=value)
+            loading = pair.reader.start("load", **request(name, pair.offer(name, remote), local))
             # From well before the load's usual end to well after it.
-            pair.producer.run(Engine.revoke_after, name, remote, OVERWRITTEN, usual_s * (turn % 12) / 8)
-            if loading().error:
+            pause_s = usual_s * (turn % 12) / 8
+            pair.producer.call("revoke_after", request_id=name, value=OVERWRITTEN, pause_s=pause_s)
+            if pair.ended(loading, 0.0).error:
                 gone += 1
             else:
                 fresh += 1
-                wrong += pair.reader.run(Engine.count_other, local, value) > 0
+                wrong += pair.reader.call("count_other", block_ids=local, value=value) > 0
     found.add("succeeded", fresh, least=1)
     found.add("failed", gone, least=1)
     found.add("succeeded with other bytes", wrong, equals=0, always=True)
@@ -282,8 +283,8 @@ def test_copies_on_idle_and_on_busy_devices(found: Found) -> None:
             for busy in (False, True):
                 if pair is None:
                     break
-                for child in (pair.producer, pair.reader):
-                    child.run(Engine.set_busy, busy)
+                for engine in (pair.producer, pair.reader):
+                    engine.call("set_busy", busy=busy)
                 word = "busy" if busy else "idle"
                 found.add(f"{label}, {word}: ms", statistics.median(pair.times(f"{label} {word}", 32, REPEATS)) * 1e3)
 
@@ -310,16 +311,15 @@ async def copies_in_one_process(device: str, pool: PoolShape) -> tuple[float, fl
         both = specs(device, pool, transport="inproc", staging="always")
         producer, reader = [await stack.enter_async_context(open_engine(spec)) for spec in both]
         for busy in (False, True):
-            await producer.set_busy(busy)
+            await producer.do_set_busy(busy)
             seconds = []
             for turn in range(REPEATS + 1):
                 name, ids = f"one process {busy} {turn}", scattered_ids(turn, pool.blocks, pool.blocks // 2)
                 start_s = time.perf_counter()  # from the offer, with which staging begins
-                (await reader.load(name, await producer.offer(name, ids), ids)).succeeded()
+                await reader.do_load(name, await producer.do_offer(name, ids), ids)
                 seconds.append(time.perf_counter() - start_s)
-                await producer.outcome(name)
+                await producer.do_outcome(name)
             medians.append(statistics.median(seconds[1:]))
-        await producer.set_busy(False)
     return medians[0], medians[1]
 
 
@@ -341,20 +341,21 @@ def test_an_engines_steps_beside_loads(found: Found) -> None:
     count, steps = pool.blocks // 2, found.size(1500, 200)
     with engines(*specs(found.device, pool), GET_ZCOPY if found.on_cuda else {}) as pair:
         pair.hand_over("first", range(count), range(count)).succeeded()
-        before, _ = pair.reader.run(Engine.steps, steps)
+        before = pair.reader.start("steps", count=steps).result(STEPS_S)["seconds"]
         offers = []
         for turn in range(found.size(200, 20)):
             ids = scattered_ids(turn, pool.blocks, count)
-            offers.append((f"beside {turn}", pair.producer.run(Engine.offer, f"beside {turn}", ids), ids))
-        beside, ends = pair.reader.run(Engine.steps, steps, offers, 0.1)
-        after, _ = pair.reader.run(Engine.steps, steps)
+            offers.append(request(f"beside {turn}", pair.offer(f"beside {turn}", ids), ids))
+        stepping = pair.reader.start("steps", count=steps, loads=offers, pause_s=0.1).result(STEPS_S)
+        beside, errors = stepping["seconds"], stepping["errors"]
+        after = pair.reader.start("steps", count=steps).result(STEPS_S)["seconds"]
     for label, seconds in (("alone", before), ("beside loads", beside), ("alone again", after)):
         for percent in (50, 99):
             found.add(f"steps {label}: p{percent} ms", percentile(seconds, percent) * 1e3)
     found.add("p50 beside / alone", percentile(beside, 50) / percentile(before, 50), most=1.02)
     found.add("p99 beside - alone, ms", (percentile(beside, 99) - percentile(before, 99)) * 1e3, most=0.5)
-    found.add("loads", len(ends), least=1, always=True)
-    found.add("loads that failed", sum(bool(end.error) for end in ends), equals=0, always=True)
+    found.add("loads", len(errors), least=1, always=True)
+    found.add("loads that failed", sum(map(bool, errors)), equals=0, always=True)
 
 
 @experiment("E8", 60)
@@ -368,23 +369,21 @@ def test_the_death_of_a_producer(found: Found) -> None:
     every = range(small.blocks)
     with engines(producer, reader, GET_ZCOPY if found.on_cuda else {}) as pair:
         usual_s = pair.hand_over("first", every, every).succeeded().seconds
-        ticket, late = (pair.producer.run(Engine.offer, name, every) for name in ("cut off", "too late"))
-        loading = pair.reader.start(Engine.load, "cut off", ticket, every)
+        ticket, late = pair.offer("cut off", every), pair.offer("too late", every)
+        loading = pair.reader.start("load", **request("cut off", ticket, every))
         time.sleep(usual_s / 2)
         killed_s = time.perf_counter()
-        os.kill(pair.producer.pid, signal.SIGKILL)
-        found.add("load under the kill", loading().error or "succeeded")
+        pair.producer.kill()
+        found.add("load under the kill", pair.ended(loading, killed_s).error or "succeeded")
         found.add("load under the kill: s after it", time.perf_counter() - killed_s, most=1)
-        end = pair.reader.run(Engine.load, "too late", late, every)
+        end = pair.load("too late", late, every)
         found.add("load after the kill", f"{end.error or 'succeeded'} in {end.seconds:.2f} s")
         time.sleep(found.size(1.0, 0.0))  # the driver takes a moment to clear up
         found.add("memory used after the kill, MiB", memory_used_mib())
-        found.add("forgotten", pair.reader.run(Engine.forget, "producer"))
+        found.add("forgotten", pair.reader.call("forget", engine_id="producer"))
         found.add("memory used after forget_peer, MiB", memory_used_mib())
-        spec = replace(producer, engine_id="producer-again", pool=small)
-        with open_children([RankProcess(spec.engine_id, partial(open_engine, spec))], {}) as children:
-            again = Pair(producer=children[spec.engine_id], reader=pair.reader, pool=small)
-            error = again.hand_over("again", range(2), range(2)).error
+        (again,) = pair.engines.start(replace(producer, engine_id="producer-again", pool=small))
+        error = replace(pair, producer=again, pool=small).hand_over("again", range(2), range(2)).error
         found.add("load from a new producer", error or "succeeded", equals="succeeded", always=True)
     found.add("memory used after the reader has ended, MiB", memory_used_mib())
 
@@ -451,7 +450,7 @@ def test_host_buffers_large_caches_little_memory(found: Found) -> None:
             speed = gb_per_s(count * pool.block_bytes, pair.times("staged", count, REPEATS))
             found.add("staged 64 MB: GB/s", speed, least=5)
     with engines(*specs(found.device, sized(found.size(32, 4), found.size(16 << 10, 32) * MIB))) as pair:
-        found.add("registering: s", pair.reader.run(Engine.registered_s), most=0.1)
+        found.add("registering: s", pair.reader.call("registered_s"), most=0.1)
     hnd = PoolShape(layers=8, blocks=64, kv_heads=2)
     producer, reader = specs(found.device, hnd, scratch="always")
     producer = replace(producer, pool=replace(hnd, order="NHD"))
@@ -459,8 +458,8 @@ def test_host_buffers_large_caches_little_memory(found: Found) -> None:
         if pair is not None:
             ids = scattered_ids(1, 64, 32), scattered_ids(2, 64, 32)
             if found.on_cuda:
-                found.add("little memory: MB left", pair.reader.run(Engine.take_memory, 100 * MIB) / MIB)
+                found.add("little memory: MB left", pair.reader.call("take_memory", left_bytes=100 * MIB) / MIB)
                 found.add("little memory: load", pair.hand_over("little memory", *ids).error or "succeeded")
-                pair.reader.run(Engine.give_memory_back)
+                pair.reader.call("give_memory_back")
             error = pair.hand_over("again", *ids).error
             found.add("little memory: load afterwards", error or "succeeded", equals="succeeded", always=True)

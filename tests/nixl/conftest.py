@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engine_main import EngineSetup
-from engine_process import TRANSPORTS, EngineProcess, Engines
+
+from tests.support.engine import EngineSetup
+from tests.support.engine_process import TRANSPORTS, EngineProcess, Engines
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)

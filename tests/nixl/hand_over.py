@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine_main import HANDSHAKE_S, LOAD_DEADLINE_S
-from engine_process import Call, EngineError, EngineProcess
+from tests.support.engine import HANDSHAKE_S, LOAD_DEADLINE_S
+from tests.support.engine_process import Call, EngineProcess
+from tests.support.verbs import EngineError
 
 BLOCKS = list(range(32))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine_main import EngineSetup
-from engine_process import TIMEOUT_S, Engines
-from hand_over import BLOCKS, assert_healthy, hand_over
+
+from tests.nixl.hand_over import BLOCKS, assert_healthy, hand_over
+from tests.support.engine import EngineSetup
+from tests.support.engine_process import TIMEOUT_S, Engines
 
 pytestmark = pytest.mark.nixl
 

@@ -13,9 +13,19 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import pytest
-from engine_main import BLOCK_BYTES, LEASE_TTL_S, EngineSetup
-from engine_process import Call, EngineError, EngineProcess, Engines
-from hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended, pass_deadline, pass_handshake, start_load
+
+from tests.nixl.hand_over import (
+    BLOCKS,
+    assert_healthy,
+    hand_over,
+    how_it_ended,
+    pass_deadline,
+    pass_handshake,
+    start_load,
+)
+from tests.support.engine import BLOCK_BYTES, LEASE_TTL_S, EngineSetup
+from tests.support.engine_process import Call, EngineProcess, Engines
+from tests.support.verbs import EngineError
 
 pytestmark = pytest.mark.nixl
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from engine_main import LAYERS, EngineSetup
-from engine_process import Call, EngineError, EngineProcess, Engines
+
+from tests.support.engine import EngineSetup, small
+from tests.support.engine_process import Call, EngineProcess, Engines
+from tests.support.verbs import EngineError
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -73,8 +75,8 @@ def test_a_load_under_way_is_whole_or_fails(engines: Engines) -> None:
     """The producer goes to sleep under it, at another moment each time."""
     blocks = list(range(256))
     producer, consumer = engines.start(
-        EngineSetup(engine_id="producer", fill=NEW, num_blocks=256, limits={"slice_bytes_max": 1 << 18}),
-        EngineSetup(engine_id="consumer", num_blocks=256, limits={"slice_bytes_max": 1 << 18}),
+        EngineSetup(engine_id="producer", fill=NEW, pool=small(blocks=256), limits={"slice_bytes_max": 1 << 18}),
+        EngineSetup(engine_id="consumer", pool=small(blocks=256), limits={"slice_bytes_max": 1 << 18}),
     )
     endings, whole = Counter[str](), 0
     for life in range(LIVES):
@@ -89,15 +91,15 @@ def test_a_load_under_way_is_whole_or_fails(engines: Engines) -> None:
         producer.call("wake", value=NEW)
         after = producer.call("offer", request_id=f"after {life}", block_ids=[7])
         assert loaded(consumer, f"after {life}", after, [9]) == [NEW]
-    print(f"{LAYERS} layers, {len(blocks)} blocks, {LIVES} lives: {endings}")
+    print(f"{small().layers} layers, {len(blocks)} blocks, {LIVES} lives: {endings}")
     assert set(endings) <= {"loaded", *REFUSED}
 
 
 def test_no_byte_lands_in_a_reader_that_has_gone_to_sleep(engines: Engines) -> None:
     blocks = list(range(256))
     producer, consumer = engines.start(
-        EngineSetup(engine_id="producer", fill=OLD, num_blocks=256),
-        EngineSetup(engine_id="consumer", num_blocks=256),
+        EngineSetup(engine_id="producer", fill=OLD, pool=small(blocks=256)),
+        EngineSetup(engine_id="consumer", pool=small(blocks=256)),
     )
     for life in range(LIVES):
         ticket = producer.call("offer", request_id=f"{life}", block_ids=blocks)

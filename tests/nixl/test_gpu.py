@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_main import KV_HEADS, EngineSetup
-from engine_process import EngineError, EngineProcess, Engines
-from hand_over import BLOCKS, hand_over, how_it_ended, start_load
-from test_stale import load_around_their_leases_ends
 
-from kvflow.bench.child import BenchError
 from kvflow.bench.ucx import ucx_log
-from tests.gpu.engine import Engine, engines, specs
-from tests.gpu.pool import PoolShape, scattered_ids
+from tests.gpu.pair import engines, specs
+from tests.nixl.hand_over import BLOCKS, hand_over, how_it_ended, start_load
+from tests.nixl.test_stale import load_around_their_leases_ends
+from tests.support.engine import EngineSetup, small
+from tests.support.engine_process import EngineProcess, Engines
+from tests.support.pools import PoolShape, scattered_ids
+from tests.support.verbs import EngineError
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -29,6 +29,8 @@ ON_CUDA = (
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
+MOSTLY_CUDA = [pytest.param("cpu", marks=pytest.mark.thorough), DEVICES[1]]
+"""What tests of processes and of events show of a CPU anyway."""
 STAGING = ["auto", pytest.param("always", marks=pytest.mark.thorough)]
 LATE_S = 0.2
 MIB = 1 << 20
@@ -44,7 +46,7 @@ def pair(started: Engines, device: str, **others: Any) -> list[EngineProcess]:
     return started.pair(device=device, **others)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
 def test_blocks_move_and_nothing_else_does(started: Engines, device: str) -> None:
     producer, consumer = pair(started, device)
     remote, local = [3, 7, 9, 20, 21, 22], [0, 5, 6, 40, 1, 63]
@@ -57,7 +59,7 @@ def test_blocks_move_and_nothing_else_does(started: Engines, device: str) -> Non
     assert consumer.call("values", block_ids=others) == [-1.0] * len(others)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.thorough), DEVICES[1]])
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
 def test_the_way_is_what_a_device_allows(device: str) -> None:
     """On one GPU cuda_ipc; the cache is read back in full."""
     pool = PoolShape(layers=2, blocks=16)
@@ -66,7 +68,7 @@ def test_the_way_is_what_a_device_allows(device: str) -> None:
         with engines(*specs(device, pool), log.environment) as both:
             pid = both.reader.pid
             both.hand_over("r", scattered_ids(1, 16, 8), local).succeeded()
-            assert both.reader.run(Engine.count_other, local, 1.0) == 0
+            assert both.reader.call("count_other", block_ids=local, value=1.0) == 0
         path = log.read_path(pid, pool.piece_bytes)
     assert path is not None
     assert device == "cpu" or path.over.startswith("cuda_ipc"), path
@@ -81,16 +83,17 @@ class Cut(NamedTuple):
     local_blocks: int = 8
 
 
-NHD, HND = {"order": "NHD"}, {"order": "HND"}
+NHD, HND = {"pool": small(order="NHD")}, {}
+SCRATCH = {"config": {"scratch": "always"}}
 STAGED = {"config": {"staging": "always"}}
-HALF = {"kv_heads": KV_HEADS // 2, "first_head": KV_HEADS // 2, "config": {"tp_rank": 1, "tp_size": 2}}
+SECOND_HALF = {"first_head": 2, "config": {"tp_rank": 1, "tp_size": 2}}
 CUTS = [
-    Cut("NHD to HND, straight", NHD, HND | {"config": {"scratch": "never"}}),
-    Cut("NHD to HND, scratch", NHD, HND | {"config": {"scratch": "always"}}),
-    Cut("HND to NHD, scratch", HND, NHD | {"config": {"scratch": "always"}}),
-    Cut("blocks of 32 to blocks of 16", {"block_size": 32}, {"block_size": 16}, 16),
-    Cut("half of the heads, HND", HND, HND | HALF),
-    Cut("half of the heads, NHD", NHD, NHD | HALF),
+    Cut("NHD to HND, straight", NHD, {"config": {"scratch": "never"}}),
+    Cut("NHD to HND, scratch", NHD, SCRATCH),
+    Cut("HND to NHD, scratch", HND, NHD | SCRATCH),
+    Cut("blocks of 32 to blocks of 16", {"pool": small(block_size=32)}, HND, 16),
+    Cut("half of the heads, HND", HND, SECOND_HALF | {"pool": small(kv_heads=2)}),
+    Cut("half of the heads, NHD", NHD, SECOND_HALF | {"pool": small(kv_heads=2, order="NHD")}),
     Cut("staged at the producer", STAGED, {}),
     Cut("staged at the consumer", {}, STAGED),
     Cut("staged on both sides", STAGED, STAGED),
@@ -134,7 +137,7 @@ def test_blocks_that_are_computed_late_are_not_read_early(
         assert producer.call("outcome", request_id=f"r{turn}") == "read"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
 @pytest.mark.parametrize("staging", STAGING)
 def test_bytes_do_not_land_before_the_last_owner_has_written(started: Engines, device: str, staging: str) -> None:
     producer, consumer = pair(started, device, own_stream=True, config={"staging": staging})
@@ -151,7 +154,7 @@ def test_no_load_succeeds_with_bytes_that_a_device_has_overwritten(started: Engi
     load_around_their_leases_ends(started, device=device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
 def test_a_consumer_outlives_its_producer_and_works_with_the_next(started: Engines, device: str) -> None:
     producer, consumer = pair(started, device)
     hand_over(producer, consumer, "before")
@@ -172,7 +175,7 @@ def test_a_consumer_outlives_its_producer_and_works_with_the_next(started: Engin
 def test_a_device_without_room_for_scratch_memory_fails_a_load_at_most(started: Engines, device: str) -> None:
     producer, consumer = started.start(
         EngineSetup(engine_id="producer", fill=1.0, device=device, **NHD),
-        EngineSetup(engine_id="consumer", fill=-1.0, device=device, config={"scratch": "always"}),
+        EngineSetup(engine_id="consumer", fill=-1.0, device=device, **SCRATCH),
     )
     consumer.call("take_memory", left_bytes=16 * MIB)
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
@@ -189,7 +192,7 @@ def test_a_device_without_room_for_scratch_memory_fails_a_load_at_most(started: 
 def test_scratch_memory_is_none_that_kernels_of_the_engine_still_write(started: Engines, device: str) -> None:
     producer, consumer = started.start(
         EngineSetup(engine_id="producer", device=device, **NHD),
-        EngineSetup(engine_id="consumer", device=device, config={"scratch": "always"}),
+        EngineSetup(engine_id="consumer", device=device, **SCRATCH),
     )
     producer.call("write_pattern", block_ids=BLOCKS)
     for turn in range(5):
@@ -215,7 +218,7 @@ def test_an_engine_may_capture_graphs_while_loads_run(started: Engines, device: 
 def test_memory_that_cuda_ipc_cannot_open_is_refused_when_it_is_registered(device: str) -> None:
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     with (
-        pytest.raises(BenchError, match="PYTORCH_CUDA_ALLOC_CONF"),
+        pytest.raises(EngineError, match="PYTORCH_CUDA_ALLOC_CONF"),
         engines(*specs(device, PoolShape(layers=2, blocks=16)), environment),
     ):
         pass

@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 
 import pytest
-from engine_main import LEASE_TTL_S, EngineSetup
-from engine_process import Call, EngineProcess, Engines
-from hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended
+
+from tests.nixl.hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended
+from tests.support.engine import LEASE_TTL_S, EngineSetup
+from tests.support.engine_process import Call, EngineProcess, Engines
 
 pytestmark = pytest.mark.nixl
 

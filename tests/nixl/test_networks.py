@@ -6,10 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from engine_main import BLOCK_BYTES, EngineSetup
-from engine_process import EngineProcess, Engines
-from hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended, pass_deadline, pass_handshake, start_load
-from networks import Cable, cable
+
+from tests.nixl.hand_over import (
+    BLOCKS,
+    assert_healthy,
+    hand_over,
+    how_it_ended,
+    pass_deadline,
+    pass_handshake,
+    start_load,
+)
+from tests.nixl.networks import Cable, cable
+from tests.support.engine import BLOCK_BYTES, EngineSetup
+from tests.support.engine_process import EngineProcess, Engines
 
 pytestmark = pytest.mark.nixl
 

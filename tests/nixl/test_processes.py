@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from engine_main import BLOCK_BYTES
-from engine_process import Engines
+
+from tests.support.engine import BLOCK_BYTES
+from tests.support.engine_process import Engines
 
 NUM_BLOCKS = 64
 

@@ -10,8 +10,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from engine_main import EngineSetup
-from engine_process import EngineProcess, Engines
+
+from tests.support.engine import EngineSetup, small
+from tests.support.engine_process import EngineProcess, Engines
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -22,7 +23,7 @@ REUSED = -2.0
 VALUES = 1000
 SOON_S = 0.005
 ORPHAN_TTL_S = 0.1
-SETUP = {"num_blocks": BATCH_SIZE * BLOCKS_EACH, "config": {"cancel_grace_s": 0.5}}
+SETUP = {"pool": small(blocks=BATCH_SIZE * BLOCKS_EACH), "config": {"cancel_grace_s": 0.5}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

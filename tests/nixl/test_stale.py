@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from budgets import budget
-from engine_main import EngineSetup
-from engine_process import Engines
+
+from tests.support.engine import EngineSetup, small
+from tests.support.engine_process import Engines
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -33,7 +34,7 @@ def load_around_their_leases_ends(engines: Engines, **given: Any) -> None:
     `given` is of the setup of both engines.
     """
     random = Random(4)
-    setup = {"num_blocks": BATCH_SIZE * BLOCKS_EACH, **given}
+    setup = {"pool": small(blocks=BATCH_SIZE * BLOCKS_EACH), **given}
     producer, consumer = engines.start(
         EngineSetup(engine_id="producer", **setup), EngineSetup(engine_id="consumer", **setup)
     )

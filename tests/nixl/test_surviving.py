@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from engine_main import BLOCK_BYTES, EngineSetup
-from engine_process import Call, EngineProcess, Engines
-from hand_over import assert_healthy, hand_over, how_it_ended
+
+from tests.nixl.hand_over import assert_healthy, hand_over, how_it_ended
+from tests.support.engine import BLOCK_BYTES, EngineSetup, small
+from tests.support.engine_process import Call, EngineProcess, Engines
 
 pytestmark = pytest.mark.nixl
 
 BLOCKS = list(range(16, 144))
 """8 MiB in the middle of the cache: what lies before and behind has to stay as it is."""
 GUARDS = [*range(16), *range(144, 160)]
-SIZE: dict[str, Any] = {"num_blocks": 160, "limits": {"slice_bytes_max": 4 * BLOCK_BYTES}}
+SIZE: dict[str, Any] = {"pool": small(blocks=160), "limits": {"slice_bytes_max": 4 * BLOCK_BYTES}}
 READS = len(BLOCKS) // 4
 FIRST = EngineSetup(engine_id="first", fill=1.0, **SIZE)
 SECOND = EngineSetup(engine_id="second", fill=2.0, **SIZE)

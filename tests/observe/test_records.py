@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from tests_support import each, in_virtual_time, until
+from tests_support import Records, each, in_virtual_time, until
 
 from kvflow import Config, LoadRequest, Runtime, ServeRequest
 from kvflow.core.plan.topology import Rank
@@ -17,19 +17,7 @@ from kvflow.testing import CacheSize, InprocCluster, inproc_pair
 from tests.observe.observed import TRACEPARENT, grown, observed
 
 
-class Notebook:
-    def __init__(self) -> None:
-        self.loads: list[LoadRecord] = []
-        self.leases: list[LeaseRecord] = []
-
-    def load_ended(self, record: LoadRecord) -> None:
-        self.loads.append(record)
-
-    def lease_ended(self, record: LeaseRecord) -> None:
-        self.leases.append(record)
-
-
-class Saboteur(Notebook):
+class Saboteur(Records):
     def load_ended(self, record: LoadRecord) -> None:
         raise ValueError("no loads, please")
 
@@ -38,7 +26,7 @@ class Saboteur(Notebook):
 
 
 async def test_each_load_and_lease_has_one_record() -> None:
-    notebook = Notebook()
+    notebook = Records()
     async with observed([notebook]) as pair:
         layout = pair.consumer.layout
     good, bad = notebook.loads
@@ -60,7 +48,7 @@ async def test_each_load_and_lease_has_one_record() -> None:
 
 async def test_refused_loads_have_records_too() -> None:
     """Who counts failures must see those that were refused: by what they asked for, by their prompt, by draining."""
-    notebook = Notebook()
+    notebook = Records()
     async with inproc_pair(observers=[notebook]) as pair:
         consumer = pair.consumer.runtime
         lease = pair.producer.runtime.serve_blocks(
@@ -87,7 +75,7 @@ async def test_refused_loads_have_records_too() -> None:
 
 
 async def test_a_cancelled_load_has_a_record() -> None:
-    notebook = Notebook()
+    notebook = Records()
     async with inproc_pair(observers=[notebook]) as pair:
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([1])
@@ -105,7 +93,7 @@ async def test_a_cancelled_load_has_a_record() -> None:
 
 
 async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    notebook = Notebook()
+    notebook = Records()
     with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match=r"no (loads|leases), please") as caught:
         async with observed([Saboteur(), notebook]):
             pass
@@ -168,7 +156,7 @@ def test_an_observer_that_always_raises_does_not_fill_the_log(caplog: pytest.Log
 @each("staging", ["never", "always"])
 @in_virtual_time
 async def test_what_flows_says_when_it_was_computed_and_when_it_landed(staging: str) -> None:
-    notebook = Notebook()
+    notebook = Records()
     await grown([notebook], staging=staging)
     (lease,), (load,) = notebook.leases, notebook.loads
     assert [tokens for _, tokens in lease.computed] == [4, 8, 14, 15]
@@ -181,7 +169,7 @@ async def test_what_flows_says_when_it_was_computed_and_when_it_landed(staging: 
 
 
 async def test_what_was_there_from_the_start_has_no_moments() -> None:
-    notebook = Notebook()
+    notebook = Records()
     async with observed([notebook]):
         pass
     assert not any(record.computed for record in notebook.leases)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvflow import Lease, LeaseOutcome
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import life_of
+from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.errors import LeaseExpired
 from kvflow.runtime.producer.attendance import LOOK_EVERY_S, REFUSED_MAX
 from kvflow.testing import InprocCluster, inproc_pair
@@ -54,7 +56,7 @@ class Scene(EnginePair):
     def be_replaced(self, incarnation: str = "another") -> None:
         """Another process of that name listens there."""
         shown = messages.ClockShown(incarnation=incarnation, clock_s=0.0)
-        self.answer_by(lambda _, reply: reply(messages.encode_frames(messages.our_header(b""), shown)))
+        self.answer_by(lambda _, reply: reply(codec.encode_frames(codec.our_header(b""), shown)))
 
     def answer_as_ever(self) -> None:
         self.be_replaced(made_of(self.consumer.transport.name))
@@ -74,7 +76,7 @@ class Scene(EnginePair):
 
 def made_of(agent: str) -> str:
     """The incarnation in the name of an agent."""
-    life = messages.life_of(agent, "consumer")
+    life = life_of(agent, "consumer")
     assert life is not None
     return life[1]
 
@@ -174,8 +176,8 @@ async def test_a_lease_that_others_are_to_read_is_kept_for_them() -> None:
         lease, load = await made.reading(reader_count=2)
         made.refuse()
         await made.assert_stays(lease)
-        done = messages.ReadDone((lease.ticket.lease_id,), "other/0.0.0#1", 1, 1)
-        made.producer.transport.deliver(messages.encode(done))
+        done = ReadDone((lease.ticket.lease_id,), "other/0.0.0#1", 1, 1)
+        made.producer.transport.deliver(codec.encode(done))
         async with asyncio.timeout(SOON_S):
             assert await lease is LeaseOutcome.EXPIRED
         await gone(load, made)
@@ -187,7 +189,7 @@ async def test_another_reader_that_has_come_keeps_the_lease() -> None:
     async with scene() as made:
         lease, load = await made.reading()
         made.refuse()
-        renewed = messages.encode(messages.Renew((lease.ticket.lease_id,), "other/0.0.0#1"))
+        renewed = codec.encode(Renew((lease.ticket.lease_id,), "other/0.0.0#1"))
         made.producer.transport.deliver(renewed)
         await made.assert_stays(lease)
         await made.let_go(load)
@@ -201,9 +203,9 @@ async def test_a_word_of_a_reader_shows_that_it_lives_after_all() -> None:
         await asyncio.sleep(SOON_S)
         made.exchange.listeners[made.address] = listener
         for reader in (made.consumer.transport.name, "other/0.0.0#1"):
-            made.producer.transport.deliver(messages.encode(messages.Renew((lease.ticket.lease_id,), reader)))
-        done = messages.ReadDone((lease.ticket.lease_id,), "other/0.0.0#1", 1, 1)
-        made.producer.transport.deliver(messages.encode(done))
+            made.producer.transport.deliver(codec.encode(Renew((lease.ticket.lease_id,), reader)))
+        done = ReadDone((lease.ticket.lease_id,), "other/0.0.0#1", 1, 1)
+        made.producer.transport.deliver(codec.encode(done))
         await made.assert_stays(lease)
         await made.let_go(load)
         assert await lease is LeaseOutcome.READ

@@ -37,11 +37,11 @@ async def prefill(pair: InprocPair) -> None:
     """A prompt that comes in steps, with more blocks, an end and a payload."""
     await asyncio.sleep(0.05)
     lease = pair.producer.runtime.serve_blocks(ServeRequest("req", BLOCKS[:1], 16, **GROWING))
-    for step in range(1, 5):
+    for computed, known in ((1, 3), (3, 4), (4, 4)):
         await asyncio.sleep(0.05)
-        lease.advance(4 * step)
-        if step < 4:
-            lease.extend(BLOCKS[step : step + 1])
+        lease.advance(4 * computed)
+        if computed < known:
+            lease.extend(BLOCKS[computed:known])
     lease.complete(b"token")
 
 

@@ -17,7 +17,7 @@ import zmq.asyncio
 from side_channels import ANSWER, PLAIN, REQUEST, address_of, asking, listening, seen
 from tests_support import limited, until
 
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.channel import connections
 from kvflow.runtime.channel.asking import ZmqSideChannel
@@ -35,14 +35,14 @@ class Scripted:
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
 
-    async def next(self) -> tuple[bytes, messages.Header, messages.Request]:
+    async def next(self) -> tuple[bytes, codec.Header, messages.Request]:
         """The next question, and the connection that it came over."""
         sender, header, body = await self._socket.recv_multipart()
-        return sender, messages.decode_header(header), messages.decode_request(body)
+        return sender, codec.decode_header(header), codec.decode_request(body)
 
     async def answer(self, sender: bytes, question: int, clock_s: float) -> None:
         reply = messages.ClockShown(incarnation="i", clock_s=clock_s)
-        await self._socket.send_multipart([sender, *messages.encode_frames(messages.our_header(b"", question), reply)])
+        await self._socket.send_multipart([sender, *codec.encode_frames(codec.our_header(b"", question), reply)])
 
 
 @contextlib.asynccontextmanager
@@ -144,7 +144,7 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
     monkeypatch.setattr(connections, "ANSWER_BYTES_MAX", 16 << 20)
     large = msgspec.structs.replace(METADATA, agent_metadata=b"x" * (8 << 20))  # more than the system's buffers take
 
-    def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
+    def answer(header: codec.Header, request: messages.Request) -> messages.Reply:
         return large if request == numbered(1) else ANSWER
 
     async with listening(PLAIN, answer=answer) as listener, relayed(listener.port) as (address, flows):
@@ -162,16 +162,16 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
 
 
 async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_others_get_theirs() -> None:
-    def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
+    def answer(header: codec.Header, request: messages.Request) -> messages.Reply:
         large = msgspec.structs.replace(METADATA, agent_metadata=b"x" * (8 << 20))
         return large if request == numbered(1) else ANSWER
 
-    question = messages.encode_frames(messages.our_header(b"", 1), numbered(1))
+    question = codec.encode_frames(codec.our_header(b"", 1), numbered(1))
     async with listening(PLAIN, answer=answer) as listener, relayed(listener.port) as (address, flows):
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as reader, asking() as channel:
             reader.linger = 0
             reader.connect(address)
-            await reader.send_multipart(messages.encode_frames(messages.our_header(b"", 1), numbered(0)))
+            await reader.send_multipart(codec.encode_frames(codec.our_header(b"", 1), numbered(0)))
             await reader.recv_multipart()
             flows.clear()
             for _ in range(3 * QUESTIONS_MAX):
@@ -185,7 +185,7 @@ async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_o
 async def test_an_answer_to_a_reader_that_has_left_harms_nobody() -> None:
     promised: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
 
-    def answer(header: messages.Header, request: messages.Request) -> messages.Reply | asyncio.Future[messages.Reply]:
+    def answer(header: codec.Header, request: messages.Request) -> messages.Reply | asyncio.Future[messages.Reply]:
         return promised if request == numbered(1) else ANSWER
 
     async with listening(PLAIN, answer=answer) as listener:
@@ -193,7 +193,7 @@ async def test_an_answer_to_a_reader_that_has_left_harms_nobody() -> None:
             reader.linger = 0
             reader.connect(address_of(listener))
             for index in (1, 0):  # questions are taken in order
-                await reader.send_multipart(messages.encode_frames(messages.our_header(b"", 1), numbered(index)))
+                await reader.send_multipart(codec.encode_frames(codec.our_header(b"", 1), numbered(index)))
             await reader.recv_multipart()
         await seen(listener, connections=0)
         promised.set_result(ANSWER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from side_channels import ANSWER, PLAIN, REQUEST, address_of, ask, asking, liste
 from tests_support import WAIT_S, until
 
 from kvflow import Config, LeaseOutcome, Runtime, ServeRequest, Ticket
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.errors import ConfigError, PeerRefused, PeerUnreachable
 from kvflow.runtime.channel.asking import ATTEMPTS_MAX
 from kvflow.runtime.channel.keyring import KeyPair, Keyring, make_key_files
@@ -40,14 +41,19 @@ def config_of(keys: Path, engine_id: str, *, secret_of: str | None = None, folde
     return replace(PLAIN, engine_id=engine_id, curve_secret_key_file=secret, curve_peers_dir=keys)
 
 
-async def test_engines_that_know_each_other_load(keys: Path) -> None:
+@contextlib.asynccontextmanager
+async def pair_with(keys: Path) -> AsyncIterator[EnginePair]:
     network = InprocNetwork()
 
     def open_one(engine_id: str) -> AbstractAsyncContextManager[TestEngine]:
         return open_engine(engine_id, config_of(keys, engine_id), lambda _, name: InprocTransport(name, network))
 
     async with open_one("producer") as producer, open_one("reader") as reader:
-        pair = EnginePair(producer=producer, consumer=reader)
+        yield EnginePair(producer=producer, consumer=reader)
+
+
+async def test_engines_that_know_each_other_load(keys: Path) -> None:
+    async with pair_with(keys) as pair:
         lease = pair.offer([2])
         await pair.load(lease)
         assert await lease is LeaseOutcome.READ
@@ -55,13 +61,7 @@ async def test_engines_that_know_each_other_load(keys: Path) -> None:
 
 
 async def test_both_legs_at_once_with_keys(keys: Path) -> None:
-    network = InprocNetwork()
-
-    def open_one(engine_id: str) -> AbstractAsyncContextManager[TestEngine]:
-        return open_engine(engine_id, config_of(keys, engine_id), lambda _, name: InprocTransport(name, network))
-
-    async with open_one("producer") as producer, open_one("reader") as reader:
-        pair = EnginePair(producer=producer, consumer=reader)
+    async with pair_with(keys) as pair:
         hello = pair.writer.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
         load = pair.start(Ticket.rendezvous(hello, "secret"), [0, 1])
         await until(lambda: cache_of(pair.writer).serving.news.waiting)
@@ -182,8 +182,8 @@ async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path)
     clock = ManualClock()
     server, own = [await _pair(keys, name) for name in ("producer", "other")]
     curve = (server.public, own.public, own.secret)
-    frames = messages.encode_frames(
-        messages.our_header(b""), messages.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
+    frames = codec.encode_frames(
+        codec.our_header(b""), messages.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
     )
     async with listening(config_of(keys, "producer"), clock) as listener:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -196,7 +196,7 @@ async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path)
             clock.advance(2)
             await dealer.send_multipart(frames)
             statistics = await seen(listener, refused=1)
-            refusal = messages.decode_reply((await dealer.recv_multipart())[1])
+            refusal = codec.decode_reply((await dealer.recv_multipart())[1])
             assert isinstance(refusal, messages.Refusal)
             assert "your CURVE key has left our curve_peers_dir" in refusal.reason
     assert statistics.answered == 1

@@ -17,7 +17,7 @@ from tests_support import PATIENT, WAIT_S, altered, limited, until
 from kvflow import Config, DrainReport, LeaseOutcome, PeerAddress, Runtime, RuntimeState
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.states import PeerState
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.errors import PeerNotReady, RuntimeClosed, RuntimeDraining, UsageError
 from kvflow.runtime.world import World
 
@@ -51,7 +51,7 @@ class Sides(EnginePair):
             sender=messages.Target("producer", *Rank(0, 0, 0)),
             incarnation=known(self.writer._supervisor._incarnation).name,
         )
-        header = messages.our_header(cache_of(self.reader).local.compatibility.fingerprint())
+        header = codec.our_header(cache_of(self.reader).local.compatibility.fingerprint())
         reply = self.reader._supervisor._answer(header, msgspec.structs.replace(said, **changes))
         assert reply == messages.Ack()
 

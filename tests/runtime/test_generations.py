@@ -23,8 +23,9 @@ from tests_support import PATIENT, in_virtual_time, limited, small_cache, turns,
 
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
 from kvflow.core.cache.regions import Device, Span
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import PeerAddress
+from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.errors import (
     CacheUnregistered,
     ConfigError,
@@ -200,10 +201,10 @@ async def test_messages_of_before_change_nothing() -> None:
         lease = pair.offer([3, 4])
         reader, lease_id = "consumer", before.first.lease_id
         for message in (
-            messages.ReadDone(lease_ids=(lease_id,), reader=reader, numerator=1, denominator=1),
-            messages.Renew(lease_ids=(lease_id,), reader=reader),
+            ReadDone(lease_ids=(lease_id,), reader=reader, numerator=1, denominator=1),
+            Renew(lease_ids=(lease_id,), reader=reader),
         ):
-            pair.producer.transport.deliver(messages.encode(message))
+            pair.producer.transport.deliver(codec.encode(message))
         await turns(5)
         assert (lease.readers_done, lease.done, pair.serving.late_notifications) == (0, False, 2)
         assert not await pair.reader.release_blocks(before), "there is no such lease any more"

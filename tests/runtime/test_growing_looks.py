@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.runtime.test_growing import pair_of
 from tests.support.tests_support import in_virtual_time
 
 COUNT = 6
+OFFERED, LOADED = [0, 1, 2, 3], [4, 5, 6, 7]
 
 
 def reads(pair: InprocPair) -> int:
@@ -30,6 +33,14 @@ def many(pair: InprocPair, **more: Any) -> tuple[list[Lease], list[Any]]:
     leases = [serve(ServeRequest(f"req-{at}", [at], num_tokens=4, computed_tokens=0)) for at in range(COUNT)]
     loads = [start(LoadRequest(f"req-{at}", lease.ticket, [at], **more)) for at, lease in enumerate(leases)]
     return leases, loads
+
+
+@contextlib.asynccontextmanager
+async def flowing() -> AsyncIterator[tuple[InprocPair, Lease, Load]]:
+    """A lease of which nothing is computed, and its load; looks are as often as usual."""
+    async with pair_of(limits=Limits()) as pair:
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", OFFERED, num_tokens=16, computed_tokens=0))
+        yield pair, lease, pair.consumer.runtime.start_load(LoadRequest("req", lease.ticket, LOADED))
 
 
 def tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,43 +72,34 @@ async def test_who_waits_looks_now_and_then() -> None:
 @in_virtual_time
 async def test_small_steps_are_not_read_one_by_one() -> None:
     """Of a lease that advances by a token at a time little is worth a read of its own before it is complete."""
-    async with pair_of(limits=Limits()) as pair:
-        blocks, taken = [0, 1, 2, 3], [4, 5, 6, 7]
-        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", blocks, num_tokens=16, computed_tokens=0))
-        load = pair.consumer.runtime.start_load(LoadRequest("req", lease.ticket, taken))
+    async with flowing() as (pair, lease, load):
         for tokens in range(1, 16):
             lease.advance(tokens)
             await asyncio.sleep(0.02)
         assert not load.done
-        pair.consumer.cache.assert_untouched(taken)
+        pair.consumer.cache.assert_untouched(LOADED)
         lease.advance(16)
         await load
-        pair.assert_loaded(taken, blocks)
+        pair.assert_loaded(LOADED, OFFERED)
 
 
 @in_virtual_time
 async def test_a_producer_tells_at_once_that_a_lease_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds that not all is there asks for news, also if what is there is not worth a read."""
     monkeypatch.setattr(growing, "LOOK_EVERY_S", 10.0)
-    async with pair_of(limits=Limits()) as pair:
-        blocks, taken = [0, 1, 2, 3], [4, 5, 6, 7]
-        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", blocks, num_tokens=16, computed_tokens=0))
-        load = pair.consumer.runtime.start_load(LoadRequest("req", lease.ticket, taken))
+    async with flowing() as (pair, lease, load):
         await asyncio.sleep(1.0)
         lease.advance(16)
         await asyncio.sleep(1.0)
         assert load.done
-        pair.assert_loaded(taken, blocks)
+        pair.assert_loaded(LOADED, OFFERED)
 
 
 @in_virtual_time
 async def test_where_no_answer_comes_a_look_finds_the_lease_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """And wakes who follows the load."""
     tell_nothing(monkeypatch)
-    async with pair_of(limits=Limits()) as pair:
-        blocks, taken = [0, 1, 2, 3], [4, 5, 6, 7]
-        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", blocks, num_tokens=16, computed_tokens=0))
-        load = pair.consumer.runtime.start_load(LoadRequest("req", lease.ticket, taken))
+    async with flowing() as (pair, lease, load):
         seen = asyncio.create_task(_followed(load))
         await asyncio.sleep(1.0)
         assert not load.done
@@ -105,7 +107,7 @@ async def test_where_no_answer_comes_a_look_finds_the_lease_complete(monkeypatch
         await asyncio.sleep(2 * LOOK_EVERY_S)
         assert load.done
         assert (await seen)[-1] == 16
-        pair.assert_loaded(taken, blocks)
+        pair.assert_loaded(LOADED, OFFERED)
 
 
 async def _followed(load: Load) -> list[int]:

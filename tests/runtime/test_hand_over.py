@@ -9,7 +9,8 @@ import pytest
 from pairs import EnginePair
 
 from kvflow import LeaseOutcome, ServeRequest
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec
+from kvflow.core.protocol.notifications import ReadDone
 from kvflow.errors import BlocksBusy, PromptMismatch, RequestError
 
 
@@ -79,8 +80,8 @@ async def test_a_lease_waits_for_all_its_readers(pair: EnginePair) -> None:
     for _ in range(2):  # the same reader again: a duplicate
         await pair.load(lease, [1, 2])
     assert not lease.done
-    done = messages.ReadDone(lease_ids=(lease.ticket.lease_id,), reader="another reader", numerator=2, denominator=2)
-    pair.producer.transport.deliver(messages.encode(done))
+    done = ReadDone(lease_ids=(lease.ticket.lease_id,), reader="another reader", numerator=2, denominator=2)
+    pair.producer.transport.deliver(codec.encode(done))
     assert await lease is LeaseOutcome.READ
     assert pair.serving.duplicate_notifications == 1
     pair.assert_loaded([1, 2], [1, 2])

@@ -13,7 +13,8 @@ from pairs import EnginePair, cache_of
 from tests_support import PATIENT, altered, limited, turns, until
 
 from kvflow import Config, Lease, LeaseOutcome, Ticket
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages, notifications
+from kvflow.core.protocol.notifications import Renew
 from kvflow.errors import LeaseExpired, RequestError
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.world import World
@@ -77,7 +78,7 @@ async def timed() -> AsyncIterator[TimedPair]:
 
 
 def renew(lease: Lease, reader: str = "reader") -> bytes:
-    return messages.encode(messages.Renew(lease_ids=(lease.ticket.lease_id,), reader=reader))
+    return codec.encode(Renew(lease_ids=(lease.ticket.lease_id,), reader=reader))
 
 
 # --- the producer's side of renewal
@@ -202,7 +203,7 @@ async def test_a_peer_gets_one_message_for_all_its_leases(
     bytes_max: int, sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far as they fit; a producer whose limit is too small for one drops them, counted."""
-    monkeypatch.setattr(messages, "NOTIFICATION_BYTES_MAX", bytes_max)
+    monkeypatch.setattr(notifications, "NOTIFICATION_BYTES_MAX", bytes_max)
     async with timed_pair(BASE) as timed:
         tasks = [await timed.hold(timed.offer([block], f"req-{block}"), [block]) for block in range(8)]
         timed.reader_clock.advance(1.0)
@@ -456,7 +457,7 @@ def answer_to_release(timed: TimedPair, lease: Lease, *, named: bool = True, **c
         lease_id=lease.ticket.lease_id if named else None,
         cache_shares=(msgspec.structs.replace(local.cache_shares[0], **change),),
     )
-    return timed.writer._supervisor._answer(messages.our_header(local.compatibility.fingerprint()), question)
+    return timed.writer._supervisor._answer(codec.our_header(local.compatibility.fingerprint()), question)
 
 
 async def test_a_release_by_one_who_cannot_be_a_reader_is_refused(timed: TimedPair) -> None:

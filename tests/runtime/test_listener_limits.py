@@ -15,12 +15,12 @@ import zmq.asyncio
 from side_channels import PLAIN, REQUEST, ask, assert_answers, listening, seen
 from tests_support import WAIT_S, limited
 
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX, ZmqListener
 from kvflow.testing import ManualClock
 
-QUESTION = messages.encode_frames(messages.our_header(b""), REQUEST)
+QUESTION = codec.encode_frames(codec.our_header(b""), REQUEST)
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, Ticket, blocking, merge_tickets
+from kvflow.core.bounds import NO_LEASE_ID
 from kvflow.core.protocol import messages
 from kvflow.errors import (
     DeadlineExceeded,
@@ -474,7 +475,7 @@ async def test_offers_that_cannot_be() -> None:
     await fails(of_lease(block_ids=(99, 98, 97, 96)), ProtocolError, "block id 99")
     await fails(of_lease(block_ids=(1,)), ProtocolError, "cannot be right")
     await fails(of_lease(block_ids=(1, 2, 3, 5), more_block_ids=((1,),)), ProtocolError, "of 2 groups, it has 1")
-    await fails(of_lease(lease_id=messages.NO_LEASE_ID), ProtocolError, "lease_id")
+    await fails(of_lease(lease_id=NO_LEASE_ID), ProtocolError, "lease_id")
     await fails(messages.Declined(reason="no\nroom" + "x" * 9999), PrefillFailed, r"no\\nroom")
 
 

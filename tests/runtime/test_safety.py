@@ -10,7 +10,8 @@ from pairs import EnginePair, open_pair, virtual_pair
 from tests_support import PATIENT, in_virtual_time, limited, turns, until
 
 from kvflow import LeaseOutcome
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec
+from kvflow.core.protocol.notifications import ReadDone
 from kvflow.errors import BlocksBusy, DeadlineExceeded, LeaseExpired, TransferFailed
 from kvflow.transport.base import TransportError
 
@@ -134,8 +135,8 @@ async def test_a_cancel_is_not_lost_while_a_failed_load_waits_for_its_last_slice
 async def test_notifications_that_are_duplicate_late_or_forged_change_nothing(pair: EnginePair) -> None:
     pair.transport.faults.duplicate_notifications = True
     lease, second = pair.offer([3]), pair.offer([5], "second")
-    done = messages.ReadDone(lease_ids=("abc",), reader="x", numerator=1, denominator=1)
-    for payload in (b"", b"\xff" * 10, b"x" * 100_000, messages.encode(done)):
+    done = ReadDone(lease_ids=("abc",), reader="x", numerator=1, denominator=1)
+    for payload in (b"", b"\xff" * 10, b"x" * 100_000, codec.encode(done)):
         pair.producer.transport.deliver(payload)
     await pair.load(lease)
     assert await lease is LeaseOutcome.READ

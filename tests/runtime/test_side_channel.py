@@ -18,7 +18,7 @@ from tests_support import PATIENT, WAIT_S, altered, small_cache, until
 
 from kvflow import Config, LeaseOutcome, Runtime, Ticket
 from kvflow.core.cache.layout import BlockShape
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
@@ -68,18 +68,18 @@ def port_of(runtime: Runtime) -> int:
     return int(runtime.address.rpartition(":")[2])
 
 
-def reply_frames(body: messages.Reply, version: int = messages.PROTOCOL_VERSION) -> list[bytes]:
-    return messages.encode_frames(messages.Header(magic=messages.MAGIC, version=version, fingerprint=b""), body)
+def reply_frames(body: messages.Reply, version: int = codec.PROTOCOL_VERSION) -> list[bytes]:
+    return codec.encode_frames(codec.Header(magic=codec.MAGIC, version=version, fingerprint=b""), body)
 
 
-def refusal(version: int = messages.PROTOCOL_VERSION, **others: object) -> messages.Refusal:
+def refusal(version: int = codec.PROTOCOL_VERSION, **others: object) -> messages.Refusal:
     return messages.Refusal(reason="no", version=version, **others)
 
 
 def metadata_of(pair: EnginePair) -> messages.Metadata:
     """What the producer's listener really answers."""
     request = messages.MetadataRequest(reader="test", target=messages.Target("producer", 0, 0, 0))
-    header = messages.our_header(cache_of(pair.reader).local.compatibility.fingerprint())
+    header = codec.our_header(cache_of(pair.reader).local.compatibility.fingerprint())
     reply = pair.writer._supervisor._answer(header, request)
     assert isinstance(reply, messages.Metadata)
     return reply
@@ -147,7 +147,7 @@ LIES: list[tuple[str, dict[str, object], type[KVFlowError], str]] = [
     ("regions", {"block": BlockShape(4, 2, 16, 16, 64)}, PeerIncompatible, "bytes of a head: ours 64, theirs 32"),
     ("regions", {"device_kind": "tape"}, PeerIncompatible, "device: ours .*, theirs tape"),
 ]
-"""What a peer says of itself, in one of its parts; what else cannot be true is in `core/protocol/test_messages`."""
+"""What a peer says of itself, in one of its parts; what else cannot be true is in `core/protocol/test_claims`."""
 
 
 async def test_metadata_that_cannot_be_true_or_does_not_fit(pair: EnginePair) -> None:
@@ -175,9 +175,9 @@ async def test_another_protocol_version_is_refused_by_both_sides(pair: EnginePai
     """The listener does so before it reads the body."""
     async with fake_peer(lambda _: reply_frames(refusal(7), version=7)) as port:
         await pair.fails(PeerIncompatible, ticket_for(pair, port), match="kvflow protocol version: ours 5, theirs 7")
-    header = messages.Header(magic=messages.MAGIC, version=9, fingerprint=b"")
+    header = codec.Header(magic=codec.MAGIC, version=9, fingerprint=b"")
     reply = await exchange(pair.writer.address, [msgspec.msgpack.encode(header), b"\xff not a body"])
-    answer = messages.decode_reply(reply[1])
+    answer = codec.decode_reply(reply[1])
     assert isinstance(answer, messages.Refusal)
     assert answer.reason == "kvflow protocol version: ours 5, theirs 9"
 
@@ -232,7 +232,7 @@ async def test_garbage_does_not_stop_the_listener(pair: EnginePair) -> None:
     rng = Random(7)
     for turn in range(budget(40, 400)):
         frames = [rng.randbytes(rng.randrange(300)) for _ in range(rng.randint(1, 4))]
-        await send_only(pair.writer.address, [frames, [b"", *frames], [messages.MAGIC.encode()] * 2])
+        await send_only(pair.writer.address, [frames, [b"", *frames], [codec.MAGIC.encode()] * 2])
         if turn % 10 == 9:
             lease = pair.offer([3], f"req {turn}")
             await pair.load(lease)
@@ -241,7 +241,7 @@ async def test_garbage_does_not_stop_the_listener(pair: EnginePair) -> None:
 
 async def test_garbage_is_counted() -> None:
     async with open_pair() as pair:
-        await exchange(pair.writer.address, [msgspec.msgpack.encode(messages.our_header(b"")), b"\xc1"])
+        await exchange(pair.writer.address, [msgspec.msgpack.encode(codec.our_header(b"")), b"\xc1"])
         await send_only(pair.writer.address, [[b"one"], [b"x" * 100_000, b"too large"], [b"not a header", b""]])
         assert pair.listener.refused == 1
         await until(lambda: pair.listener.dropped >= 2)

@@ -19,7 +19,7 @@ from tests_support import PATIENT, Records, limited, until
 
 import kvflow
 from kvflow import Config, LeaseOutcome
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -201,8 +201,8 @@ async def scripted() -> AsyncIterator[tuple[EnginePair, ScriptedSideChannel]]:
 
 Answers = messages.Reply | Exception
 
-OLD = messages.Refusal(reason="180 bytes do not decode", version=messages.PROTOCOL_VERSION)
-BUSY = messages.Refusal(reason="too many", version=messages.PROTOCOL_VERSION, transient=True)
+OLD = messages.Refusal(reason="180 bytes do not decode", version=codec.PROTOCOL_VERSION)
+BUSY = messages.Refusal(reason="too many", version=codec.PROTOCOL_VERSION, transient=True)
 SILENT = PeerUnreachable("no answer", peer="tcp://127.0.0.1:1")
 
 
@@ -480,15 +480,15 @@ async def test_the_producer_closes() -> None:
 
 async def test_a_listener_of_before_refuses_the_question(pair: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that does not know it: what it cannot decode it refuses, and loads go on."""
-    decode = messages.decode_request
+    decode = codec.decode_request
 
     def of_before(frame: bytes) -> messages.Request:
         found = decode(frame)
         if isinstance(found, messages.DigestRequest):
-            raise messages.WireError(f"{len(frame)} bytes do not decode: Invalid value 'get_digests' - at `$.type`")
+            raise codec.WireError(f"{len(frame)} bytes do not decode: Invalid value 'get_digests' - at `$.type`")
         return found
 
-    monkeypatch.setattr(messages, "decode_request", of_before)
+    monkeypatch.setattr(codec, "decode_request", of_before)
     lease = pair.offer([3])
     await pair.fails(PeerRefused, lease, match="refused: .* bytes do not decode", verify=True)
     assert (await pair.load(lease, verify=None)).verification is Verification.OFF
@@ -500,8 +500,8 @@ async def test_bent_questions_are_answered(pair: EnginePair) -> None:
     answers, kinds = cache_of(pair.writer).digests, set()
     for _ in range(400):
         try:
-            asked = messages.decode_request(mutant(rng, question(pair, lease)))
-        except messages.WireError:
+            asked = codec.decode_request(mutant(rng, question(pair, lease)))
+        except codec.WireError:
             continue
         reply = answers.answer(asked) if isinstance(asked, messages.DigestRequest) else None
         kinds.add(type(await reply if isinstance(reply, asyncio.Future) else reply))

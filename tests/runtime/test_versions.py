@@ -13,14 +13,16 @@ import pytest
 
 import kvflow
 from kvflow import LeaseOutcome, LoadRequest
-from kvflow.core.protocol.messages import PROTOCOL_VERSION
+from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.errors import PeerIncompatible, RequestError
 from kvflow.testing import InprocPair, assert_quiet
 
 OURS, NEXT = PROTOCOL_VERSION, next_version.NEXT
 
 
+@pytest.mark.thorough
 async def test_two_versions_refuse_each_other_and_say_why(pair: InprocPair) -> None:
+    """Thorough: see `test_another_protocol_version_is_refused_by_both_sides` of `runtime/test_side_channel.py`."""
     root = str(Path(kvflow.__file__).parents[1])
     other = await asyncio.create_subprocess_exec(
         sys.executable,

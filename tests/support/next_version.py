@@ -12,12 +12,12 @@ import sys
 from typing import Any
 
 from kvflow import Config, LoadRequest, ServeRequest
-from kvflow.core.protocol import messages, ticket
+from kvflow.core.protocol import codec, ticket
 from kvflow.errors import KVFlowError
 from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
 from kvflow.testing.pair import Engine, open_engine
 
-NEXT = messages.PROTOCOL_VERSION + 1
+NEXT = codec.PROTOCOL_VERSION + 1
 
 
 def changed(params: dict[str, Any], version: int) -> dict[str, Any]:
@@ -49,5 +49,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    messages.PROTOCOL_VERSION = ticket.PROTOCOL_VERSION = NEXT
+    codec.PROTOCOL_VERSION = ticket.PROTOCOL_VERSION = NEXT
     asyncio.run(main())

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from kvflow import Config
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.channel.protocol import Answer, Listener, SideChannel
 from kvflow.runtime.world import World
@@ -76,5 +76,5 @@ async def scripted_pair(config: Config) -> AsyncIterator[tuple[InprocPair, Scrip
         yield pair, channel
 
 
-def refusal(reason: str, *, transient: bool = False, version: int = messages.PROTOCOL_VERSION) -> messages.Refusal:
+def refusal(reason: str, *, transient: bool = False, version: int = codec.PROTOCOL_VERSION) -> messages.Refusal:
     return messages.Refusal(reason=reason, version=version, transient=transient)

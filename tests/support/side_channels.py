@@ -10,7 +10,7 @@ from dataclasses import replace
 from tests_support import PATIENT, until
 
 from kvflow import Config
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.protocol import Answer, ListenerStatistics
@@ -22,7 +22,7 @@ ANSWER = messages.NoLease(ended=True)
 REQUEST = messages.MetadataRequest(reader="reader/0.0.0#1", target=messages.Target("producer", 0, 0, 0))
 
 
-def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
+def answer(header: codec.Header, request: messages.Request) -> messages.Reply:
     return ANSWER
 
 

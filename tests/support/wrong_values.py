@@ -103,6 +103,7 @@ def _no_texts() -> list[Any]:
     return [*_odd(), 0, "", "a", [], (), [0], [None], ["\ud800"], [["a"]], _generator()]
 
 
+_TEXTS = ("str", "Name", "Host", "RequestId", "Traceparent", "PromptDigest", "TicketLeaseId")
 REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "int": lambda: [None, *_no_whole_number()],
     "int | None": _no_whole_number,
@@ -113,7 +114,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "bool | None": lambda: [*_odd(), 0, 1, 1.0, "", "True", [], np.True_],
     "bool": lambda: [*_odd(), None, 0, 1, 1.0, "", "True", [], np.True_],
     **dict.fromkeys(("Int64", "Count", "Size", "RankCount"), lambda: [None, *_no_whole_number()]),
-    **dict.fromkeys(("str", "Name", "Host", "RequestId"), lambda: [None, *_no_text()]),
+    **dict.fromkeys(_TEXTS, lambda: [None, *_no_text()]),
     "str | None": _no_text,
     "str | PathLike[str] | None": lambda: [
         *(value for value in _no_text() if not isinstance(value, Path)),
@@ -138,7 +139,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "Groups": lambda: [None, *_odd(), 0, "a", [], [0], (None,), ({},), (Hostile(),), _generator()],
     "Kinds": lambda: [None, *_odd(), 0, "a", [0], [(1, 1)], [(0, 1, 1)], [(1, 1, "1")]],
     "tuple[str, ...]": lambda: [None, *_no_texts()],
-    "tuple[RankLease, ...]": lambda: [None, *_no_texts(), (None,), ({},), (Hostile(),)],
+    "Ranks": lambda: [None, *_no_texts(), (None,), ({},), (Hostile(),)],
     "KVCaches": lambda: [None, *_odd(), 0, "", [], {}, {"l": 0}, {1: torch.zeros(1)}, HostileDict(), _generator()],
     "CacheLayout | StateLayout | Sequence[CacheLayout]": lambda: [
         None,

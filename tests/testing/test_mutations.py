@@ -391,7 +391,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "forget_quarantines": (forget_quarantines, "I5 I7", 2),
     "lose_ends_of_reads": (lose_ends_of_reads, "I4 I7", 0),
     "never_expire": (never_expire, "I7", 1),
-    "keep_broken_connections": (keep_broken_connections, "I7", 9),
+    "keep_broken_connections": (keep_broken_connections, "I7", 36),
     "tear_down_under_reads": (tear_down_under_reads, "I7", 3),
     "serve_before_computed": (serve_before_computed, "I2", 9),
     "read_past_the_watermark": (read_past_the_watermark, "I2", 9),

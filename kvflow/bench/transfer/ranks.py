@@ -35,7 +35,7 @@ class Contender(enum.StrEnum):
 
 
 Job: TypeAlias = Callable[[], Awaitable[object]]
-"""Does a load, or some at once."""
+"""Function that does a load, or several at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Way(Protocol):
 
 
 def together(jobs: Sequence[Job]) -> Job:
-    """One that does these at once, on a loop."""
+    """One job that does these at once, on a loop."""
     if len(jobs) == 1:
         return jobs[0]
 
@@ -84,7 +84,7 @@ class Reader:
     async def turn(
         self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket], *, check_all: bool, at_once: int = 1
     ) -> TurnResult:
-        """The first load wakes everybody up, the others are timed, `at_once` of them as one."""
+        """Do the loads of a turn. The first wakes everybody up, the others are timed, `at_once` of them as one."""
         local_ids, remote_ids = compared(loads, check_all=check_all)
         self._cache.poison(local_ids)
         wake = self._way.prepare(loads[:1], tickets[:1])
@@ -116,7 +116,7 @@ class Producer(Protocol):
 
 
 class RawProducer:
-    """Its tickets are none."""
+    """Producer of (a), (b) and (d): it offers no tickets."""
 
     def __init__(self, agent: RawAgent) -> None:
         self._agent = agent
@@ -148,7 +148,7 @@ class Blocking:
 
 
 def load_raw(agent: RawAgent, loads: Sequence[PlannedLoad]) -> None:
-    """Several are read one after the other: 64 of 1 MB over tcp, all posted at once, took nearly twice as long."""
+    """Read loads one after the other: 64 of 1 MB over tcp, all posted at once, took nearly twice as long."""
     for load in loads:
         agent.load(load.local_ids, load.remote_ids)
 
@@ -193,7 +193,7 @@ class Hop:
 
 
 def _make_agent(role: str, cache: BenchCache, backend: str, *, tuned: bool) -> RawAgent:
-    """`backend` is one name, or several with commas between, as Config.nixl_backend."""
+    """Make the agent of a raw contender. `backend` is as Config.nixl_backend."""
     names = backend.split(",")
     return TunedAgent(role, cache, names, producer=role == "producer") if tuned else ExampleAgent(role, cache, names)
 

@@ -1,4 +1,4 @@
-"""Samples to medians, ratios, and what kvflow promises about speed. Pure."""
+"""Results of transfer: medians and ratios of the samples, and kvflow's promises about speed. Pure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Idle:
 
 
 def judge(samples: Samples, sizes: Mapping[LoadSize, int], pairs: int, *, busy: bool = False) -> Outcome:
-    """`sizes` says how many bytes a load of each size has. A `busy` machine is held against other targets."""
+    """Judge the samples. `sizes` has the bytes of a load of each size. A `busy` machine has targets of its own."""
     turns, speeds, lags = samples.of(TurnResult), list[Speed](), list[Lag]()
     idles = list(chain(*samples.of(Idle).values()))
     for idle in idles:

@@ -145,7 +145,7 @@ class KVFlow:
         self._runtime = runtime
 
     async def connect(self, address: AgentAddress) -> None:
-        """Tickets say where to go."""
+        """Connect to nobody: tickets say where to go."""
 
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
         requests = [

@@ -69,9 +69,9 @@ class BackendLayout:
     since: Version | None
     until: Version | None
     view: str
-    """The view to make first of a tensor as the engine has it."""
+    """View to make first of the engine's tensor."""
     needs_num_kv_heads: bool
-    """A tensor that was not viewed looks like one that was."""
+    """True if a tensor without that view cannot be told from one with it."""
 
     @property
     def versions(self) -> str:
@@ -252,7 +252,7 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
 """,
     ),
 )
-"""The table."""
+"""Rows of all backends, in the order above."""
 
 
 _OF_WHOLE_HEADS = frozenset(

@@ -40,13 +40,13 @@ class GroupKind(enum.StrEnum):
     """Part of a prompt's tokens that the layers of a group attend to, and so which blocks there are to move."""
 
     FULL = "full"
-    """All of them."""
+    """All tokens."""
     SLIDING = "sliding"
-    """The last `window` ones."""
+    """The last `window` tokens."""
     CHUNKED = "chunked"
-    """Attends to tokens since the last multiple of `window`: chunked local attention."""
+    """Tokens since the last multiple of `window`: chunked local attention."""
     STATE = "state"
-    """None: there is a state per request, which belongs to the last token that was computed."""
+    """No tokens: there is a state per request, of the last token that was computed."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,19 +59,19 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def whole(self) -> bool:
-        """True if its blocks hold a prompt from its first token on; else they hold the end of it."""
+        """True if the blocks hold a prompt from its first token on; else they hold its end."""
         return self.kind is GroupKind.FULL
 
     @property
     def plausible(self) -> bool:
-        """True if a group can be like that."""
+        """True if a group can have these facts."""
         windowed = self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED
         window_fits = 0 < self.window <= WINDOW_MAX if windowed else self.window == 0
         size_fits = self.block_size == 1 if self.kind is GroupKind.STATE else 0 < self.block_size <= INT64_MAX
         return window_fits and size_fits
 
     def blocks_needed(self, tokens: int) -> int:
-        """Blocks of it that hold what matters of a prompt once `tokens` are computed."""
+        """Number of blocks that matter once `tokens` of a prompt are computed."""
         return -(-tokens // self.block_size) - self.first_needed(tokens) // self.block_size
 
     def first_needed(self, tokens: int) -> int:
@@ -162,11 +162,9 @@ class CacheGroup:
             raise LayoutError(f"{what}: kind is {str(self.kind)!r}, window is {shown(self.window)}")
         if (self.kind is GroupKind.STATE) != holds_state:
             raise LayoutError(f"{what}: kind is {str(self.kind)!r}, layout is a {type(self.layout).__name__}")
-        for name, most in (("window", WINDOW_MAX), ("num_kv_heads", None)):
+        for name, most in (("window", WINDOW_MAX), ("num_kv_heads", INT64_MAX)):
             if (value := getattr(self, name)) is not None:
-                settle(name, checks.whole(value, f"{what}: {name}", least=1, error=LayoutError))
-                if most is not None and getattr(self, name) > most:
-                    raise LayoutError(f"{what}: {name}: expected at most {most}, got {value}")
+                settle(name, checks.whole(value, f"{what}: {name}", least=1, most=most, error=LayoutError))
         try:
             settle("layers", checked_caches(self.layers))
         except LayoutError as error:
@@ -239,7 +237,7 @@ def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout |
 
 
 def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | None) -> tuple[CacheGroup, ...]:
-    """The cache as groups: a dict of layers with its layout is one of full attention. LayoutError if not."""
+    """Cache as groups; a dict of layers with its layout is one group of full attention. Raises LayoutError."""
     if not isinstance(kv_caches, tuple | list):
         if layout is None:
             raise LayoutError("layout: a cache that is given as a dict of layers needs one")

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from kvflow import checks
 from kvflow.checks import shown
@@ -168,7 +168,7 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A segment of a tensor of all layers: the unit of planning. It answers what the planner asks of a layout."""
+    """Segment of a tensor of all layers, with the properties that the planner needs of a layout."""
 
     layout: StateLayout
     at: int
@@ -176,6 +176,10 @@ class StatePart:
     segment: Segment
     start: int
     """Start of the segment on the axis."""
+    kv_format: ClassVar[str] = PLAIN
+    latent: ClassVar[bool] = False
+    block_size: ClassVar[int] = 1
+    """1: a slot is a block of one token."""
 
     @property
     def name(self) -> str:
@@ -190,26 +194,13 @@ class StatePart:
         return self.layout.dtypes[self.at]
 
     @property
-    def kv_format(self) -> str:
-        return PLAIN
-
-    @property
     def num_blocks(self) -> int:
         return self.layout.num_slots
 
     @property
-    def block_size(self) -> int:
-        """A slot is a block of one token."""
-        return 1
-
-    @property
     def num_kv_heads(self) -> int:
-        """Units are counted as heads are."""
+        """Units of the segment, counted as heads are."""
         return self.segment.units
-
-    @property
-    def latent(self) -> bool:
-        return False
 
     @property
     def rows(self) -> int:

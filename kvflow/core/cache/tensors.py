@@ -45,7 +45,7 @@ KVCaches: TypeAlias = "Mapping[str, LayerCache]"
 
 
 def plain_name(value: object, what: str) -> str:
-    """A text that names something; LayoutError if it is none."""
+    """Check that a value is a text of a name's length. Raises LayoutError."""
     return checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
 
 
@@ -106,6 +106,6 @@ def _check_tensor(name: str, tensor: TensorLike) -> None:
 
 
 def _is(tensor: TensorLike, what: str) -> bool:
-    """A property of a tensor, by a method or an attribute; False if it does not know the word."""
+    """Property of a tensor, by a method or an attribute; False if the tensor has neither."""
     said = getattr(tensor, what, False)
     return bool(said() if callable(said) else said)

@@ -78,7 +78,7 @@ class RegionMap:
     """Descriptors that one chunk takes, unless it is joined with its neighbours."""
     chunk_size_bytes: int = field(init=False)
     first_rows: Int64Array | None = field(init=False)
-    """`rows`, where they are used often and are few: then a load takes longer to make them than to use them."""
+    """`rows`, kept where they are few and used often: to make them takes longer than to use them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
@@ -132,9 +132,9 @@ class BlockMap:
         ours, theirs = _same_parts(local, remote)
         self.local_set, self.local_group, self.remote_group = of
         self.of_groups = of[1:]
-        """The groups whose block ids it takes, here and there."""
+        """Groups whose block ids are taken, ours and theirs."""
         self.remote_whole = remote
-        """Their regions as they are: K and V of a fused cache together."""
+        """Regions of the peer as they are, with K and V of a fused cache together."""
         local_layers, remote_layers = layers
         positions = {layer: index for index, layer in enumerate(remote_layers)}
         self.places = tuple((index, positions[layer]) for index, layer in enumerate(local_layers) if layer in positions)
@@ -187,14 +187,14 @@ class BlockMap:
 
 
 def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
-    """Both sides with the same parts: where only one holds K and V of a head together, they are taken apart there."""
+    """Regions of both sides with the same parts: fused K and V are taken apart where one side has them apart."""
     if local.parts == remote.parts:
         return local, remote
     return split_fused(local), split_fused(remote)
 
 
 def split_fused(regions: Regions) -> Regions:
-    """Regions of K and V for fused ones: each a half of every head."""
+    """Split fused regions into K and V, each half of every head."""
     if regions.parts != ("KV",):
         return regions
     half = regions.block.run // 2

@@ -1,11 +1,10 @@
-"""Block ids to descriptors, once per load: which bytes to read from where to where, as numpy arrays.
+"""Descriptors of a load, made of its block ids: the bytes to read, from where to where, as numpy arrays.
 
-`match_chunks` finds out which chunk of tokens of their blocks belongs where in ours, whatever the two block sizes are
-and however far the last block is filled. `plan_read` multiplies the chunks with the region pairs that `block_map` found
-for the peer, and joins what is contiguous on both sides. Each of their steps is an operation on arrays, which takes
-longer than all of the planning of two blocks: `match_few` and `read_few` plan the common load in one go, and give equal
-descriptors wherever they apply, which a property holds them to. A block id is checked before it becomes an address
-(invariant I8).
+`match_chunks` maps chunks of tokens of the remote blocks to places in the local ones, for any two block sizes and a
+partly filled last block. `plan_read` multiplies the chunks by the region pairs that `block_map` found for the peer, and
+joins what is contiguous on both sides. Both work by array operations, which for two blocks take longer than the rest of
+the planning. So `match_few` and `read_few` plan the common small load in one go; a property test holds their
+descriptors equal. Block ids are checked before they become addresses (invariant I8).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ GivenBlockIds: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Mapping[st
 
 _MANY = 1 << 10  # block ids, from which on array operations are faster
 FEW = 1 << 5
-"""Blocks, up to which they are slower."""
+"""Number of blocks up to which array operations are slower than Python's."""
 
 
 @dataclass(slots=True)
@@ -204,11 +203,11 @@ class Chunks:
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
     def to(self, local_ids: BlockIds) -> Chunks:
-        """The same chunks with other blocks of ours."""
+        """Chunks with other blocks of ours."""
         return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
-        """The same chunks with the ids of a rank's blocks in place of positions."""
+        """Chunks with the ids of a rank's blocks in place of positions."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(self.local_ids, ours, block_ids[self.remote_ids], theirs, self.tokens, self.first)
 

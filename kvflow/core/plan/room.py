@@ -1,4 +1,4 @@
-"""Checks that the blocks that a load was given are those that an offer fills, as far as its tokens are known."""
+"""Checks that a load has as many local blocks as the offered tokens fill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvflow.errors import PromptMismatch, RequestError
 
 
 def check_room(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], tokens: int, what: str, which: str) -> None:
-    """RequestError if there are more local blocks than so many tokens fill; fewer are what a prefix cache lacks."""
+    """RequestError if there are more local blocks than these tokens fill. Fewer are right: the rest is cached."""
     for group, ids in zip(groups, tables, strict=True):
         if len(ids) > (filled := -(-tokens // group.block_size)):
             given = f"{len(ids)} local blocks{_of(groups, group)} of {group.block_size} tokens"
@@ -25,7 +25,7 @@ def check_end(
     what: str,
     whose: str,
 ) -> None:
-    """PromptMismatch if an offer ends in another block than the prompt that the local blocks are the end of."""
+    """PromptMismatch unless an offer ends in the same block as the prompt whose last blocks are given."""
     for group, ids in zip(groups, tables, strict=True):
         ends = {-(-tokens // group.block_size) for tokens in (prompt_tokens, offered_tokens)}
         if len(ids) and len(ends) > 1:

@@ -1,4 +1,4 @@
-"""Reads in slices: loads take turns by them, so a slice is as large as what a small load may wait for."""
+"""Slices of reads. Loads take turns slice by slice, so a slice is as large as a small load may have to wait for."""
 
 from __future__ import annotations
 

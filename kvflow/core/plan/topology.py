@@ -145,9 +145,9 @@ class HeadSource(NamedTuple):
 
     tp_rank: int
     local_start: int
-    """The first of our KV heads that come from there."""
+    """First of our KV heads that come from there."""
     remote_start: int
-    """Index of the first of its KV heads."""
+    """Index of its first KV head to read."""
     heads: int
     """Heads to read; 0 if we only report to it."""
     reporters: int
@@ -159,9 +159,6 @@ class ReportShare(NamedTuple):
 
     numerator: int
     denominator: int
-
-
-NO_REPORT = ReportShare(0, 1)
 
 
 def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
@@ -176,7 +173,7 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
 
 
 def stages_max(ours: Sequence[CacheShare]) -> int:
-    """More pipeline stages than this no engine can have that holds our model: each has one layer at least.
+    """Largest number of pipeline stages of an engine with our model: each has one layer at least.
 
     A rank of one stage knows all layers; one of several knows its own only.
     """
@@ -184,12 +181,12 @@ def stages_max(ours: Sequence[CacheShare]) -> int:
 
 
 def heads_held(share: CacheShare, kv_heads: int) -> range:
-    """KV heads of the model's `kv_heads` that a rank holds; of MLA's latent the one that there is."""
+    """KV heads of the model's `kv_heads` that a rank holds; one for MLA's latent."""
     return range(1) if share.latent else _heads(share.tp_rank, share.tp_size, kv_heads)
 
 
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
-    """All layers that a rank holds; those whose state it holds by the part of it."""
+    """Layers that a rank holds, by the part of state that it holds of them."""
     found: dict[str, tuple[int, ...]] = {}
     for share in shares:
         found[share.part] = found.get(share.part, ()) + share.layers
@@ -254,7 +251,7 @@ def _heads_word(share: CacheShare) -> str:
 
 @lru_cache(maxsize=4096)
 def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
-    """The producer's ranks that rank `tp_rank` of `tp_size` reads from or reports to, in order.
+    """Producer's ranks that rank `tp_rank` of `tp_size` reads from or reports to, in order.
 
     Sizes are such that `differences` found nothing wrong with them.
     """
@@ -278,7 +275,7 @@ def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
 
 
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
-    """The part that we read from, or report to, the very rank that holds `theirs`; None if nothing."""
+    """Source of ours that is the rank with the share `theirs`; None if we neither read from it nor report to it."""
     return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 
 

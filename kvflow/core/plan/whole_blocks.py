@@ -1,4 +1,4 @@
-"""Whole remote blocks for a scratch buffer: the other way to read what lies in small pieces.
+"""Whole remote blocks, read into scratch memory: the other way to read what lies in small pieces.
 
 Where the pieces that are contiguous on both sides are small (a head slice of NHD, NHD to HND, block sizes that differ
 in HND) one descriptor for each is slow. Then whole blocks are read into scratch memory, each region's with one
@@ -26,9 +26,9 @@ class PathCosts(NamedTuple):
     descriptor_s: float
     byte_s: float
     permuted_byte_s: float
-    """Copying a byte from scratch memory to its place."""
+    """Time to copy a byte from scratch memory to its place."""
     batch_s: float = 100e-6
-    """Waiting for a batch's reads and starting its copy."""
+    """Time to wait for a batch's reads and to start its copy."""
 
 
 COSTS: Mapping[tuple[str, bool], PathCosts] = {
@@ -55,7 +55,7 @@ class ScratchShape(NamedTuple):
 
 
 class WholeBlocks:
-    """Remote blocks entire: one contiguous piece in each region that we read from."""
+    """Whole remote blocks: one contiguous piece in each region that is read from."""
 
     def __init__(self, remote: Regions, heads: HeadSlice, layers: Sequence[int]) -> None:
         """`layers` are positions among the remote regions' layers, in the order in which they are wanted."""

@@ -1,12 +1,11 @@
-"""Circuit breaker per peer: a value and the functions that change it say when one that fails may be asked again.
+"""Circuit breaker per peer: a value, and functions that say when a peer that has failed may be asked again.
 
-Exponential back-off with jitter: each failure in a row that counts keeps the peer from being asked for twice as long as
-the one before, up to a limit, less up to half of that by chance, so that readers of one dead producer do not come back
-together. After the wait one attempt is made (`PeerState.CONNECTING` holds everybody else); it fails and the wait grows,
-or it works. Only bytes that were read end the row, so a peer that shakes hands and then fails every read is not asked
-for ever.
+The back-off is exponential with jitter. Each failure in a row doubles the wait, up to a limit; chance shortens it by up
+to a half, so that the readers of one dead producer do not come back together. After the wait one attempt is made
+(`PeerState.CONNECTING` holds everybody else): it works, or the wait grows. Only a successful read ends the row, so a
+peer that shakes hands and then fails every read is asked ever more seldom.
 
-A first failed read costs no wait: it says that the connection is dead, not that the peer is.
+The first failed read costs no wait: it means that the connection is dead, not that the peer is.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ NEVER_FAILED = Circuit()
 
 
 def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """The peer was asked and did not answer as it should. `chance` is random, from 0 to less than 1."""
+    """Note that the peer was asked and did not answer as it should. `chance` is random, from 0 to less than 1."""
     failures = circuit.failures + 1
     return Circuit(failures=failures, retry_at_s=now_s + delay_s(failures, back_off, chance))
 
 
 def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """A connection broke; the peer may be asked at once unless that is all that happens with it."""
+    """Note a broken connection: no wait after the first since a success, then that of a failed handshake."""
     if circuit.failures == 0:
         return replace(circuit, failures=1)
     return after_failed_handshake(circuit, back_off, now_s=now_s, chance=chance)
 
 
 def delay_s(failures: int, back_off: BackOff, chance: float) -> float:
-    """The wait after so many failures in a row: half of the full one to all of it, by `chance`."""
+    """Seconds to wait after so many failures in a row: half of the full time to all of it, by `chance`."""
     whole_s = min(back_off.first_s * 2.0 ** min(failures - 1, _DOUBLINGS_MAX), back_off.most_s)
     return whole_s * (1 + chance) / 2

@@ -1,11 +1,11 @@
 """Admission of first contacts: a bound on how many peers that have never answered are asked at once. Pure.
 
-Whether anybody lives at the address in a ticket is known only by asking, and silence costs a timeout. Two rules keep
-silent addresses from starving the others:
+Only asking tells whether anybody lives at the address in a ticket, and silence costs a timeout. Two rules keep silent
+addresses from starving the others:
 
-- Last in, first out: what has waited for long has little left of its deadline.
+- Last in, first out: a contact that has waited for long has little left of its deadline.
 - Preemption: while somebody waits, contacts under way make way, one at a time. First goes one that nobody wants any
-  more, else the oldest, once it has had the time in which a peer that lives answers (`patience_s`).
+  more, else the oldest, once it has had the time in which a living peer answers (`patience_s`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Contact:
     def __init__(self, since_s: float) -> None:
         self.state = ContactState.WAITING
         self.since_s = since_s
-        """Since when it waits, or is under way."""
+        """Time since which it waits, or is under way."""
         self.wanted = True
         """True if anybody waits for the answer."""
 
@@ -52,14 +52,14 @@ class Contacts:
         return len(self._waiting)
 
     def ask(self, now_s: float) -> Contact:
-        """A new contact: under way at once if there is room, else it waits."""
+        """Begin a contact: it is under way at once if there is room, else it waits."""
         contact = Contact(now_s)
         self._waiting.append(contact)
         self._begin_one(now_s)
         return contact
 
     def end(self, contact: Contact, now_s: float) -> Contact | None:
-        """A contact is over, or waits no more. Returns the contact that is under way now because of it."""
+        """End a contact, or its wait. Returns the contact that is under way now because of it."""
         assert contact.state is not ContactState.OVER, "a contact ends once"
         if contact.state is ContactState.WAITING:
             self._waiting.remove(contact)

@@ -1,7 +1,7 @@
-"""Events of a device: what has to have happened before bytes may be read, or may land.
+"""Events of a device that have to happen before bytes may be read, or may land.
 
-An event is asked again and again until it has happened, at first after a moment, then after a fiftieth of the time that
-it has taken so far: so no other event waits for it, nothing blocks, and what never happens costs next to nothing.
+An event is queried again and again until it has happened: at first after a moment, then after a fiftieth of the time
+that it has taken so far. Nothing blocks, no event waits for another, and one that never happens costs next to nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watch:
         self.on_end = on_end
         self.error: BaseException | None = None
         self.dropped = False
-        """Set by who does not wait any more."""
+        """Set by whoever gives up the wait."""
 
     def over(self) -> bool:
         """True if it has happened, or nobody will ever know (`error`), or nobody waits any more."""
@@ -75,7 +75,7 @@ class Watch:
 
 
 class Watches:
-    """All who wait. `look` from time to time, as `pause_s` says."""
+    """All waits for events. Call `look` from time to time, as `pause_s` says."""
 
     def __init__(self) -> None:
         self._open: list[Watch] = []

@@ -30,7 +30,7 @@ class History:
         return tuple(self._moments)
 
     def note(self, tokens: int) -> None:
-        """Note that so many are there now. No effect unless they are more than before."""
+        """Note that so many tokens are there now. No effect unless they are more than before."""
         if tokens <= (self._moments[-1].tokens if self._moments else 0):
             return
         self._moments.append(Moment(self._now_s() - self._begun_s, tokens))

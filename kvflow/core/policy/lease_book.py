@@ -28,13 +28,13 @@ _CAME_MAX = 256
 
 
 class Counted(enum.StrEnum):
-    """Fate of a reader's word about a lease."""
+    """Effect of a reader's notification about a lease."""
 
     NOTED = "noted"
     LATE = "late"
     """The lease has ended, or there was none."""
     DUPLICATE = "duplicate"
-    """The reader has said so before."""
+    """The reader has reported it before."""
     MALFORMED = "malformed"
     """A notification that cannot be true."""
 
@@ -47,7 +47,7 @@ class LeaseTerms:
     request_id: str
     ttl_s: float
     reader_count: int
-    """Engines, each of whose ranks reads its share; 0: one rank, whatever its share."""
+    """Engines whose ranks each read their share; 0: one rank, whatever its share."""
     holds_blocks: bool
     """True if there is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
 
@@ -60,35 +60,35 @@ class LeaseEntry:
     offered_s: float
     expires_s: float
     lifetime_ends_s: float
-    """Renewals do not move `expires_s` beyond this."""
+    """Latest time to which renewals move `expires_s`."""
     ttl_s: float
     """Time that a renewal gives."""
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
     """Readers that have read, each with its share of an engine's reading."""
     came: dict[str, float] = field(default_factory=dict)
-    """Readers that have said that they are at it, and when first."""
+    """Readers that are at the lease, with the time of their first word."""
     ended_s: float = 0.0
-    """Set when it ends: its blocks are held from then on,"""
+    """Time of its end, from which on its blocks are held."""
     free_s: float = 0.0
-    """until this."""
+    """End of that hold."""
 
     @property
     def is_open(self) -> bool:
         return self.state is LeaseState.OFFERED
 
     def note_came(self, reader: str, now_s: float) -> None:
-        """A reader is at it; one more than can be remembered has it never taken for deserted."""
+        """Note a reader. With more than can be remembered, the lease is never taken for deserted."""
         if len(self.came) < _CAME_MAX:
             self.came.setdefault(reader, now_s)
 
     @property
     def awaited(self) -> list[str]:
-        """Readers that have come, and have not read."""
+        """Readers that are at the lease, and have not read."""
         return [name for name in self.came if name not in self.readers]
 
     def is_deserted(self, has_died: Callable[[str], bool]) -> bool:
-        """True if as many engines have come as it is for, and of their ranks all that have not read have died."""
+        """True if readers of as many engines as it is for have come, and each has read or died."""
         engines = {name.rpartition("/")[0] for name in (*self.came, *self.readers)}
         known = self.terms.reader_count <= len(engines) and len(self.came) < _CAME_MAX
         awaited = self.awaited
@@ -106,9 +106,9 @@ class LeaseBook:
         self._recent: OrderedDict[str, None] = OrderedDict()
         """Requests whose leases have ended lately."""
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
-        """A heap. Some of it is out of date: leases that have ended, and moments that renewals have moved."""
+        """Heap of expiries. Some entries are out of date: of leases that have ended or were renewed."""
         self._held: deque[LeaseEntry] = deque()
-        """Entries in the order of their ends, and so of the ends of their holds."""
+        """Ended leases, in the order in which their holds end."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class LeaseBook:
         return min(due, default=None)
 
     def serving(self, request_id: str | None) -> LeaseEntry | None:
-        """The open lease of a request."""
+        """Open lease of a request."""
         return self._open.get(request_id) if request_id is not None else None
 
     def served(self, request_id: str) -> bool:
@@ -152,7 +152,7 @@ class LeaseBook:
         return entry
 
     def restart(self, entry: LeaseEntry, ttl_s: float, now_s: float) -> None:
-        """Count the time of a lease from now on, as if it were opened now with that `ttl_s`; not of one that has ended.
+        """Restart the time of an open lease, as if it were opened now with that `ttl_s`.
 
         It never ends earlier than before: a reader may have been told when that is, and count on it.
         """
@@ -161,7 +161,7 @@ class LeaseBook:
             entry.lifetime_ends_s = max(entry.lifetime_ends_s, now_s + max(ttl_s, self._lifetime_s))
 
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
-        """Give a lease its ttl_s again. A reader that has read needs that no more: its word is late."""
+        """Give a lease its ttl_s again. The word of a reader that has read already is late."""
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open or reader in entry.readers:
             return Counted.LATE
@@ -171,7 +171,7 @@ class LeaseBook:
     def read(
         self, lease_id: str, reader: str, share: tuple[int, int], now_s: float
     ) -> tuple[Counted, LeaseEntry | None]:
-        """A reader has read its share (numerator, denominator). Once all shares add up the lease ends, and is named."""
+        """Note that a reader has read its share (numerator, denominator). The lease that this ends is named."""
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open:
             return Counted.LATE, None
@@ -185,7 +185,7 @@ class LeaseBook:
         return Counted.NOTED, entry if all_read and self.end(entry, LeaseEvent.ALL_READ, now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
-        """End a lease; whether it was open."""
+        """End a lease. True if it was open."""
         if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)

@@ -1,12 +1,12 @@
 """The use of each local block: the accounts behind conservation (invariant I5).
 
-Groups of layers that have their block ids in common share an account, others have their own; *entries* number the
-blocks of all accounts. With one group a block's id is its entry. Where some blocks of a group are one of its pool's
-blocks together, that one is the entry of all of them.
+Groups of layers with one pool of block ids share an account; other groups have their own. *Entries* number the blocks
+of all accounts. With one group a block's id is its entry. Where several blocks of a group are one block of its pool,
+they have one entry.
 
 Every block is free, leased (one or more leases read-protect it), in flight (one load writes it) or quarantined (a
-load has ended, its bytes may still land). Leases share blocks; a write excludes everything else. What a load *keeps*
-stays claimed from one of its sources to the next.
+load has ended, its bytes may still land). Leases share blocks; a write excludes everything else. Blocks that a load
+*keeps* stay claimed from one of its sources to the next.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class BlockLedger:
                 total += group.num_blocks // group.split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
         self._kept: list[BlockIds] = []
-        """Blocks that loads keep: those very arrays."""
+        """Blocks that loads keep, by the identity of their arrays."""
 
     def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
-        """Block ids as somebody gives them, by group, and their entries.
+        """Block ids as they are given, by group, and their entries in the ledger.
 
         They are a sequence for one group; for several a mapping by the groups' names, where a missing one has none, or
         a sequence for each. RequestError names an id that cannot be right, or that two groups of one pool have.
@@ -87,7 +87,7 @@ class BlockLedger:
         return tuple(found), entries
 
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
-        """The entries of block ids that are right, by group."""
+        """Entries of valid block ids, by group."""
         found = []
         for group, ids in zip(self._groups, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
@@ -97,7 +97,7 @@ class BlockLedger:
         return np.concatenate(found)
 
     def check_there(self, counts: Sequence[int], what: str) -> None:
-        """RequestError if there are fewer blocks than so many of each group, whoever uses them now."""
+        """RequestError if the cache has fewer blocks than so many of each group, whoever uses them now."""
         needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
         for group, count in zip(self._groups, counts, strict=True):
             needed[group.pool] += -(-count // group.split)
@@ -143,7 +143,7 @@ class BlockLedger:
         self._kept.append(ids)
 
     def let_go(self, ids: BlockIds, *, safe: bool) -> None:
-        """Keep them no more: they are free, or quarantined until `end_load`."""
+        """Keep claimed blocks no more: they are free, or quarantined until `end_load`."""
         self._kept = [one for one in self._kept if one is not ids]
         if safe:
             self.end_load(ids)
@@ -154,7 +154,7 @@ class BlockLedger:
         return any(one is ids for one in self._kept)
 
     def quarantine(self, ids: BlockIds) -> None:
-        """The load of these blocks has ended, its bytes have not; what is kept is still being loaded."""
+        """Quarantine blocks whose load has ended, but whose bytes have not stopped. Kept blocks stay claimed."""
         assert (self._use[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
         self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _QUARANTINED
 
@@ -164,7 +164,7 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _FREE
 
     def counts(self) -> BlockCounts:
-        """A summary."""
+        """Counts of blocks by their use."""
         return BlockCounts(
             total=len(self._use),
             free=int((self._use == _FREE).sum()),

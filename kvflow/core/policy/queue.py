@@ -1,4 +1,4 @@
-"""The order of who wants the same: permits of a bounded thing (`FairQueue`), and one server (`ShortestFirst`).
+"""Queues: permits of something bounded (`FairQueue`), and turns of one server (`ShortestFirst`).
 
 A fair queue bounds what may be under way at once, in all and per peer. Its rules:
 
@@ -21,7 +21,7 @@ from operator import add, itemgetter, sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 Amount: TypeAlias = tuple[int, ...]
-"""The amount that a permit takes of each bounded thing, in the order of the limits."""
+"""Amount that a permit takes of each bounded thing, in the order of the limits."""
 
 ItemT = TypeVar("ItemT")
 
@@ -38,16 +38,16 @@ class PermitState(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """A share of a bounded thing, from asking for it to giving it back."""
+    """Share of a bounded thing, from the request for it until it is given back."""
 
     peer: str
     amount: Amount
     priority: int
     state: PermitState = PermitState.WAITING
     on_grant: Callable[[], None] | None = None
-    """Called when it is under way after it has waited; it must not ask or end anything itself."""
+    """Called when the permit is under way after a wait; must not ask for or end anything itself."""
     delivered_before: int = 0
-    """Amount that its peer had delivered when it was under way."""
+    """Amount that the peer had delivered when the permit went under way."""
 
 
 class _Place(NamedTuple):
@@ -60,18 +60,18 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """The permits of one peer: what is under way within some limits, and which wait, in order."""
+    """Permits of one peer: those under way within its limits, and those that wait, in order."""
 
     limits: Amount
     used: Amount
     permits: int = 0
     waiting: list[_Place] = field(default_factory=list)
     delivered: int = 0
-    """Amount of the first bounded thing, since the peer has permits."""
+    """Amount of the first bounded thing that was delivered since the peer has had permits."""
 
 
 def _fits(more: Amount, *rooms: _Room) -> bool:
-    """True if there is room for so much more in each. A permit that wants more than there is goes alone."""
+    """True if there is room for this amount. A permit that wants more than the limit goes alone."""
     for room in rooms:
         if room.permits:
             for taken, wanted, most in zip(room.used, more, room.limits, strict=True):
@@ -81,10 +81,10 @@ def _fits(more: Amount, *rooms: _Room) -> bool:
 
 
 class FairQueue:
-    """A bounded thing and who waits for shares of it; see the module. A peer without permits costs nothing."""
+    """Bounded things and the permits that wait for shares of them. A peer without permits costs nothing."""
 
     def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
-        """Without `peer_limits` a peer may have everything."""
+        """Create an empty queue. Without `peer_limits` one peer may have everything."""
         self._ahead_s = ahead_s
         self._peer_limits = limits if peer_limits is None else peer_limits
         assert len(limits) == len(self._peer_limits), f"{limits} and {peer_limits} bound different things"
@@ -98,16 +98,16 @@ class FairQueue:
 
     @property
     def used(self) -> Amount:
-        """The amount under way of each bounded thing."""
+        """Amount under way of each bounded thing."""
         return self._room.used
 
     def peers(self) -> Iterator[tuple[str, Amount, int]]:
-        """Each peer that has permits: what is under way, and how many wait."""
+        """Amounts under way and number of waiting permits, by peer."""
         for peer, room in self._peers.items():
             yield peer, room.used, len(room.waiting)
 
     def ask(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
-        """A new permit. It is under way at once if it may go, else it waits.
+        """Ask for a permit. It is under way at once if there is room, else it waits.
 
         A waiting one may let others go that it stood behind: who has come first among its peer's is another one now.
         """
@@ -129,7 +129,7 @@ class FairQueue:
         return permit
 
     def end(self, permit: Permit, took_s: float = 0.0) -> list[Permit]:
-        """Give a permit back, or its place if it still waits; which others are under way now because of it.
+        """Give a permit back, or its place in the queue. Returns the permits that are under way now because of it.
 
         `took_s` is how long its peer took to deliver it, since it was under way. 0: it has not.
         """
@@ -161,7 +161,7 @@ class FairQueue:
         return self._grant() if self.waiting else []
 
     def _grant(self) -> list[Permit]:
-        """Let go whoever may, and tell each."""
+        """Start every permit that there is room for, and tell each."""
         granted = []
         while self.waiting and (permit := self._next()) is not None:
             room = self._peers[permit.peer]
@@ -175,7 +175,7 @@ class FairQueue:
         return granted
 
     def _next(self) -> Permit | None:
-        """The permit that goes next, if any may go now."""
+        """Next permit that there is room for, if any."""
         heads = (room.waiting[0] for room in self._peers.values() if room.waiting)
         able = []
         for head in heads:
@@ -197,7 +197,7 @@ class FairQueue:
 
 
 class ShortestFirst(Generic[ItemT]):
-    """Things that wait for one server, which cannot stop what it has begun: the smallest goes first.
+    """Jobs that wait for one server, which cannot interrupt a job: the smallest goes first.
 
     The oldest is passed only until those that passed it add up to its own size, then it goes: so large things get half
     of the server at least, and a small one waits for the one that is being served and, when small ones take half of the
@@ -205,7 +205,7 @@ class ShortestFirst(Generic[ItemT]):
     """
 
     def __init__(self, start_size: int) -> None:
-        """`start_size`: what starting a thing costs, as a size."""
+        """`start_size` is the cost of starting a job, as a size."""
         self._start_size = start_size
         self._waiting: list[tuple[int, ItemT]] = []  # in the order in which they came
         self._passed = 0  # how much has passed the oldest
@@ -218,11 +218,11 @@ class ShortestFirst(Generic[ItemT]):
 
     @property
     def next(self) -> ItemT:
-        """The job whose turn it is; there has to be one."""
+        """Job whose turn it is; there has to be one."""
         return self._waiting[self._index()][1]
 
     def pop(self) -> ItemT:
-        """Take the next one out; there has to be one."""
+        """Take out the job whose turn it is; there has to be one."""
         index = self._index()
         size, item = self._waiting.pop(index)
         self._passed = self._passed + size if index else 0

@@ -12,7 +12,7 @@ _ROUNDING = 1e-5  # of a request: who keeps to the rate is not held up because o
 
 
 class RateLimiter:
-    """Counts requests by peer, whatever names one."""
+    """Token buckets by peer; a peer is any name."""
 
     def __init__(self, *, requests_per_s: int, peers_max: int) -> None:
         self._requests_per_s = requests_per_s
@@ -20,11 +20,11 @@ class RateLimiter:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, and when they were counted
 
     def __len__(self) -> int:
-        """Buckets that there are now."""
+        """Number of buckets now."""
         return len(self._buckets)
 
     def allows(self, peer: str, now_s: float) -> bool:
-        """True if `peer` may ask now, which counts. A clock that goes back fills nothing."""
+        """Take a token of the peer's. True if there was one. A clock that goes back fills nothing."""
         full = float(self._requests_per_s)
         tokens, counted_s = self._buckets.pop(peer, (full, now_s))
         tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)

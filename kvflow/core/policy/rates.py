@@ -1,4 +1,4 @@
-"""Rates: what a token of a load has taken, by the engine that it came from."""
+"""Rates: seconds that a token of a load has taken, by the engine that it came from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LoadRates:
         self._s_per_token: OrderedDict[str, float] = OrderedDict()
 
     def learn(self, engine_id: str, tokens: int, seconds: float) -> None:
-        """A load has brought so many tokens, at least one, in that time."""
+        """Note a load that has brought so many tokens, at least one, in that time."""
         newest = seconds / tokens
         before = self._s_per_token.pop(engine_id, newest)
         self._s_per_token[engine_id] = before + _NEWEST * (newest - before)
@@ -23,6 +23,6 @@ class LoadRates:
             self._s_per_token.popitem(last=False)
 
     def expected_s(self, engine_id: str, tokens: float) -> float | None:
-        """Time that a load of so many tokens is expected to take; None of an engine that was never read from."""
+        """Expected seconds of a load of so many tokens; None for an engine that was never read from."""
         s_per_token = self._s_per_token.get(engine_id)
         return None if s_per_token is None else s_per_token * tokens

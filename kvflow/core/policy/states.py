@@ -17,7 +17,7 @@ Table: TypeAlias = Mapping[tuple[StateT, EventT], StateT]
 
 
 class IllegalTransition(AssertionError):
-    """Our own code fired an event that the state does not know: a bug in kvflow, not in its caller."""
+    """Event that the state does not know: a bug in kvflow, not in its caller."""
 
 
 def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:

@@ -20,7 +20,7 @@ from kvflow.errors import ProtocolError, RequestError
 
 BATCH_BYTES_MAX = 4 << 20
 EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
-"""Events of a batch, and blocks of an event."""
+"""Longest list of events in a batch, and of blocks in an event."""
 TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
 _SAID_CHARS = 200
 

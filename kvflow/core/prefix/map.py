@@ -1,10 +1,10 @@
-"""Map of who has which prefix, as the KV events of engines tell it: a hint, which may be wrong.
+"""Map of prefixes to engines that have them, as their KV events tell: a hint, which may be wrong.
 
-Events name blocks by hashes of the engine's own and carry the tokens, so kvflow's keys are computed here. A block's key
-takes all tokens before it: a block whose parent is not known is passed over. So is one that depends on what its event
-does not tell as a prompt does: an adapter, whose path is missing, embeddings, SGLang's salt. A cache salt and pictures
-of vLLM's are `marked` as in the prompts of its requests. Of several cache groups those count that keep all of a prompt;
-blocks of a window or with state say less about what is there.
+Events name blocks by the engine's own hashes and carry the tokens, so kvflow's keys are computed here. A block's key
+takes all tokens before it, so a block with an unknown parent is passed over. So is a block whose keys depend on more
+than its event tells: an adapter, whose path is missing, embeddings, SGLang's salt. vLLM's cache salt and pictures are
+`marked` as in the prompts of its requests. Only cache groups that keep all of a prompt count; blocks of a window or
+with state say less about what is there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvflow.errors import RequestError
 
 BLOCKS_MAX = 100_000
 KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
-"""Kinds of groups that keep all of a prompt, as vLLM names them, or that nothing is said about."""
+"""vLLM's kinds of groups that keep all of a prompt; None where an event names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
-"""About as many are taken in at once."""
+"""Tokens and blocks that are taken in at once, about."""
 _PLACES_MAX = 16
 """Names of one block: one in each group of a cache."""
 
@@ -89,7 +89,7 @@ class _Cached:
             yield
 
     def forget_oldest(self) -> None:
-        """The leaf that was stored first; what it follows is the next. All are leaves at last."""
+        """Forget the leaf that was stored first; the block before it may become a leaf."""
         key = next(iter(self.leaves), None) or next(reversed(self.blocks))
         block = self.blocks[key]
         for place in block.places:
@@ -107,7 +107,7 @@ class _Cached:
                 self.leaves.move_to_end(parent.key, last=False)
 
     def tokens(self, keys: Sequence[bytes], key_tokens: int) -> int:
-        """Tokens up to the last key before which every block is there."""
+        """Tokens up to the last key for which this and every earlier block is there."""
         have, stride = 0, math.lcm(key_tokens, self.block_tokens)
         for end, key in enumerate(keys, 1):
             block = self.blocks.get(key)
@@ -148,7 +148,7 @@ class PrefixMap:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are remembered."""
+        """Number of blocks in the map."""
         return sum(len(cached.blocks) for cached in self._holders.values())
 
     def holders(self, keys: Sequence[bytes], key_tokens: int) -> list[tuple[str, int]]:
@@ -212,7 +212,7 @@ class PrefixMap:
                 yield
 
     def forget(self, holder: str) -> None:
-        """Forget all that a holder has told: it is gone, or what it has told since was lost.
+        """Forget all blocks of a holder: it is gone, or its events were lost.
 
         Args:
             holder: As for `apply`; one that is not known is nothing.
@@ -221,7 +221,7 @@ class PrefixMap:
             pass
 
     def forgetting(self, holder: str) -> Iterator[None]:
-        """`forget` in pieces: the holder has nothing any more with the first, its memory is given back with all.
+        """Forget a holder in pieces: it has nothing from the first on, and its memory is given back with the last.
 
         Args:
             holder: As for `apply`.
@@ -236,7 +236,7 @@ class PrefixMap:
             yield
 
     def _storing(self, cached: _Cached, event: BlockStored) -> Iterator[None]:
-        """Block by block; nothing more where the chain of blocks, which may be cut between pieces, does not go on."""
+        """Take in blocks one by one; stop where their chain, which may be cut meanwhile, does not go on."""
         size, place = event.block_size, (event.medium, event.group_idx)
         parent = None if event.parent_block_hash is None else cached.places.get((*place, event.parent_block_hash))
         if not _tells_all(event) or (parent is None and event.parent_block_hash is not None):
@@ -258,7 +258,7 @@ class PrefixMap:
 
 
 def _tells_all(event: BlockStored) -> bool:
-    """True if the keys of its blocks can be computed from it, and mean that the blocks are there."""
+    """True if the keys of the event's blocks can be computed, and prove that the blocks are there."""
     names, told = len(event.block_hashes), event.extra_keys
     return (
         event.kv_cache_spec_kind in KEEP_ALL
@@ -269,7 +269,7 @@ def _tells_all(event: BlockStored) -> bool:
 
 
 def _tokens_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
-    """A block's tokens as its key takes them; None if what makes them others cannot be told."""
+    """A block's tokens as its key takes them; None if its extra keys are unknown."""
     prompt = tokens
     if extra:
         keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)

@@ -1,7 +1,8 @@
-"""Ranks of remote engines as tickets name them, and errors that name them."""
+"""Names of ranks: in tickets, of transport agents, and in errors."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -12,13 +13,15 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerError, RequestError
 
+_LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
+
 ErrorT = TypeVar("ErrorT", bound=PeerError)
 
 
 def failure(
     kind: type[ErrorT], target: messages.Target, address: str, why: str, *, retry_after_s: float | None = None
 ) -> ErrorT:
-    """An error about a rank, which it names."""
+    """Error that names a rank."""
     return kind(f"{target.at(address)}: {why}", peer=address, engine_id=target.engine_id, retry_after_s=retry_after_s)
 
 
@@ -37,7 +40,7 @@ class Address(NamedTuple):
         return messages.Target(self.engine_id, *self.rank)
 
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """An error about the rank, which it names."""
+        """Error that names the rank."""
         return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)
 
 
@@ -71,3 +74,19 @@ class PeerAddress:
             raise RequestError(f"address: expected a host and port to connect to, got {shown(address)}")
         ranks = {name: checks.whole(getattr(self, name), name, least=0) for name in ("dp_rank", "pp_rank", "tp_rank")}
         return PeerAddress(engine_id=engine_id, address=address, **ranks)
+
+
+def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
+    """Name of the transport agent, which no other incarnation of the rank has."""
+    return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
+
+
+def life_of(agent: str, engine_id: str) -> tuple[Rank, str] | None:
+    """Rank and incarnation whose `agent_name` this is, of that engine; None for agents of another make."""
+    found = _LIFE.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
+    return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])
+
+
+def asked_by(request: messages.Request) -> str:
+    """Engine in whose name a request is; any text where a reader's name is no `agent_name`."""
+    return request.sender.engine_id if isinstance(request, messages.Goodbye) else request.reader.rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""Digests that tell one prompt from another, so that a ticket is not used for a prompt that it is not of.
+"""Digests of prompts, so that a ticket is not used for another prompt.
 
 A router may mix tickets up, or both engines may make different tokens of the same text (another chat template, another
 tokenizer). The bytes would arrive in good order, and the answer would be about something else. So a ticket can carry a
@@ -25,7 +25,7 @@ _MARKED = 1 << 62  # above every token id
 
 
 def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
-    """A digest (BLAKE2b) of a request's tokens. Of equal prompts of two requests it differs: tickets tell nobody.
+    """Digest (BLAKE2b) of a request's tokens. Equal prompts of two requests have different ones: tickets tell nobody.
 
     RequestError if they are no token ids.
     """
@@ -40,7 +40,7 @@ MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
-    """A prompt `marked` with its keys, which engines and readers of their events make alike.
+    """Prompt `marked` with its keys. Engines and readers of their events make the same one.
 
     Keys of a place are in this order: ("lora", name, path), ("cache_salt", salt), ("mm", identifier).
     """
@@ -48,7 +48,7 @@ def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
 
 
 def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
-    """A prompt as numbers in which those at marked places tell of the token and of the mark.
+    """Prompt as numbers; at a marked place the number stands for the token and the mark.
 
     So whatever of a prompt is offered is compared with the marks in it, and not with those that come later.
     """
@@ -61,7 +61,7 @@ def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
 
 
 def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -> str:
-    """The digest of what is offered of a prompt, for its ticket.
+    """Digest of the offered part of a prompt, for its ticket.
 
     RequestError if it is shorter than that, or holds what are no token ids.
     """
@@ -74,7 +74,7 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 
 
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
-    """PromptMismatch unless what the ticket offers is the beginning of this prompt. A ticket may not say.
+    """PromptMismatch unless the ticket offers the beginning of this prompt. A ticket without a digest passes.
 
     `what` names who asks. RequestError if it is no prompt at all, as far as that is looked at.
     """
@@ -95,7 +95,7 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
 
 
 def check_alike(first: Ticket, other: Ticket, what: str) -> None:
-    """PromptMismatch if two tickets are not of one prompt, as far as both tell.
+    """PromptMismatch if two tickets are of different prompts, as far as both tell.
 
     Digests can be compared where the request ids are equal, since they are salted with those.
     """

@@ -1,4 +1,4 @@
-"""SealProof: how a reader knows that a lease covered its whole read, by its seal (invariant I2).
+"""SealProof: proof by a lease's seal that the lease covered the whole read (invariant I2).
 
 A producer keeps one 16-byte word per open lease in memory that peers can read: the *seal*. It holds the lease's secret
 id while the lease is open. When the lease ends, for whatever reason, the seal is wiped at once, and the blocks are
@@ -58,7 +58,7 @@ _WORD_COUNTS = SEAL_SIZE_BYTES // 4
 
 
 class SealTable:
-    """Words of host memory and which of them are free. A producer's seals, or a reader's landing places for them."""
+    """Words of host memory, free or used: a producer's seals, or a reader's landing places for them."""
 
     def __init__(self, count: int) -> None:
         self.words: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
@@ -96,7 +96,7 @@ class SealTable:
         self._free.appendleft(index)
 
     def seal(self, index: int, lease_id: str, tokens_missing: int = 0) -> None:
-        """Write a lease's id: from now on its readers find it. So many tokens cannot be read yet."""
+        """Write a lease's id, which its readers find from now on, with the number of tokens that cannot be read yet."""
         word, start = bytes.fromhex(lease_id), index * SEAL_SIZE_BYTES
         self._bytes[start : start + _SECRET_BYTES] = word[:_SECRET_BYTES]
         # One aligned store: a reader sees the old count or the new one.
@@ -132,16 +132,16 @@ class RemoteClock:
 
     @property
     def offset_s(self) -> float:
-        """The best guess of what theirs shows more than ours, when it was read; wrong by at most `uncertainty_s`."""
+        """Best guess of their clock minus ours at the reading; wrong by at most `uncertainty_s`."""
         return self.theirs_s - (self.sent_s + self.received_s) / 2
 
     @property
     def uncertainty_s(self) -> float:
-        """Half of the time between question and answer, and what the clocks may drift apart in it."""
+        """Half of the time between question and answer, plus the clocks' drift in it."""
         return (self.received_s - self.sent_s) * (0.5 + DRIFT_MAX)
 
     def not_expired_before_s(self, incarnation: str, theirs_s: float) -> float:
-        """While our clock shows less than this, that of this incarnation has not reached `theirs_s`; -inf if unknown.
+        """Time on our clock before which theirs has not reached `theirs_s`; -inf for another incarnation.
 
         For moments after the reading. It takes the answer to be as old as it can be, and their clock to be as fast as
         it can be.
@@ -151,7 +151,7 @@ class RemoteClock:
         return self.sent_s + (theirs_s - self.theirs_s) / (1 + DRIFT_MAX)
 
     def combined(self, newer: RemoteClock) -> RemoteClock:
-        """The reading that says more; they are compared where their drift makes them equal, so always alike."""
+        """The sharper of two readings, compared at a moment at which drift gives neither an advantage."""
         if self.incarnation != newer.incarnation:
             return newer
         ours_ahead = newer.not_expired_before_s(self.incarnation, 0.0) - self.not_expired_before_s(
@@ -219,18 +219,18 @@ class SealProof:
     def __init__(self, *, grows: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
         """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""
         self.asked = False
-        """A fetch was posted at some time."""
+        """True once a fetch was posted."""
         self.grows = grows
-        """Tokens may not be there yet when a read of them is due."""
+        """True if tokens may not be there yet when a read of them is due."""
         self.seen_s = -math.inf
-        """Time at which the last fetch was posted that has found the lease open: so it was then."""
+        """Time at which the last fetch was posted that has found the lease open."""
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
         self.looking = False
-        """A fetch is under way."""
+        """True while a fetch is under way."""
         self.over = False
-        """The seal was seen, and the lease was not open any more. It never is again."""
+        """True once the seal has shown that the lease is not open any more, for good."""
         self._seen: int | None = None
 
     @property
@@ -253,11 +253,11 @@ class SealProof:
         )
 
     def fetching(self) -> None:
-        """A read that fetches the seal was posted."""
+        """Note that a read that fetches the seal was posted."""
         self.asked = self.looking = True
 
     def heard(self, tokens_missing: int | None, posted_s: float) -> None:
-        """A fetch that was posted then has landed; None if the word is not the lease's."""
+        """Note what a fetch that was posted then has found; None if the word is not the lease's."""
         self.asked, self.looking = True, False
         if tokens_missing is None or tokens_missing == FAILED:
             if tokens_missing is not None or not self.over:

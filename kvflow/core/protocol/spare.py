@@ -1,4 +1,4 @@
-"""Tickets for routers that forward the fields they know and drop the others, kvflow's own among them.
+"""Spare of a ticket's field "kvflow", for routers that forward only the fields they know.
 
 Routers of this field pass `remote_request_id` on as it is. A spare of the field "kvflow" is written behind the id, and
 taken off where the ticket is read; it counts only where the field itself is gone. A dict that engines of another make
@@ -16,7 +16,7 @@ import msgspec
 
 MARK = "~kvflow~"
 CHARS_MAX = 4096
-"""An engine of very many ranks has no spare."""
+"""Longest spare; a ticket of very many ranks has none."""
 
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _packed(extra: Mapping[str, Any]) -> str:
 
 
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
-    """The dict as it was before, its field "kvflow" from the spare if it is gone. What is no spare stays as it is."""
+    """Take the spare off the id, and use it where the field "kvflow" is gone. A dict without a spare stays as it is."""
     bare, _, packed = request_id.rpartition(MARK)
     try:
         spare = msgspec.msgpack.decode(base64.b64decode(packed, altchars=b"-_", validate=True))

@@ -12,59 +12,49 @@ A *rendezvous* (`Ticket.rendezvous`) does not know the blocks either: its reader
 from __future__ import annotations
 
 import itertools
-import math
 import operator
-import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, INT64_MIN, encodes, is_name, shown
-from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host, rank_offset
+from kvflow.checks import INT64_MAX, INT64_MIN, encodes, shown
+from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, rank_offset
+from kvflow.core.bounds import ClockTime, Count, PromptDigest, RankCount, Seconds, Size, TicketLeaseId, Traceparent
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import Parallelism, Rank
-from kvflow.core.protocol.messages import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
+from kvflow.core.protocol.codec import PROTOCOL_VERSION
+from kvflow.core.protocol.messages import digest_of
 from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
+from kvflow.core.protocol.ticket_checks import (
+    check_engine_id,
+    check_groups,
+    check_place,
+    check_to_come,
+    checked_traceparent,
+    foreign_text,
+    too_many,
+    wrong,
+)
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
-_LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
-_TRACEPARENT = re.compile("(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?")
-_PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
-_NAME_CHARS_MAX = 1024
-_FINITE_MAX = math.nextafter(math.inf, 0.0)
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
-_MORE_BLOCK_IDS_OF = operator.attrgetter("more_block_ids")
-_BLOCK_IDS_OF = operator.attrgetter("block_ids")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
 _LEASE_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
 _SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(MARK) + CHARS_MAX
-_NO_LEASE: dict[str, Any] = {
-    "lease_id": "",
-    "seal_index": 0,
-    "expires_s": 0.0,
-    "block_ids": None,
-    "more_block_ids": (),
-    "pending": False,
-    "payload": False,
-    "held": True,
-}
-"""Fields of the `RankLease` of a rank that has to be asked."""
 _READ = "_read"  # of a ticket that was read, among its attributes: how many block ids it has, or will have
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
-# Python and JSON know larger integers, but no message of ours can carry them.
 Int64: TypeAlias = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
-Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
-RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
-Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS_MAX)]
+"""Python and JSON know larger integers, but no message of ours can carry them."""
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Host: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX)]
 BlockIds: TypeAlias = tuple[Int64, ...]
 Groups: TypeAlias = Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
@@ -83,21 +73,27 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     pp_rank: Count
     tp_rank: Count
-    lease_id: str
+    lease_id: TicketLeaseId
     seal_index: Count
     incarnation: Name
-    expires_s: Annotated[float, Meta(ge=-_FINITE_MAX, le=_FINITE_MAX)]
+    expires_s: ClockTime
     host: Host = ""
     port: Int64 = 0
     block_ids: BlockIds | None = None
     more_block_ids: tuple[BlockIds, ...] = ()
     """Block ids of the further groups, as in a ticket."""
     pending: bool = False
-    """The blocks were still being computed, so that the seal has to be seen before anything is read."""
+    """True if blocks were still being computed: the seal has to be seen before anything is read."""
     payload: bool = False
-    """A payload comes with the lease's end."""
+    """True if a payload comes with the lease's end."""
     held: bool = True
-    """The blocks are held for a moment after its end; else the seal is looked at after the last byte."""
+    """True if blocks are held for a moment after the lease's end; else the seal is looked at after the last byte."""
+
+    @classmethod
+    def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
+        """The entry of a rank that has to be asked for its lease."""
+        place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
+        return cls(**place, incarnation=incarnation, lease_id="", seal_index=0, expires_s=0.0)
 
     @property
     def address(self) -> str:
@@ -109,38 +105,41 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return () if self.block_ids is None else (self.block_ids, *self.more_block_ids)
 
 
+Ranks: TypeAlias = Annotated[tuple[RankLease, ...], Meta(min_length=1, max_length=RANKS_MAX)]
+
+
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that a ticket and its dict have alike."""
 
     num_tokens: Count
-    ttl_s: Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
+    ttl_s: Seconds
     dp_rank: Count
     pp_size: RankCount
     block_size: Size
     kv_heads: Size
     model_kv_heads: Count
     fixed_ports: bool
-    traceparent: str
-    prompt_digest: str
+    traceparent: Traceparent
+    prompt_digest: PromptDigest
     groups: Groups = ()
     more_kinds: Kinds = ()
     extends: bool = False
-    """More blocks follow, until they hold all tokens (`Lease.extend`)."""
+    """True if more blocks follow, until they hold all tokens (`Lease.extend`)."""
     awaited: bool = False
-    """The offer is not known yet: a rendezvous."""
+    """True if the offer is not known yet: a rendezvous."""
 
 
 _OFFERED = _Offer.__struct_fields__
 _OFFER = operator.attrgetter(*_OFFERED)
 
 
-class _TicketExtension(_Offer, frozen=True, kw_only=True):
+class _TicketExtension(_Offer, frozen=True, kw_only=True, omit_defaults=True):
     """kvflow's own part of a ticket, under the key "kvflow"."""
 
     version: Int64
-    ranks: Annotated[list[RankLease], Meta(min_length=1)]
+    ranks: Ranks
     padding: Count = 0
-    """Ids at the end of each table that are not of the offer: there are readers of another make that count them."""
+    """Number of ids at the end of each table that are not offered, for readers of another make that count them."""
 
 
 class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,10 +182,10 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
     request_id: RequestId
     block_ids: BlockIds
     tp_size: RankCount
-    ranks: tuple[RankLease, ...]
-    traceparent: str = ""
+    ranks: Ranks
+    traceparent: Traceparent = ""
     """W3C trace context of the request, for what observes the load; "" if there is none."""
-    prompt_digest: str = ""
+    prompt_digest: PromptDigest = ""
     """Tells its tokens from those of another prompt (`core.protocol.prompts`); "" if the producer did not say."""
     more_block_ids: tuple[BlockIds, ...] = ()
 
@@ -216,7 +215,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def offered_tokens(self) -> int:
-        """Tokens that the blocks hold: those of groups that hold the prompt from its first token on say it."""
+        """Tokens that the blocks hold, by the groups that hold the prompt from its first token on."""
         if self.extends:
             return self.num_tokens
         if not self.groups:
@@ -326,7 +325,10 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         Raises:
             RequestError: no reader would take it.
         """
-        ranks = tuple(msgspec.structs.replace(rank, **_NO_LEASE) for rank in self.typed().ranks)
+        ranks = tuple(
+            RankLease.unasked(Rank(self.dp_rank, rank.pp_rank, rank.tp_rank), rank.incarnation, rank.host, rank.port)
+            for rank in self.typed().ranks
+        )
         tables: Any = (block_ids,) if len(self.block_tables) == 1 else block_ids
         if len(tables) != len(self.block_tables):
             raise RequestError(f"ticket: {len(tables)} block tables, but {len(self.block_tables)} groups")
@@ -382,34 +384,26 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
             A new dict of JSON types that survives any HTTP router.
 
         Raises:
-            RequestError: a field is of another type.
+            RequestError: a field is of another type, or not in the form that it has to have.
         """
         ticket = self.typed()
-        ranks: list[dict[str, Any]] = [msgspec.to_builtins(rank) for rank in ticket.ranks]
-        for rank in ranks:
-            if "block_ids" in rank:
-                rank["block_ids"] = [*rank["block_ids"]]
-            if "more_block_ids" in rank:
-                rank["more_block_ids"] = [*map(list, rank["more_block_ids"])]
-        offer = {name: getattr(ticket, name) for name in _Offer.__struct_fields__}
-        groups, more_kinds = offer.pop("groups"), offer.pop("more_kinds")
-        for name in ("extends", "awaited"):
-            if not offer[name]:
-                del offer[name]
-        if groups:
-            offer["groups"] = [msgspec.to_builtins(group) for group in groups]
-        if more_kinds:
-            offer["more_kinds"] = [*map(list, more_kinds)]
+        offer = dict(zip(_OFFERED, _OFFER(ticket), strict=True))
+        extension = _TicketExtension(version=PROTOCOL_VERSION, ranks=ticket.ranks, **offer)
+        try:
+            kvflow = _listed(msgspec.to_builtins(extension))
+        except TypeError as error:  # a text of another class
+            raise RequestError(f"ticket: {shown(error)}") from error
+        first = kvflow["ranks"][0]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": ticket.engine_id,
             "remote_request_id": ticket.request_id,
             "remote_block_ids": [*map(list, ticket.block_tables)] if ticket.more_block_ids else [*ticket.block_ids],
-            "remote_host": ranks[0].pop("host", ""),
-            "remote_port": ranks[0].pop("port", 0),
+            "remote_host": first.pop("host", ""),
+            "remote_port": first.pop("port", 0),
             "tp_size": ticket.tp_size,
-            "kvflow": {"version": PROTOCOL_VERSION, **offer, "ranks": ranks},
+            "kvflow": kvflow,
         }
 
     @classmethod
@@ -436,33 +430,32 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         Raises:
             RequestError: it names a field that is of another type.
         """
-        ranks = self.ranks if isinstance(self.ranks, tuple) else ()
-        if not ranks or not all(isinstance(rank, RankLease) for rank in ranks):
-            raise RequestError(f"ticket: ranks: expected a tuple of RankLeases, got {shown(self.ranks)}")
-        more = [self.more_block_ids, *(rank.more_block_ids for rank in ranks)]
-        if not all(isinstance(tables, tuple | list) for tables in more):
-            raise RequestError(f"ticket: more_block_ids: expected a tuple, got {shown(self.more_block_ids)}")
-        first = [self.block_ids, *(rank.block_ids for rank in ranks if rank.block_ids is not None)]
-        for name, tables in (("block_ids", first), *zip(itertools.repeat("more_block_ids"), more)):
-            for ids in tables:
-                if not isinstance(ids, tuple | list):  # msgspec would take a set, whose order is nobody's
+        for name, kind in (("ranks", RankLease), ("groups", GroupFacts)):
+            found = getattr(self, name)
+            if not isinstance(found, tuple) or not all(isinstance(one, kind) for one in found):
+                raise RequestError(f"ticket: {name}: expected a tuple of {kind.__name__}s, got {shown(found)}")
+        parts: tuple[Ticket | RankLease, ...] = (self, *self.ranks)
+        for part in parts:
+            more = part.more_block_ids
+            tables = (more, *more) if isinstance(more, tuple | list) else (more,)
+            for name, ids in (("block_ids", part.block_ids), *zip(itertools.repeat("more_block_ids"), tables)):
+                if isinstance(ids, set | frozenset):  # msgspec would take one, but its order is nobody's
                     raise RequestError(f"ticket: {name}: expected a tuple of whole numbers, got {shown(ids)}")
         values = msgspec.structs.asdict(self)
-        plain = {"groups": _plain_groups(self.groups), "ranks": tuple(map(msgspec.structs.asdict, ranks))}
+        plain = {name: tuple(map(msgspec.structs.asdict, values[name])) for name in ("ranks", "groups")}
         return _convert({**values, **plain}, Ticket)
 
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
-    """The ticket, checked; RequestError names what is wrong with it, before much work is done for what is too large.
+    """Read a ticket or its dict, and check it. RequestError names what is wrong, before much work is done for it.
 
-    One that was read before is as it was: nobody can change it.
+    A ticket that was read before is given back as it is: nobody can change it.
     """
     if isinstance(ticket, Ticket):
         count = vars(ticket).get(_READ)
         if count is not None and count <= block_ids_max:
             return ticket
-        _check_count(checks.answer(partial(_block_ids_in, ticket)) or 0, block_ids_max)  # None: a type that is wrong
-        return _checked(ticket.typed(), block_ids_max)
+        return _read_made(ticket, block_ids_max)
     params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
@@ -472,7 +465,7 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     try:
         raw = msgspec.convert(params, _GroupedTicketParams if nested else _TicketParams)
     except Exception as error:
-        raise _wrong(params, error) from error
+        raise wrong(params, error) from error
     tables: Any = raw.remote_block_ids if nested else (raw.remote_block_ids,)
     extension = raw.kvflow
     first, *others = extension.ranks
@@ -494,90 +487,47 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     return _checked(read, block_ids_max)
 
 
+def _read_made(ticket: Ticket, block_ids_max: int) -> Ticket:
+    """Check a ticket that somebody has made by its constructor."""
+    count = checks.answer(partial(_block_ids_in, ticket)) or 0  # None: a type that is wrong
+    if count > block_ids_max:
+        raise too_many(count, block_ids_max)
+    return _checked(ticket.typed(), block_ids_max)
+
+
+def check_lease(lease: RankLease, ticket: Ticket) -> None:
+    """Check a lease of the ticket's blocks that came by another way. RequestError names a field that cannot be."""
+    _check_lease(_convert(msgspec.structs.asdict(lease), RankLease), ticket)
+
+
 def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
-    """The ticket, once it was read. RequestError for what types do not say."""
-    _check_texts(ticket)
-    if len(ticket.ranks) > RANKS_MAX:
-        raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, expected 1 to {RANKS_MAX}")
+    """Check a ticket whose types are right. RequestError names a field that cannot be."""
+    if {*map(type, _TEXTS(ticket))} != {str}:
+        raise foreign_text(ticket)
+    check_engine_id(ticket.engine_id)
+    if not ticket.request_id.isascii() and not encodes(ticket.request_id):
+        raise RequestError(f"ticket: remote_request_id {ticket.request_id[:80]!a} is no request id")
     if ticket.groups or ticket.more_block_ids:
-        _check_groups(ticket)
-    count = len(ticket.block_ids)
+        check_groups(ticket)
     for lease in ticket.ranks:
         _check_lease(lease, ticket)
-        if lease.block_ids is not None:
-            count += len(lease.block_ids)
-    if ticket.more_block_ids or ticket.groups:
-        count = _block_ids_in(ticket)
+    count = _block_ids_in(ticket)
     if count > block_ids_max:  # once more: mappings within its dict may be no dicts
-        _check_count(count, block_ids_max)
+        raise too_many(count, block_ids_max)
     if len(ticket.leases) < len(ticket.ranks):
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, but only {len(ticket.leases)} different ones")
     if ticket.extends or ticket.awaited:
-        _check_to_come(ticket, block_ids_max)
+        check_to_come(ticket, block_ids_max)
         count = max(count, sum(ticket.block_counts))
     vars(ticket)[_READ] = count
     return ticket
 
 
-def _check_texts(ticket: Ticket) -> None:
-    if {*map(type, _TEXTS(ticket))} != {str}:
-        raise _foreign_text(ticket)
-    _check_engine_id(ticket.engine_id)
-    if not ticket.request_id.isascii() and not encodes(ticket.request_id):
-        raise RequestError(f"ticket: remote_request_id {ticket.request_id[:80]!a} is no request id")
-    if ticket.traceparent and not _TRACEPARENT.fullmatch(ticket.traceparent):
-        raise RequestError(f"ticket: traceparent {ticket.traceparent[:80]!a} is no W3C trace context")
-    if not _PROMPT_DIGEST.fullmatch(ticket.prompt_digest):
-        raise RequestError(f"ticket: prompt_digest {ticket.prompt_digest[:80]!a} is not 32 hexadecimal digits")
-
-
-def _check_to_come(ticket: Ticket, block_ids_max: int) -> None:
-    """RequestError if what is told of blocks that are not known yet cannot be right."""
-    counts = tuple(map(len, ticket.block_tables))
-    if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
-        raise RequestError(
-            f"ticket: a rendezvous knows no blocks and tokens, but it has {counts} and {ticket.num_tokens}"
-        )
-    if any(count > most for count, most in zip(counts, ticket.block_counts, strict=True)):
-        why = f"{ticket.num_tokens} tokens need {ticket.block_counts}"
-        raise RequestError(f"ticket: {counts} blocks by group of a lease that is extended, but {why}")
-    _check_count(sum(ticket.block_counts), block_ids_max)
-
-
-def _check_groups(ticket: Ticket) -> None:
-    groups = ticket.groups
-    if len(groups) != len(ticket.block_tables):
-        raise RequestError(f"ticket: {len(groups)} groups, but {len(ticket.block_tables)} block tables")
-    if groups[0].block_size != ticket.block_size:
-        raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
-    for group in groups:
-        if not group.plausible or not is_name(group.name, _NAME_CHARS_MAX):
-            what = f"kind {group.kind}, window {group.window}, block_size {group.block_size}"
-            raise RequestError(f"ticket: group {group.name[:80]!a}: {what}")
-
-
-def _plain_groups(groups: object) -> list[Any]:
-    """Groups as `msgspec.convert` takes them."""
-    if not isinstance(groups, tuple) or not all(isinstance(group, GroupFacts) for group in groups):
-        raise RequestError(f"ticket: groups: expected a tuple of GroupFacts, got {shown(groups)}")
-    return [msgspec.structs.asdict(group) for group in groups]
-
-
-def check_lease(lease: RankLease, ticket: Ticket) -> None:
-    """RequestError names what no producer would have given: for a lease that is not the ticket's, but of its blocks."""
-    _check_lease(_convert(msgspec.structs.asdict(lease), RankLease), ticket)
-
-
 def _check_lease(lease: RankLease, ticket: Ticket) -> None:
     if {*map(type, _LEASE_TEXTS(lease))} != {str}:
-        raise _foreign_text(lease)
-    _check_place(lease.host, lease.port, lease.incarnation)
-    if lease.lease_id and (not _LEASE_ID.fullmatch(lease.lease_id) or lease.lease_id == NO_LEASE_ID):
-        raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")  # nor shown: it is a secret
-    count = len(ticket.block_ids)
-    if lease.block_ids is not None and len(lease.block_ids) != count:
-        raise RequestError(f"ticket: {count} blocks, but {len(lease.block_ids)} of tp_rank {lease.tp_rank}")
-    if (ticket.more_block_ids or lease.more_block_ids) and lease.block_ids is not None:
+        raise foreign_text(lease)
+    check_place(lease.host, lease.port, lease.incarnation)
+    if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
         if counts != theirs:
             raise RequestError(f"ticket: {counts} blocks by group, but {theirs} of tp_rank {lease.tp_rank}")
@@ -587,48 +537,36 @@ def _check_lease(lease: RankLease, ticket: Ticket) -> None:
         )
 
 
-# Engines have few ranks, and each ticket names one of them again. Types bound the lengths of what is remembered.
-@lru_cache(maxsize=1024)
-def _check_place(host: str, port: int, incarnation: str) -> None:
-    if not 0 < port <= PORT_MAX:
-        raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
-    if not is_host(host):
-        raise RequestError(f"ticket: remote_host {host[:80]!a} is no host to connect to")
-    if not is_name(incarnation, _NAME_CHARS_MAX):
-        raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
+def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
+    """Convert a struct that somebody else has filled in. RequestError names a field of another type."""
+    try:
+        return msgspec.convert(given, kind)
+    except Exception as error:
+        raise wrong(given, error) from error
 
 
-@lru_cache(maxsize=1024)
-def _check_engine_id(engine_id: str) -> None:
-    if not is_name(engine_id, _NAME_CHARS_MAX):
-        raise RequestError(f"ticket: remote_engine_id {engine_id[:80]!a} is no name")
-
-
-def _foreign_text(struct: Ticket | RankLease) -> RequestError:
-    """A text that is not Python's own: no message can carry a class of somebody else's."""
-    values = msgspec.structs.asdict(struct).items()
-    name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)
-    return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
-
-
-def _check_count(count: int, most: int) -> None:
-    if count > most:
-        raise RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
+def _listed(value: Any) -> Any:
+    """Builtins as JSON has them, with lists in place of tuples."""
+    if isinstance(value, dict):
+        return {name: _listed(one) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [*value] if value and isinstance(value[0], int) else [*map(_listed, value)]
+    return value
 
 
 def _block_ids_in(ticket: Ticket) -> int:
-    count = len(ticket.block_ids) + sum(map(len, filter(None, map(_BLOCK_IDS_OF, ticket.ranks))))
-    if ticket.more_block_ids or ticket.groups:
-        more = (ticket.more_block_ids, *map(_MORE_BLOCK_IDS_OF, ticket.ranks))
-        count += sum(len(ids) for tables in more for ids in tables)
+    count = 0
+    parts: tuple[Ticket | RankLease, ...] = (ticket, *ticket.ranks)
+    for part in parts:
+        for ids in (part.block_ids or (), *part.more_block_ids):
+            count += len(ids)
     return count
 
 
 def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
-    """RequestError if there are more block ids, ranks or fields than can be right: reading them would take long.
+    """Refuse more block ids, ranks or fields than can be right, before time is spent on reading them.
 
-    Judged before they are read, as far as it is a dict of a ticket. Whether it has a block table for each of several
-    groups.
+    True if the dict has a list of block tables, one for each group.
     """
     extra = params.get("kvflow")
     ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
@@ -651,65 +589,5 @@ def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
         elif isinstance(found, list | tuple | set | frozenset):
             count += checks.answer(found.__len__) or 0
     if count > block_ids_max:
-        _check_count(count, block_ids_max)
+        raise too_many(count, block_ids_max)
     return nested
-
-
-def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
-    """Merge tickets into one that names the ranks of all: each rank of an engine has made one for the same request.
-
-    Args:
-        tickets: at least one, in any order.
-
-    Returns:
-        A ticket that saves its readers a question to each rank.
-
-    Raises:
-        RequestError: they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
-    """
-    if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
-        raise RequestError(f"merge_tickets: {count} tickets, but an engine has at most {RANKS_MAX} ranks")
-    given = checks.answer(lambda: tuple(tickets))
-    if not given or not all(isinstance(ticket, Ticket) for ticket in given):
-        raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")
-    tickets = [read_ticket(ticket) for ticket in given]
-    first = tickets[0]
-    ranks: dict[tuple[int, int], RankLease] = {}
-    for lease in (lease for ticket in tickets for lease in ticket.ranks):
-        known = ranks.setdefault((lease.pp_rank, lease.tp_rank), lease)
-        if known != lease:
-            raise RequestError(
-                f"merge_tickets: two leases of (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)}: seal_index "
-                f"{known.seal_index} of {known.incarnation} and {lease.seal_index} of {lease.incarnation}"
-            )
-    merged = msgspec.structs.replace(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in tickets))
-    for ticket in tickets[1:]:
-        for name in Ticket.__struct_fields__:
-            ours, theirs = getattr(first, name), getattr(ticket, name)
-            if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
-                raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
-    return read_ticket(merged)
-
-
-def checked_traceparent(value: object) -> str:
-    """RequestError unless it is "" or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
-    traceparent = checks.text(value, "traceparent")
-    if not _TRACEPARENT.fullmatch(traceparent):
-        raise RequestError(f"traceparent {traceparent[:80]!a} is no W3C trace context")
-    return traceparent
-
-
-def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
-    """A struct that somebody else has filled in, its fields of their types."""
-    try:
-        return msgspec.convert(given, kind)
-    except Exception as error:
-        raise _wrong(given, error) from error
-
-
-def _wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
-    """A struct that somebody else has filled in cannot be read."""
-    if isinstance(error, msgspec.ValidationError):
-        hint = "; expected a dict of `lease.ticket.to_params()`" if "required field" in str(error) else ""
-        return RequestError(f"ticket: {checks.refusal(error, given)}{hint}")
-    return RequestError(f"ticket: {shown(error)}")

@@ -1,17 +1,17 @@
-"""Deadlines of what a stock producer offers: by arithmetic, since nothing there can be looked at.
+"""DeadlineProof: how long a stock producer's blocks may be believed, by arithmetic, since it has no seals.
 
-A stock producer keeps a prompt's blocks for `lease_s` from the end of its request, tells nobody when that was, and
-frees them without a word. A reader knows when the parameters came to it. So if the router took less than `router_s`
-from the producer's last token to this engine, and if nobody else has used the parameters, the blocks are held until
-`arrival + lease_s - router_s`; that is the first bound.
+A stock producer keeps a prompt's blocks for `lease_s` from the end of the request. It tells nobody when that was, and
+frees them without a word. The reader knows when the parameters arrived. If the router took less than `router_s` to
+bring them, and nobody else has used them, the blocks are held until `arrival + lease_s - router_s`: the first bound.
 
-A heartbeat gives them `lease_s * 2/3` anew from the moment at which the producer's worker takes it, and it takes those
-that have come before it looks for leases that are over. Nothing confirms one, and those that come before the worker
-knows of the request are dropped. So a heartbeat moves the bound only if it was sent `settle_s` after the arrival or
-later, and if the bound that stood then left it `allowance_s` to get there. One gap, or one message that could not be
-sent, ends that for good: the bound stays where it was.
+A heartbeat extends the lease to `lease_s * 2/3` from the moment at which the producer's worker takes it; the worker
+takes heartbeats before it looks for leases that are over. Nothing confirms a heartbeat, and one that comes before the
+worker knows of the request is dropped. So a heartbeat moves the bound only if it was sent at least `settle_s` after the
+arrival, and if the bound of then left it `allowance_s` to get there. After one gap, or one message that could not be
+sent, the bound stays where it was for good.
 
-What ends later than the bound is refused, whatever has landed. That is weaker than a seal: both premises are others'.
+A read that ends after the bound is refused, whatever has landed. This is weaker than a seal: both premises are the
+router's and the producer's to keep.
 """
 
 from __future__ import annotations
@@ -35,24 +35,22 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Assumptions about stock producers and routers, in seconds. ConfigError for terms under which nothing lasts."""
+    """Assumptions about stock producers and routers, in seconds. ConfigError if they leave nothing of a lease."""
 
     lease_s: float = 30.0
     """Time for which a producer keeps what it has offered: its `kv_lease_duration`."""
     router_s: float = 5.0
-    """Parameters reach this engine within so much of the end of their request."""
+    """Longest time from the end of a request until its parameters reach this engine."""
     settle_s: float = 10.0
-    """A producer's worker knows of a request so much after its parameters have come here."""
+    """Time after the parameters' arrival from which on the producer's worker knows of their request."""
     allowance_s: float = 1.0
-    """A message gets to a producer within so much."""
+    """Longest way of a message to a producer."""
 
     def __post_init__(self) -> None:
         checks.settle_fields(self, {"float": lambda value, name: checks.seconds(value, name, error=ConfigError)})
         if self.router_s + self.allowance_s >= self.lease_s:
-            left = (
-                f"router_s {self.router_s} and allowance_s {self.allowance_s} leave nothing of lease_s {self.lease_s}"
-            )
-            raise ConfigError(f"stock: {left}")
+            spent = f"router_s {self.router_s} and allowance_s {self.allowance_s}"
+            raise ConfigError(f"stock: {spent} leave nothing of lease_s {self.lease_s}")
 
     @property
     def extension_s(self) -> float:
@@ -72,24 +70,13 @@ class DeadlineProof:
     """
 
     kind = "deadline"
-    """See `SealProof.kind`."""
-    __slots__ = (
-        "_beats",
-        "_now_s",
-        "_settled_s",
-        "_terms",
-        "_unsent",
-        "_unsent_before",
-        "asked",
-        "bound_s",
-        "grows",
-        "seen_s",
-    )
+    grows = looking = over = failed = False
+    """False, ever: there is nothing to look at, and nothing is told before the end."""
+    __slots__ = ("_beats", "_now_s", "_settled_s", "_terms", "_unsent", "_unsent_before", "asked", "bound_s", "seen_s")
 
     def __init__(self, arrived_s: float, terms: Terms, now_s: Callable[[], float], unsent: Callable[[], int]) -> None:
         self.asked = True
         """True: there is no seal to fetch."""
-        self.grows = False
         self.seen_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
         """Time on our clock until which the blocks are held, as far as is known."""
@@ -101,7 +88,7 @@ class DeadlineProof:
         self._beats: list[float] = []
 
     def beat(self) -> None:
-        """A heartbeat is being sent, to every rank of the producer that we read from."""
+        """Note that a heartbeat is being sent to every rank of the producer that is read from."""
         now_s = self._now_s()
         if now_s >= self._settled_s:
             self._beats.append(now_s)
@@ -118,23 +105,8 @@ class DeadlineProof:
                 self.bound_s = max(self.bound_s, sent_s + terms.extension_s - terms.allowance_s)
         return self.bound_s
 
-    @property
-    def looking(self) -> bool:
-        """False, ever: there is nothing to look at."""
-        return False
-
-    @property
-    def over(self) -> bool:
-        """False, ever: nothing tells of it before the end."""
-        return False
-
-    @property
-    def failed(self) -> bool:
-        """See `over`."""
-        return False
-
     def there(self, num_tokens: int) -> int:
-        """All was computed before its parameters left."""
+        """All tokens: they were computed before the parameters left."""
         return num_tokens
 
     def before(self, now_s: float) -> Step:

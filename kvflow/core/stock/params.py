@@ -1,4 +1,4 @@
-"""The `kv_transfer_params` of stock engines: read as a ticket of their own kind, and made for their readers."""
+"""Parameters (`kv_transfer_params`) of stock engines: read as tickets of a kind of their own, and made for readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import msgspec
 from kvflow import checks
 from kvflow.checks import encodes, is_name, shown
 from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host
-from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
+from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.spare import MARK, with_mark
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.core.stock.deadline import Arrival
@@ -21,7 +22,6 @@ from kvflow.core.stock.versions import UnknownLine, least_line, line_of
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
-_GROUPS_MAX = 64
 _BLOCK_MAX = (1 << 31) - 1
 
 
@@ -36,7 +36,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     least_line: str
     """The first release line that makes such parameters."""
     arrived: Arrival | None = None
-    """Time at which they came to this engine; None if nobody noted that."""
+    """Time at which the parameters came to this engine; None if nobody noted it."""
     params: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Parameters as they came."""
     left: int = 0
@@ -69,9 +69,9 @@ def is_stock(params: Mapping[str, Any]) -> bool:
 def read_stock(
     params: Mapping[str, Any], *, arrived: Arrival | None, lease_s: float, block_ids_max: int, left: int = 0
 ) -> StockTicket:
-    """The ticket that a stock producer's parameters are, but for the last `left` tokens.
+    """Read a stock producer's parameters as a ticket, without the last `left` tokens.
 
-    RequestError names what is wrong, or not spoken with.
+    RequestError names a field that is wrong, or of a version that is not spoken with.
     """
     given = checks.mapping(params, "stock params")
     try:
@@ -94,9 +94,6 @@ def read_stock(
     num_tokens = checks.whole(given.get("remote_num_tokens"), "stock params: remote_num_tokens", least=0)
     if any(tables) and not num_tokens:
         raise RequestError("stock params: remote_num_tokens is 0, but there are blocks")
-    rank = RankLease(
-        pp_rank=0, tp_rank=0, lease_id="", seal_index=0, incarnation="stock", expires_s=0.0, host=host, port=port
-    )
     return StockTicket(
         engine_id=_engine_id(given.get("remote_engine_id")),
         request_id=_request_id(given.get("remote_request_id")),
@@ -111,9 +108,7 @@ def read_stock(
         kv_heads=1,
         model_kv_heads=0,
         fixed_ports=False,
-        traceparent="",
-        prompt_digest="",
-        ranks=(rank,),
+        ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", host, port),),
         least_line=line.version,
         arrived=_arrival(arrived),
         params=_kept(given),
@@ -122,11 +117,11 @@ def read_stock(
 
 
 def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int) -> tuple[tuple[int, ...], ...]:
-    """Offered blocks that hold what the tokens need, for each group as its ranks count them.
+    """Offered blocks that the tokens need, by group, numbered as the producer's ranks do.
 
-    `groups` are a rank's, `split` of whose blocks are one of vLLM's. vLLM lists a prompt's blocks up to its last token:
-    all of them, or for a window as many as it may reach back, and null blocks (0) where it has given some back.
-    RequestError if they are not as many as that, or a needed one is null.
+    `groups` are a rank's; `split` of its blocks are one of vLLM's. vLLM lists a prompt's blocks up to its last token:
+    all of them, or for a window as many as it may reach back, with null blocks (0) where it has given some back.
+    RequestError if the list has another length, or a needed block is null.
     """
     what = f"stock request {ticket.request_id!r}"
     if len(ticket.block_tables) != len(groups):
@@ -148,9 +143,9 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int)
 
 
 def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int = 1) -> int | None:
-    """The first block of a group that the tokens need and that its producer has given back; None if there is none.
+    """The first needed block of a group that its producer has given back; None if there is none.
 
-    Also None if the group's blocks are of another size than `facts` say: who asks the producer's rank finds out more.
+    None, too, where the group's blocks are of another size than `facts` say: the handshake finds that out.
     """
     size, tokens = facts.block_size * split, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
@@ -161,22 +156,22 @@ def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split
 
 
 def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int) -> Sequence[int]:
-    """Ids of the blocks that the tokens need, of a group's table, which ends with the prompt's last block."""
+    """Ids of the needed blocks in a group's table, whose end is the prompt's last block."""
     size, tokens = facts.block_size * split, ticket.num_tokens
     behind = -(-(tokens + ticket.left) // size) - len(ids)
     return ids[facts.first_needed(tokens) // size - behind : -(-tokens // size) - behind]
 
 
 def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
-    """A ticket's dict as readers of both kinds take it: what a stock producer of that version answers, and "kvflow".
+    """Make of a ticket the parameters that a stock producer of that version would give, with "kvflow" for our readers.
 
-    What it has under "kvflow" stands behind the request's id once more, for routers that drop the field: without either
-    a reader of ours would take it for a stock producer's. To a stock reader the id is a name like any other.
+    The content of "kvflow" stands behind the request's id once more, for routers that drop the field: without either, a
+    reader of ours would take the producer for a stock one. To a stock reader the id is a name like any other.
 
-    Block ids are a table for each group, up to the end of the whole prompt, of which the last `left` tokens are not
-    offered: a stock reader makes room for all and computes the last one itself. Where that one would begin a block, a
-    block of the same prompt stands for it, and "kvflow" says so. RequestError for a ticket that a stock reader would
-    die of, or read wrongly.
+    Each group has a table of block ids up to the end of the prompt. Its last `left` tokens are not offered, but a stock
+    reader makes room for all and computes the last one itself. Where that token would begin a block, another block of
+    the prompt stands for it, and "kvflow" says so. RequestError for a ticket that a stock reader would die of, or read
+    wrongly.
     """
     checks.instance(ticket, Ticket, "stock params: ticket")
     line = line_of(checks.text(version, "stock params: version"))
@@ -220,7 +215,7 @@ def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:
 
 
 def _arrival(value: object) -> Arrival | None:
-    """Time at which parameters came, as anybody may have noted it: what is none would be compared with times."""
+    """Check a noted arrival: anybody may have made it, and it is compared with times."""
     if value is not None:
         fits = isinstance(value, Arrival) and type(value.machine) is str and type(value.now_s) in (int, float)
         if not fits or not abs(value.now_s) <= checks.SECONDS_MAX:  # type: ignore[attr-defined]
@@ -244,7 +239,7 @@ def _request_id(value: object) -> str:
 def _tables(value: object, block_ids_max: int) -> tuple[tuple[int, ...], ...]:
     """Block ids by group. RequestError for flat ones, which are of other versions, and for too many."""
     what = "stock params: remote_block_ids"
-    if not isinstance(value, list | tuple) or not 0 < len(value) <= _GROUPS_MAX:
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= GROUPS_MAX:
         raise RequestError(f"{what}: expected a list of a list for each group, got {shown(value)}")
     if not all(isinstance(ids, list | tuple) for ids in value):
         raise RequestError(f"{what}: expected a list for each group, got {shown(value)}")
@@ -259,6 +254,6 @@ def _tables(value: object, block_ids_max: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as far as they are known, to give them on."""
+    """Known parameters, to be given on."""
     known = {*line_of("0.33").params}
     return {key: value for key, value in given.items() if key in known}

@@ -13,6 +13,7 @@ this engine was told that there are such engines; a further pipeline stage exist
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -166,7 +167,7 @@ def metadata_of(shown: Shown, agent: str, ours: OurCache, *, rank: Rank, sizes: 
         clock_s=shown.clock_s,
         cache_shares=tuple(shares),
         agent_metadata=found.agent_metadata,
-        agent_metadata_crc32=messages.checksum(found.agent_metadata),
+        agent_metadata_crc32=zlib.crc32(found.agent_metadata),
         regions=tuple(tables),
         groups=tuple(msgspec.structs.replace(group, block_size=found.block_size) for group in ours.groups),
         seals=_NO_SEALS,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvflow.config import RANKS_MAX
-from kvflow.core.protocol.messages import WireError
+from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.spare import bare_id
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
@@ -27,14 +27,14 @@ _HEARD_IDS_MAX = 1 << 14
 
 
 class ReadText(NamedTuple):
-    """One of so many readers of this rank needs the request's blocks no more."""
+    """Report that one of `readers` of this rank needs the request's blocks no more."""
 
     request_id: str
     readers: int
 
 
 class Heartbeat(NamedTuple):
-    """Requests whose blocks are needed still."""
+    """Report that the blocks of these requests are still needed."""
 
     request_ids: tuple[str, ...]
 
@@ -74,9 +74,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 
 
 def decode_text(payload: bytes) -> ReadText | Heartbeat:
-    """Text of a stock reader, by the ids that requests have here. WireError for anything else: nothing of it ends
-    anything here.
-    """
+    """Decode a stock reader's text, with request ids as they are here. WireError for anything else."""
     if len(payload) > HEARD_BYTES_MAX:
         raise WireError(f"a text of {len(payload)} bytes, at most {HEARD_BYTES_MAX}")
     try:

@@ -1,8 +1,8 @@
-"""The release lines of vLLM that we speak with, as a table: what each says, and where they differ.
+"""Release lines of vLLM that we speak with, as a table: the fields that each sends, and where they differ.
 
-A peer does not say its version. What its parameters and its metadata have, or lack, tells it as closely as anything on
+A peer does not say its version. The fields of its parameters and its metadata tell the line as closely as anything on
 the wire depends on it; lines that cannot be told apart are spoken with alike. A line that is not in the table is
-refused by name: an older listener dies of our question, and what a later one means is not known.
+refused by name: an older listener dies of our question, and a later one may mean something else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 
 class Counting(enum.StrEnum):
-    """Number that a reader says behind the id of what it has read. The producer waits for as many notifications as
-    there are readers of one of its ranks, and learns that from it."""
+    """Number of readers that a reader reports. The producer's rank waits for as many notifications."""
 
     ENGINE = "engine"
     """Number of the tensor-parallel ranks that the reader's engine has."""
@@ -27,7 +26,7 @@ class Line(NamedTuple):
 
     version: str
     protocol: int
-    """Its NIXL_CONNECTOR_VERSION, which only the compatibility hash has."""
+    """NIXL_CONNECTOR_VERSION of the line, which only the compatibility hash has."""
     counting: Counting
     metadata: tuple[str, ...]
     """The fields of a rank's metadata, in order."""

@@ -1,8 +1,7 @@
-"""Messages of the stock side channel: the question for a rank's metadata, and its answer, byte for byte as they are.
+"""Messages of the stock side channel, byte for byte: the question for a rank's metadata, and its answer.
 
-A stock engine has one listener for all its ranks, and no guard around it: a question that it does not expect ends its
-listener for good. So there is one function that makes questions, and it makes none but the one that is expected. What
-is received is decoded strictly and with bounds: a peer's words are its own.
+A stock engine has one listener for all its ranks, without a guard: a question that it does not expect ends it for good.
+So one function makes questions, and only the expected one. Answers are decoded strictly and with bounds.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from msgspec import Meta
 
 from kvflow.checks import is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
-from kvflow.core.protocol.messages import REGIONS_MAX, WireError
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
+from kvflow.core.protocol.codec import WireError
+from kvflow.core.protocol.messages import REGIONS_MAX
 from kvflow.core.stock.hashing import HASH
 from kvflow.core.stock.versions import Line
 
 _ASKED = b"get_meta_msg"
 _AGENT = b"nixlSerDes|Agent"
 _AGENT_CHARS_MAX = 512
-_NAME_CHARS_MAX = 1024
 METADATA_BYTES_MAX = 4 << 20
 QUESTION_BYTES_MAX = 64
 _FIELDS_MAX = 256
@@ -32,7 +32,7 @@ Size = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Address = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Bytes = Annotated[int, Meta(ge=1, lt=1 << 47)]
 Number = Annotated[int, Meta(ge=-1, lt=1 << 31)]
-Name = Annotated[str, Meta(max_length=_NAME_CHARS_MAX)]
+Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Ranks = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 _Many = Meta(max_length=REGIONS_MAX)
 
@@ -47,7 +47,7 @@ class RankQuestion(NamedTuple):
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata that a rank shows: vLLM's NixlAgentMetadata, as far as its line has it."""
 
-    engine_id: Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS_MAX)]
+    engine_id: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
     agent_metadata: bytes
     kv_caches_base_addr: Annotated[list[Address], Meta(min_length=1, max_length=REGIONS_MAX)]
     device_id: Count

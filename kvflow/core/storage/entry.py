@@ -27,11 +27,11 @@ _MAGIC = b"kvfentry"
 _PREFIX = struct.Struct("<8sIIQ")
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
-"""Digests of a million layers."""
+"""Longest header: digests of a million layers."""
 
 
 class NotAnEntry(Exception):
-    """A file is no whole entry; the message says why."""
+    """File that is no whole entry; the message says why."""
 
 
 class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ def checked_key(key: object, what: str) -> bytes:
 
 
 def encode(header: EntryHeader) -> bytes:
-    """The file up to its blocks."""
+    """Beginning of the file, up to its blocks."""
     body = msgspec.msgpack.encode(header)
     start = _PREFIX.pack(_MAGIC, VERSION, zlib.crc32(body), len(body))
     return (start + body).ljust(header.data_start, b"\0")

@@ -1,9 +1,9 @@
-"""Entries of a store, and who makes room for whom.
+"""Index of a store: its entries, and which of them make room for others.
 
-Entries have an order: the one that was saved or restored longest ago is the first to go, after those that could not be
-read, which nobody finds any more. One that is being read never goes. What is being written counts with its whole size
-from the beginning, and one that was replaced while somebody read it counts until nobody does; so what is on disk never
-exceeds the bound.
+Entries have an order. Those that could not be read go first, and are not found any more; then the one that was saved or
+restored longest ago. An entry that is being read never goes. An entry that is being written counts with its whole size
+from the beginning; one that was replaced counts until its last reader has finished. So the files never exceed the
+bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class NoRoom(Exception):
-    """All that would have to go is being read or written."""
+    """No room: all entries that would have to go are being read or written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,16 +26,16 @@ class Entry:
     size_bytes: int
     readers: int = 0
     aside: bool = False
-    """True once it could not be read: it takes room, and is not found."""
+    """True once a read of it has failed: it takes room, and is not found."""
     dropped: bool = False
-    """True once it is no entry any more: its bytes count until nobody reads it."""
+    """True once it has left the index: its bytes count until nobody reads it."""
 
 
 class StoreIndex:
     """The entries by name, the first to go first."""
 
     def __init__(self, bytes_max: int, found: Iterable[Entry] = ()) -> None:
-        """`found` are those that are there already, the first to go first."""
+        """`found` are the entries of a folder, the first to go first."""
         self.bytes_max = bytes_max
         self.used_bytes = 0
         self._entries: dict[str, Entry] = {}
@@ -50,7 +50,7 @@ class StoreIndex:
         return None if entry is None or entry.aside else entry
 
     def make_room(self, size_bytes: int) -> tuple[Entry, ...]:
-        """Reserve so many bytes; which entries have to go for that, and are none any more. Raises NoRoom."""
+        """Reserve bytes. Returns the entries that left the index for that, whose files have to go. Raises NoRoom."""
         excess, victims = self.used_bytes + size_bytes - self.bytes_max, []
         for entry in self._entries.values():
             if excess <= 0:
@@ -66,12 +66,12 @@ class StoreIndex:
         return tuple(victims)
 
     def reserved(self, entry: Entry) -> Entry:
-        """Count a file that is there although nobody has reserved room for it."""
+        """Count a file for which no room was reserved."""
         self.used_bytes += entry.size_bytes
         return entry
 
     def put_back(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """Entries that had to go could not be removed: they are entries again, the first to go.
+        """Take entries back whose files could not be removed: they are the first to go again.
 
         Those that were replaced meanwhile are not, and are returned: their files are left.
         """
@@ -95,7 +95,7 @@ class StoreIndex:
         self.used_bytes -= size_bytes
 
     def commit(self, entry: Entry) -> Entry | None:
-        """An entry is complete, in room that was reserved. The one that it replaces, if there is one, is dropped."""
+        """Add a complete entry, in room that was reserved. The entry that it replaces is dropped."""
         before = self._entries.get(entry.name)
         if before is not None:
             self.drop(before)

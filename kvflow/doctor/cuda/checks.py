@@ -1,4 +1,4 @@
-"""Judgement of what was seen of a CUDA machine: what it means for loads between GPUs, and what to set. Pure.
+"""Checks of a CUDA machine: what its facts mean for loads between GPUs, and what to set. Pure.
 
 What UCX and NIXL do with these facts was read in their sources (UCX 1.23 as NIXL 1.5.1 brings it), not measured.
 """
@@ -21,7 +21,7 @@ _INSTALL_TORCH = "install a build of torch for a CUDA that the driver runs"
 
 
 def check_driver(name: str, _: Host, cuda: Cuda) -> Finding:
-    """The driver, what torch is built for, and which build of NIXL that loads."""
+    """Check that the driver, torch's CUDA and the build of NIXL fit each other."""
     driver, probe = cuda.driver, cuda.probe
     if driver is None:
         return fail(name, "nvidia-smi does not answer", "containers: --gpus all, with the NVIDIA container toolkit")
@@ -50,7 +50,7 @@ def major_minor(version: str) -> tuple[int, int]:
 
 
 def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
-    """MIG and compute mode: what keeps processes from each other's memory, or from the device."""
+    """Check MIG and compute mode, which may keep processes from each other's memory, or from the device."""
     gpus = cuda.driver.gpus if cuda.driver else ()
     found = "; ".join(
         f"{number}: {gpu.name}, {gpu.memory_mib} MiB, {cuda.nvlinks.get(number, 0)} NVLinks"
@@ -68,7 +68,7 @@ def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Memory that is mapped by hand cannot be opened by cuda_ipc, nor does its registration follow it."""
+    """Check torch's allocator: cuda_ipc cannot open expandable segments, nor does their registration follow them."""
     given = [
         f"{key}={cuda.environment[key]}"
         for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -81,7 +81,7 @@ def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Settings by hand that keep UCX from GPU memory."""
+    """Check the environment for settings that keep UCX from GPU memory."""
     given = {key: value for key, value in cuda.environment.items() if key.startswith("UCX_")}
     found = ", ".join(f"{key}={value}" for key, value in given.items()) or "none is set"
     lacking = left_out(given.get("UCX_TLS", ""))
@@ -110,8 +110,10 @@ def left_out(tls: str) -> tuple[str, ...]:
 
 
 def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Way in which RDMA takes GPU memory: by nvidia_peermem, or by dma-buf. gdrcopy is no part of it: the UCX of NIXL's
-    wheels has no gdr_copy, and a read does not need it."""
+    """Check the way in which RDMA takes GPU memory: by nvidia_peermem, or by dma-buf.
+
+    gdrcopy is no part of it: the UCX of NIXL's wheels has no gdr_copy, and a read does not need it.
+    """
     ways = [
         *(["nvidia_peermem is loaded"] if cuda.peermem else []),
         *(["dma-buf is supported"] if cuda.dmabuf else []),
@@ -126,7 +128,7 @@ def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
-    """RDMA sees GPU memory through BAR1, and kvflow registers a cache twice, which some drivers count twice."""
+    """Check BAR1, through which RDMA sees GPU memory: a cache is registered twice, and some drivers count that."""
     gpus = [gpu for gpu in (cuda.driver.gpus if cuda.driver else ()) if gpu.bar1_mib and gpu.memory_mib]
     found = "; ".join(f"{gpu.bar1_mib} MiB for {gpu.memory_mib} MiB of memory" for gpu in gpus) or "unknown"
     if not host.rdma_devices:
@@ -171,7 +173,7 @@ def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_sharing(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Needs of processes in different containers for cuda_ipc."""
+    """Check whether processes in different containers can use cuda_ipc."""
     where = "the machine's own" if cuda.pid_namespace == HOST_PID_NAMESPACE else "a container's"
     found = f"PID namespace: {where}; IMEX channels: {cuda.imex_channels}"
     if cuda.pid_namespace == HOST_PID_NAMESPACE or cuda.imex_channels:
@@ -201,7 +203,7 @@ def check_cuda(host: Host, cuda: Cuda) -> Iterator[Finding]:
 
 
 def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
-    """The way that reads took between two processes with caches on one GPU, and why, if it is a slow one."""
+    """Judge the way of reads between two processes with caches on one GPU, with reasons if it is a slow one."""
     if path is None:
         return silent(name)
     if "software emulation" not in path.how and "tcp/" not in path.over:

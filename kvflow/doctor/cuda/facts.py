@@ -1,4 +1,4 @@
-"""All that was seen of a CUDA machine: by nvidia-smi, in /proc and /sys, and by a child that loads torch and NIXL.
+"""Facts of a CUDA machine: from nvidia-smi, /proc and /sys, and from a child that loads torch and NIXL.
 
 What concerns the GPUs themselves is asked in processes of their own: a driver that hangs or crashes is a finding.
 """
@@ -18,6 +18,7 @@ from typing import cast
 from kvflow.bench.child import BenchError, call_in_child
 from kvflow.device.cuda import DriverError, load_driver
 from kvflow.doctor.cuda.nvidia import InstalledDriver, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.host import entries
 from kvflow.doctor.version import installed
 
 VARIABLES = (
@@ -86,9 +87,9 @@ def read_cuda() -> Cuda:
         nearness=read_nearness(_smi("topo", "-m")),
         peermem=os.path.isdir("/sys/module/nvidia_peermem"),
         kernel=kernel_version(platform.release()),
-        iommu=bool(_entries("/sys/class/iommu")),
+        iommu=bool(entries("/sys/class/iommu")),
         pid_namespace=_link("/proc/self/ns/pid"),
-        imex_channels=len(_entries(_IMEX_CHANNELS)),
+        imex_channels=len(entries(_IMEX_CHANNELS)),
         nixl_builds=tuple(name for name in _BUILDS if installed(name) != "not installed"),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         probe=probe(),
@@ -106,12 +107,6 @@ def _smi(*arguments: str) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
     return ""
-
-
-def _entries(path: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        return os.listdir(path)
-    return []
 
 
 def _link(path: str) -> str:
@@ -133,7 +128,7 @@ def _look() -> Probe:
 
     import torch
 
-    from kvflow.transport.nixl.agents import list_plugins
+    from kvflow.transport.nixl.native import list_plugins
 
     list_plugins()  # loads the build of NIXL that fits torch's CUDA
     try:

@@ -33,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledDriver:
-    """A device, by `nvidia-smi -q -x`."""
+    """Driver and its devices, by `nvidia-smi -q -x`."""
 
     version: str
     cuda: tuple[int, int] | None
@@ -42,7 +42,7 @@ class InstalledDriver:
 
 
 def read_devices(xml: str) -> InstalledDriver | None:
-    """None if the text is no report of nvidia-smi."""
+    """Read a report of nvidia-smi; None if the text is none."""
     try:
         root = ElementTree.fromstring(xml)
     except ElementTree.ParseError:

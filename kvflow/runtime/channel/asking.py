@@ -18,7 +18,7 @@ import zmq
 
 from kvflow.config import Config, split_address
 from kvflow.core.policy.circuit import BackOff, delay_s
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
 from kvflow.runtime.channel.connections import Connections, ListenerWay
@@ -102,7 +102,7 @@ class ZmqSideChannel:
         A connection may end with the question on it: a kept one because its listener has restarted, any because its
         listener has dropped all. Then it is asked again; every question may be put twice.
         """
-        body, target = messages.encode(request), request.target
+        body, target = codec.encode(request), request.target
         shared, heard = self._connections.shared(way), None
         if shared is not None:
             with self._connections.asking(shared, fingerprint, body) as question:
@@ -154,11 +154,11 @@ def _explained(target: messages.Target, address: str) -> Iterator[None]:
 def _decode(target: messages.Target, address: str, frames: list[bytes]) -> messages.Reply:
     try:
         header_frame, body_frame = frames
-        header = messages.decode_header(header_frame)
-        reply = messages.decode_reply(body_frame)
-    except (ValueError, messages.WireError) as error:
+        header = codec.decode_header(header_frame)
+        reply = codec.decode_reply(body_frame)
+    except (ValueError, codec.WireError) as error:
         raise failure(ProtocolError, target, address, f"the answer is no kvflow message: {error}") from error
-    if header.version != messages.PROTOCOL_VERSION and not isinstance(reply, messages.Refusal):
-        versions = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {header.version}"
+    if header.version != codec.PROTOCOL_VERSION and not isinstance(reply, messages.Refusal):
+        versions = f"kvflow protocol version: ours {codec.PROTOCOL_VERSION}, theirs {header.version}"
         raise failure(PeerRefused, target, address, versions)
     return reply

@@ -25,7 +25,7 @@ from typing import TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec
 from kvflow.runtime.channel.keyring import KeyPair
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 
@@ -109,7 +109,7 @@ class KeptConnection:
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
         """Send a question. Raises ZMQError."""
         question = OpenQuestion(next(self._numbers))
-        header = messages.encode(messages.our_header(fingerprint, question.number))
+        header = codec.encode(codec.our_header(fingerprint, question.number))
         with suppress(zmq.Again):  # it has failed already, and the monitor is about to say how
             self._socket.send_multipart([header, body], flags=zmq.NOBLOCK)
         self._asked += 1
@@ -319,6 +319,6 @@ def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 def _number_of(frames: Sequence[bytes]) -> int:
     """Number of the question that an answer is for; 0 if it does not say."""
     try:
-        return messages.decode_header(frames[0]).question
-    except messages.WireError:
+        return codec.decode_header(frames[0]).question
+    except codec.WireError:
         return 0

@@ -29,7 +29,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.config import Config
 from kvflow.core.policy.rate_limit import RateLimiter
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import asked_by
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.keyring import Keyring
@@ -156,8 +157,8 @@ class ZmqListener:
             engine = await self._keyring.engine_of(bytes.fromhex(peer))
         sender, header_frame, body_frame = (frame.bytes for frame in frames)
         try:
-            header = messages.decode_header(header_frame)
-        except messages.WireError as error:
+            header = codec.decode_header(header_frame)
+        except codec.WireError as error:
             self._drop(str(error))
             return
         if self._keyring is not None and engine is None:  # readers keep connections, so silence would be no answer
@@ -180,7 +181,7 @@ class ZmqListener:
         if isinstance(reply, messages.Refusal):
             outcome = "refused"
             self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
-        self._post([sender, *messages.encode_frames(messages.our_header(b"", question), reply)], outcome)
+        self._post([sender, *codec.encode_frames(codec.our_header(b"", question), reply)], outcome)
 
     def _answer_stranger(self, answer: AnswerStranger, sender: bytes, question: bytes) -> None:
         """Answer a reader of another make as it expects it, or not at all: another answer may make it exit."""
@@ -203,17 +204,17 @@ class ZmqListener:
             raise problem
         self._counts[outcome] += 1
 
-    def _reply_to(self, header: messages.Header, body_frame: bytes, engine: str | None) -> Answered:
+    def _reply_to(self, header: codec.Header, body_frame: bytes, engine: str | None) -> Answered:
         try:
-            if header.version != messages.PROTOCOL_VERSION:
-                ours = messages.PROTOCOL_VERSION
-                raise messages.WireError(f"kvflow protocol version: ours {ours}, theirs {header.version}")
-            request = messages.decode_request(body_frame)
-            claimed = messages.asked_by(request)
+            if header.version != codec.PROTOCOL_VERSION:
+                ours = codec.PROTOCOL_VERSION
+                raise codec.WireError(f"kvflow protocol version: ours {ours}, theirs {header.version}")
+            request = codec.decode_request(body_frame)
+            claimed = asked_by(request)
             if engine not in (None, claimed):
                 whose = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
-                raise messages.WireError(whose)
-        except messages.WireError as error:
+                raise codec.WireError(whose)
+        except codec.WireError as error:
             return refusal(str(error))
         return self._answer(header, request)
 

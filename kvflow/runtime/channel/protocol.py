@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 from kvflow.checks import printable
 from kvflow.core.bounds import REASON_CHARS_MAX
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 
 QUESTIONS_MAX = 8
 """Over one connection at once: a listener has room for the answers of so many."""
@@ -18,13 +18,13 @@ Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
 """A reply, or one to come: it is sent when it is there, and others are answered meanwhile. Who promises one bounds how
 many there are, and settles each."""
 
-Answer: TypeAlias = Callable[[messages.Header, messages.Request], Answered]
+Answer: TypeAlias = Callable[[codec.Header, messages.Request], Answered]
 
 
 def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
     """Refuse a question, and say why."""
     why = printable(reason, REASON_CHARS_MAX - 3)
-    return messages.Refusal(reason=why, version=messages.PROTOCOL_VERSION, transient=transient)
+    return messages.Refusal(reason=why, version=codec.PROTOCOL_VERSION, transient=transient)
 
 
 AnswerStranger: TypeAlias = Callable[[bytes], "list[bytes] | None"]

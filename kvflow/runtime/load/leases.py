@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.notifications import ReadDone, Renew, joined, leases_max
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError, RuntimeUnavailable
 from kvflow.logs import logger_of
@@ -60,16 +61,16 @@ class LeaseIdTelling:
     def __init__(self, context: RankContext, local: LocalRank) -> None:
         self._transport = context.transport
         self._reader = local.reader
-        self._batch_max = messages.leases_max(local.reader, messages.NOTIFICATION_BYTES_MAX)
-        self._join = partial(messages.joined, leases_most=self._batch_max)
+        self._batch_max = leases_max(local.reader, notifications.NOTIFICATION_BYTES_MAX)
+        self._join = partial(joined, leases_most=self._batch_max)
 
     def needed(self, sources: Sequence[Source]) -> int:
         """See `Telling.needed`."""
         agent = sources[0].connection.agent
         lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
         for start in range(0, len(lease_ids), self._batch_max):
-            message = messages.Renew(lease_ids=lease_ids[start : start + self._batch_max], reader=self._reader)
-            self._transport.notify(agent, messages.encode(message))
+            message = Renew(lease_ids=lease_ids[start : start + self._batch_max], reader=self._reader)
+            self._transport.notify(agent, codec.encode(message))
         return len(lease_ids)
 
     def read(self, source: Source) -> None:
@@ -79,10 +80,8 @@ class LeaseIdTelling:
     def report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
         """Report our share of the reading of a lease."""
         if numerator > 0:  # else others report it
-            message = messages.ReadDone(
-                lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator
-            )
-            self._transport.notify(agent, messages.encode(message), self._join)
+            message = ReadDone(lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator)
+            self._transport.notify(agent, codec.encode(message), self._join)
 
 
 class RemoteLeases:

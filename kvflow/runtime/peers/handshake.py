@@ -7,6 +7,7 @@ judged before any of it is used, and no text of a peer gets into our messages un
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 
 from kvflow.checks import is_name
@@ -15,8 +16,9 @@ from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, SetPair
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address, agent_name
+from kvflow.core.protocol.claims import all_regions_from_wire, check_cache_shares, check_seals, check_sets
 from kvflow.core.protocol.proof import RemoteClock
 from kvflow.errors import (
     PeerError,
@@ -64,7 +66,7 @@ class Handshakes:
             if not isinstance(reply, messages.Metadata):
                 raise at.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
             regions = judge(at, reply, self._local)
-            agent = AgentName(messages.agent_name(at.engine_id, at.rank, reply.incarnation))
+            agent = AgentName(agent_name(at.engine_id, at.rank, reply.incarnation))
             known = await self.agents.find(agent)
             if known is not None:
                 return known
@@ -194,13 +196,13 @@ def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerE
         differences = ours.compatibility.differences(refusal.compatibility) or [words(refusal.reason)]
         if refusal.cache_shares:
             try:
-                messages.check_cache_shares(refusal.cache_shares)
-            except messages.WireError as error:
+                check_cache_shares(refusal.cache_shares)
+            except codec.WireError as error:
                 return peer.failure(ProtocolError, str(error))
             differences += topology.differences(ours.cache_shares, refusal.cache_shares)
         return _incompatible(peer, list(dict.fromkeys(differences)))
-    if refusal.version != messages.PROTOCOL_VERSION:
-        versions = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {refusal.version}"
+    if refusal.version != codec.PROTOCOL_VERSION:
+        versions = f"kvflow protocol version: ours {codec.PROTOCOL_VERSION}, theirs {refusal.version}"
         return peer.failure(PeerIncompatible, versions)
     kind = PeerNotReady if refusal.transient else PeerRefused
     return peer.failure(kind, f"refused: {words(refusal.reason)}")
@@ -217,15 +219,15 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
         raise peer.failure(PeerRefused, f"expected engine {peer.engine_id!r}, found {words(metadata.engine_id)!r}")
     if not is_name(metadata.incarnation, WORDS_MAX):
         raise peer.failure(ProtocolError, f"incarnation {words(metadata.incarnation, 80)!r} is no name")
-    actual = messages.checksum(metadata.agent_metadata)
+    actual = zlib.crc32(metadata.agent_metadata)
     if actual != metadata.agent_metadata_crc32:
         sums = f"computed {actual:#010x}, sent {metadata.agent_metadata_crc32:#010x}"
         raise peer.failure(ProtocolError, f"agent metadata checksum: {sums}")
     try:
-        regions = messages.all_regions_from_wire(metadata.regions)
-        messages.check_sets(metadata.cache_shares, regions, metadata.groups)
-        messages.check_seals(metadata.seals)
-    except messages.WireError as error:
+        regions = all_regions_from_wire(metadata.regions)
+        check_sets(metadata.cache_shares, regions, metadata.groups)
+        check_seals(metadata.seals)
+    except codec.WireError as error:
         raise peer.failure(ProtocolError, str(error)) from error
     found = problems_of(peer.rank, metadata, regions, ours)
     if found:

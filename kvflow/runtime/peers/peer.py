@@ -20,6 +20,7 @@ from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.core.protocol.proof import HOST, Proof, RemoteClock, quick_read_max_s
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import PeerIncompatible
@@ -46,7 +47,7 @@ class LocalRank:
 
     reader: str
     caller: messages.Caller
-    compatibility: messages.Compatibility
+    compatibility: Compatibility
     cache_shares: tuple[CacheShare, ...]
     regions: tuple[Regions, ...]
     groups: tuple[GroupFacts, ...]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +23,6 @@ from kvflow.core.plan.descriptors import check_block_ids
 from kvflow.core.plan.ranks import RankPlan, plan_ranks
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.policy.circuit import NEVER_FAILED
-from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
@@ -71,7 +71,7 @@ class Reach:
         self.ask_patiently = peers.ask_patiently
         questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
         self.when_served, self._find_lease = questions.when_served, questions.find
-        self.spread = messages.checksum(local.reader.encode())
+        self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
         self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
 

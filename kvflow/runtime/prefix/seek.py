@@ -213,16 +213,7 @@ class Seeker:
 
 def _without_lease(at: Address, connection: Connection) -> RankLease:
     host, port = split_address(at.address, what="peer")
-    return RankLease(
-        pp_rank=at.rank.pp,
-        tp_rank=at.rank.tp,
-        lease_id="",
-        seal_index=0,
-        incarnation=connection.incarnation,
-        expires_s=0.0,
-        host=host,
-        port=port,
-    )
+    return RankLease.unasked(at.rank, connection.incarnation, host, port)
 
 
 def _named(peer: GivenPeer) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import life_of
 from kvflow.errors import PeerError, RuntimeUnavailable
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
@@ -71,7 +72,7 @@ class Attendance:
 
     def introduced(self, name: str, caller: messages.Caller) -> None:
         """Note where a reader listens. Only its first word counts: an incarnation stays where it is."""
-        life = messages.life_of(name, caller.target.engine_id)
+        life = life_of(name, caller.target.engine_id)
         if name in self._readers or life is None:
             return
         self._readers[name] = reader = _Reader(caller, life[1])

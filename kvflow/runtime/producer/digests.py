@@ -15,7 +15,7 @@ from functools import partial
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.plan.topology import CacheShare, heads_held
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.digests import DEFINITION
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RuntimeClosed
@@ -63,7 +63,7 @@ class DigestAnswers:
             return self._refused(refusal("its blocks are not there yet", transient=True))
         try:
             asked = self._understood(question, *found)
-        except messages.WireError as error:
+        except codec.WireError as error:
             return self._refused(refusal(str(error)))
         if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= OF_READER_MAX:
             return self._refused(refusal("too many digests are asked for at once", transient=True))
@@ -105,10 +105,10 @@ class DigestAnswers:
     def _understood(self, question: messages.DigestRequest, ticket: Ticket, held: HeldBlocks) -> list[Digesting]:
         """The digests to compute. WireError if they are of nothing that this rank, or the lease, has."""
         if question.definition != DEFINITION:
-            raise messages.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
+            raise codec.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
         count = sum(len(part.layers) for part in question.parts)
         if not 0 < len(question.parts) <= messages.DIGEST_PARTS_MAX or count > messages.REGIONS_MAX:
-            raise messages.WireError(f"digests: {len(question.parts)} parts of {count} layers")
+            raise codec.WireError(f"digests: {len(question.parts)} parts of {count} layers")
         tables = held.tables if held.host_tables is None else held.host_tables
         return [self._understood_part(part, ticket, tables) for part in question.parts]
 
@@ -117,7 +117,7 @@ class DigestAnswers:
         heads = heads_held(share, part.model_heads) if part.model_heads > 0 else range(0)
         if len(heads) != share.kv_heads or not heads.start <= part.head < part.head + part.heads <= heads.stop:
             of = f"{part.head}+{part.heads} of the model's {part.model_heads}"
-            raise messages.WireError(f"digests: heads {of}, this rank has {share.kv_heads}")
+            raise codec.WireError(f"digests: heads {of}, this rank has {share.kv_heads}")
         group = self._local.groups[share.group]
         blocks = offered_blocks(group, tables[share.group], ticket, part)
         positions = [share.layers.index(layer) for layer in part.layers]
@@ -129,7 +129,7 @@ class DigestAnswers:
         for at, share in enumerate(self._local.cache_shares):
             if share.part == part.part and layers <= set(share.layers) and len(layers) == len(part.layers) > 0:
                 return at, share
-        raise messages.WireError(f"digests: no layers of this rank look alike that are {sorted(layers)[:6]}")
+        raise codec.WireError(f"digests: no layers of this rank look alike that are {sorted(layers)[:6]}")
 
 
 def offered_blocks(group: GroupFacts, ids: BlockIds, ticket: Ticket, part: messages.DigestPart) -> TokenBlocks:
@@ -142,6 +142,6 @@ def offered_blocks(group: GroupFacts, ids: BlockIds, ticket: Ticket, part: messa
     first = last - len(ids)
     if not first * size <= part.start < part.stop <= tokens:
         had = f"{first * size} to {tokens}"
-        raise messages.WireError(f"digests: tokens {part.start} to {part.stop}, the lease has {had}")
+        raise codec.WireError(f"digests: tokens {part.start} to {part.stop}, the lease has {had}")
     count = -(-part.stop // size) - first
     return TokenBlocks(ids[:count], size, part.start, part.stop)

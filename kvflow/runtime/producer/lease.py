@@ -15,7 +15,7 @@ from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.proof import FAILED
-from kvflow.core.protocol.ticket import checked_traceparent
+from kvflow.core.protocol.ticket_checks import checked_traceparent
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 

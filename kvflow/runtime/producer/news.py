@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from kvflow.checks import printable
 from kvflow.core.policy.lease_book import LeaseEntry
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.messages import LeaseNews
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
@@ -120,7 +120,7 @@ class Newsroom:
         self._came(found.entry, question.reader)
         tables, known = found.held.readable, question.known
         if len(known) != len(tables) or any(not 0 <= at <= len(ids) for at, ids in zip(known, tables, strict=True)):
-            raise messages.WireError(f"news: {known[:8]} blocks known, there are {tuple(map(len, tables))}")
+            raise codec.WireError(f"news: {known[:8]} blocks known, there are {tuple(map(len, tables))}")
         more = tuple(tuple(ids[at:].tolist()) for at, ids in zip(known, tables, strict=True))
         if found.complete:
             return messages.News(state=LeaseNews.COMPLETE, more_block_ids=more, payload=found.payload or b"")

@@ -26,6 +26,7 @@ from functools import partial
 import numpy as np
 
 from kvflow import checks
+from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import count_block_ids
 from kvflow.core.plan.topology import parallelism_of
@@ -33,7 +34,9 @@ from kvflow.core.policy.events import has_happened
 from kvflow.core.policy.history import History
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent, LeaseState
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages, notifications
+from kvflow.core.protocol.claims import check_cache_shares
+from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError, UsageError
@@ -143,7 +146,7 @@ class Serving:
     def _take(self, request: ServeRequest) -> HeldBlocks:
         """Take the blocks and the seal of a lease. Raises RequestError, and changes nothing then."""
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
-        ready, lease_id = request.ready, self._context.token_hex(messages.LEASE_ID_CHARS // 2)
+        ready, lease_id = request.ready, self._context.token_hex(LEASE_ID_CHARS // 2)
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
         extends = request.extends
         if computed is None and extends:
@@ -166,18 +169,18 @@ class Serving:
     def on_notification(self, payload: bytes) -> None:
         """Take a reader's notification about leases."""
         try:
-            if len(payload) > messages.NOTIFICATION_BYTES_MAX:
-                raise messages.WireError(f"{len(payload)} bytes")
-            message = messages.decode_notification(payload)
-        except messages.WireError as error:
+            if len(payload) > notifications.NOTIFICATION_BYTES_MAX:
+                raise codec.WireError(f"{len(payload)} bytes")
+            message = codec.decode_notification(payload)
+        except codec.WireError as error:
             self._notifications[Counted.MALFORMED] += 1
             logger.info("malformed notification of a reader dropped: %s", error)
             return
         match message:
-            case messages.ReadDone(lease_ids=lease_ids, reader=reader):
+            case ReadDone(lease_ids=lease_ids, reader=reader):
                 for lease_id in lease_ids:
                     self._note_read(lease_id, reader, (message.numerator, message.denominator))
-            case messages.Renew(lease_ids=lease_ids, reader=reader):
+            case Renew(lease_ids=lease_ids, reader=reader):
                 for lease_id in lease_ids:
                     self._renew(lease_id, reader)
 
@@ -229,10 +232,10 @@ class Serving:
 
     def release(self, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
         """Note that a reader without a connection needs a lease no more. WireError if its cache shares are wrong."""
-        messages.check_cache_shares(question.cache_shares)
+        check_cache_shares(question.cache_shares)
         problems = topology.differences(self._local.cache_shares, question.cache_shares)
         if problems:
-            raise messages.WireError("; ".join(problems))
+            raise codec.WireError("; ".join(problems))
         share = topology.report_share(question.cache_shares, self._local.cache_shares)
         if share.numerator > 0:  # else other readers release it
             lease_id = question.lease_id

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import asked_by
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.clock import Clock, Timer
@@ -62,7 +63,7 @@ class WaitingQuestions:
 
     def wait(self, question: messages.WaitingRequest) -> Answered:
         """Promise an answer; or give one at once, if there is no room to wait."""
-        reader = messages.asked_by(question)
+        reader = asked_by(question)
         others = self._of_request.get(question.request_id, ())
         room = self._count < WAITING_MAX and len(others) < OF_REQUEST_MAX
         if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:
@@ -92,7 +93,7 @@ class WaitingQuestions:
             self.settle(request_id)
 
     def _end(self, waiting: _Question, reply: messages.Reply) -> None:
-        request_id, reader = waiting.question.request_id, messages.asked_by(waiting.question)
+        request_id, reader = waiting.question.request_id, asked_by(waiting.question)
         del self._of_request[request_id][waiting]
         if not self._of_request[request_id]:
             del self._of_request[request_id]

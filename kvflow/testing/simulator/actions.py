@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.testing.simulator import loading
 from kvflow.testing.simulator.work import LoadPlan, SimOffer
 
 if TYPE_CHECKING:
@@ -26,19 +27,19 @@ def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
 
 
 def crash(simulation: Simulation, engine: SimEngine) -> None:
-    """A process is killed and starts again under the same name."""
+    """Kill a process, which starts again under the same name."""
     simulation.crash_and_restart(engine, simulation.rng.uniform(0.0, 0.2))
 
 
 def freeze(simulation: Simulation, engine: SimEngine) -> None:
-    """A process stands still for a while (SIGSTOP, SIGCONT); its memory can be read meanwhile."""
+    """Stop a process for a while (SIGSTOP, SIGCONT); its memory can be read meanwhile."""
     simulation.note(repr(engine), "freezes")
     engine.life.freeze()
     simulation.network.later(_duration_s(simulation), engine.life.thaw)
 
 
 def partition(simulation: Simulation, engine: SimEngine) -> None:
-    """Two hosts cannot reach each other for a while; reads between them stand still."""
+    """Cut two hosts off from each other for a while; reads between them stand still."""
     other = _other(simulation, engine)
     simulation.note(repr(engine), "is cut off from", repr(other))
     simulation.network.cut(engine.host, other.host)
@@ -46,12 +47,12 @@ def partition(simulation: Simulation, engine: SimEngine) -> None:
 
 
 def stall_poller(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine does not get round to looking what has ended or arrived."""
+    """Keep an engine from looking what has ended or arrived."""
     engine.host.poller_stalled_until_s = simulation.loop.time() + _duration_s(simulation)
 
 
 def lose_agent(simulation: Simulation, engine: SimEngine) -> None:
-    """The transport of a rank dies under it. The engine notices, closes and starts again."""
+    """Let the transport of a rank die under it. The engine notices, closes and starts again."""
     simulation.note(repr(engine), "loses an agent")
     engine.host.agent_lost = True
     simulation.rng.choice(engine.host.agents).die(OSError("simulated death of the agent"))
@@ -59,27 +60,27 @@ def lose_agent(simulation: Simulation, engine: SimEngine) -> None:
 
 
 def reopen(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine shuts down in good order and comes back."""
+    """Shut an engine down in good order; it comes back."""
     simulation.spawn(engine.life, simulation.reopen(engine, None), f"reopen {engine}")
 
 
 def drain(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine drains before it shuts down and comes back."""
+    """Drain an engine before it shuts down and comes back."""
     simulation.spawn(engine.life, simulation.reopen(engine, _duration_s(simulation)), f"drain {engine}")
 
 
 def forget(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine forgets a peer, in the middle of whatever it does with it."""
+    """Have an engine forget a peer, in the middle of whatever it does with it."""
     simulation.spawn(engine.life, engine.forget(_other(simulation, engine)), f"forget at {engine}")
 
 
 def prewarm(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine connects to another before it needs to."""
+    """Connect an engine to another before it needs to."""
     simulation.spawn(engine.life, engine.prewarm(_other(simulation, engine)), f"prewarm at {engine}")
 
 
 def nap(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine gives its cache back for a while."""
+    """Have an engine give its cache back for a while."""
     simulation.spawn(engine.life, engine.nap(_duration_s(simulation)), f"nap of {engine}")
 
 
@@ -97,7 +98,7 @@ TROUBLE: Sequence[tuple[int, Callable[[Simulation, SimEngine], None]]] = (
 
 
 def cut_off(simulation: Simulation, engine: SimEngine, consumer: SimEngine) -> None:
-    """A consumer cannot reach this very engine, for so long that reads of it are late."""
+    """Cut a consumer off from this engine, for so long that reads of it are late."""
     simulation.network.cut(engine.host, consumer.host)
     simulation.network.later(simulation.rng.uniform(*_CUT_OFF_S), simulation.network.heal)
 
@@ -118,31 +119,31 @@ Delivery = Callable[["Simulation", "SimEngine", SimOffer, Ticket], Coroutine[Any
 
 
 def load(simulation: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
-    """The request is decoded."""
-    return consumer.load(offer, ticket, _plan_load(simulation, consumer, offer))
+    """Decode the request."""
+    return loading.load(consumer, offer, ticket, _plan_load(simulation, consumer, offer))
 
 
 def wait_and_load(
     simulation: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket
 ) -> Coroutine[Any, Any, None]:
-    """The request is decoded, but the engine has no room for it yet."""
+    """Decode the request once the engine has room for it, some time later."""
     plan = _plan_load(simulation, consumer, offer)
-    return consumer.wait_and_load(offer, ticket, plan, simulation.rng.expovariate(1 / (0.5 * offer.ttl_s)))
+    return loading.wait_and_load(consumer, offer, ticket, plan, simulation.rng.expovariate(1 / (0.5 * offer.ttl_s)))
 
 
 def release(_: Simulation, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
-    """The request was aborted before it was decoded."""
-    return consumer.release(offer, ticket)
+    """Abort the request before it is decoded."""
+    return loading.release(consumer, offer, ticket)
 
 
 def survive(simulation: Simulation, consumer: SimEngine, offers: Sequence[SimOffer]) -> Coroutine[Any, Any, None]:
-    """The request is decoded, and its router knows several engines that hold the prompt, or will."""
+    """Decode a request whose router knows several engines that hold the prompt, or will."""
     rng, plan = simulation.rng, _plan_load(simulation, consumer, offers[0])
     plan = replace(plan, more=offers[1:], named=rng.randint(0, len(offers) - 1))
     if rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / _STRUCK_AFTER_S)
         simulation.network.later(after_s, simulation.strike, strike, offers[0].engine, consumer)
-    return consumer.load(offers[0], offers[0].ticket(), plan)
+    return loading.load(consumer, offers[0], offers[0].ticket(), plan)
 
 
 DELIVERIES: Sequence[tuple[int, Delivery]] = (
@@ -168,5 +169,5 @@ def _other(simulation: Simulation, engine: SimEngine) -> SimEngine:
 
 
 def _duration_s(simulation: Simulation) -> float:
-    """Mostly short; now and then longer than any limit."""
+    """Length of a trouble: mostly short, now and then longer than any limit."""
     return simulation.rng.choice((0.002, 0.02, 0.1, 0.5)) * (0.5 + simulation.rng.random())

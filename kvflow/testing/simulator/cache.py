@@ -62,7 +62,7 @@ class _Layer:
         self._block_bytes = self._part_bytes // blocks
 
     def turn(self) -> None:
-        """Have tokens and heads of a block change places: another layout of the same memory, whatever it holds."""
+        """Swap tokens and heads of a block: another layout of the same memory, whatever it holds."""
         if self._values.ndim < 5:
             return
         swap = self._blocks is self._values
@@ -71,7 +71,7 @@ class _Layer:
         self.tensor = torch.from_numpy(self._values.view(np.float32))
 
     def write(self, content: Content, first: int, block_ids: Sequence[int], upto: int) -> None:
-        """Blocks of a prompt from token `first` on, before token `upto`."""
+        """Write blocks of a prompt from token `first` on, up to token `upto`."""
         wanted, found = (
             self._wanted(content, first, first + len(block_ids) * self.block_size),
             self._blocks[:, list(block_ids)],
@@ -131,7 +131,7 @@ class RankCache:
         return [self._group(facts, layers) for facts, layers in zip(self._facts, self._layers, strict=True)]
 
     def turn(self) -> None:
-        """Another layout of the same memory, whatever it holds."""
+        """Give all layers another layout of the same memory, whatever it holds."""
         self._order = "NHD" if self._order == "HND" else "HND"
         for layer in self._all():
             layer.turn()
@@ -148,7 +148,7 @@ class RankCache:
         return CacheGroup(facts.name, tensors, layout, window=facts.window or None, kind=facts.kind, pool=_POOL)
 
     def write(self, content: Content, tokens: int, tables: Tables, upto: int | None = None) -> None:
-        """A prompt of so many tokens, as an engine that has computed it, or its tokens before `upto`."""
+        """Write a prompt of so many tokens as an engine computes it, or its tokens before `upto`."""
         last = 1 << 62 if upto is None or upto == tokens else upto
         for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
             if block_ids:

@@ -1,4 +1,4 @@
-"""Comparisons after every step, when all is quiet, and after closing: kvflow's books with those of the engines."""
+"""Comparisons of kvflow's books with the engines' own: after every step, when all is quiet, and after closing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 
 def check_changed(changed: dict[SimRank, SimEngine]) -> None:
-    """After every callback: of those ranks whose ledgers have changed in it."""
+    """Compare, after every callback, the ranks whose ledgers have changed in it."""
     if changed:
         for rank, engine in changed.items():
             if rank in engine.ranks:
@@ -24,7 +24,7 @@ def check_changed(changed: dict[SimRank, SimEngine]) -> None:
 
 
 def check_conserved(engine: SimEngine) -> None:
-    """At any moment: what users' own tests can check."""
+    """Check what users' own tests can check at any moment."""
     for rank in engine.ranks:
         leases = [offer.leases[rank.index] for offer in engine.offers if rank.holds_lease(offer)]
         demand(engine, assert_conserved, rank.runtime, leases + engine.shelf.leases(rank))
@@ -43,7 +43,7 @@ def check_quiet(engine: SimEngine) -> None:
 
 
 def demand(engine: SimEngine, check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """A check of the books must hold."""
+    """Demand that a check of the books holds."""
     try:
         check(*args, **kwargs)
     except AssertionError as error:
@@ -51,7 +51,7 @@ def demand(engine: SimEngine, check: Callable[P, None], *args: P.args, **kwargs:
 
 
 def _compare_owners(engine: SimEngine, rank: SimRank) -> None:
-    """The ledger of a rank and the owners that its engine knows."""
+    """Compare the ledger of a rank with the owners that its engine knows."""
     for block, use in enumerate(rank.uses.tolist()):
         owner = engine.owners[block]
         if use == 0 and owner in engine.offers and rank.has_leased(owner, block):
@@ -66,7 +66,7 @@ def _compare_owners(engine: SimEngine, rank: SimRank) -> None:
 
 
 def _compare_outcomes(engine: SimEngine, rank: SimRank) -> None:
-    """Invariant I4, as far as counters tell."""
+    """Compare the counters of a rank with the leases and loads of its engine (invariant I4)."""
     statistics = rank.runtime.statistics()
     serving, loading = statistics.serving, statistics.loading
     assert serving is not None

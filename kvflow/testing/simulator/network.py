@@ -1,4 +1,4 @@
-"""The simulated network between engines: how long everything takes, what gets lost, and when bytes really land.
+"""The simulated network between engines: delays, losses, and the moments at which bytes land.
 
 A posted read is a `Flight`. Its bytes are copied out of the producer's memory at random moments between the post and
 the end, in portions when it is torn, so whoever reuses memory too early is seen by somebody. A flight cannot be taken
@@ -28,7 +28,7 @@ LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
 
 @dataclass(slots=True, eq=False)
 class SimHost:
-    """The host of an engine: its address, the process of now, and the agents of that process."""
+    """Host of an engine: its address, the present process, and the agents of that process."""
 
     name: str
     address: str
@@ -37,7 +37,7 @@ class SimHost:
     agents: list[InprocTransport] = field(default_factory=list)
     poller_stalled_until_s: float = 0.0
     agent_lost: bool = False
-    """An agent of the process of now was made to die."""
+    """True if an agent of the present process was made to die."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +97,7 @@ class Network:
         return transport
 
     def detach(self, host: SimHost) -> None:
-        """The process of a host has died: its agents are gone, and bytes can land nowhere in it any more."""
+        """Remove the agents of a host whose process has died: bytes can land nowhere in it any more."""
         for agent in host.agents:
             self.agents.agents.pop(agent.name, None)
             self.agents.closed.pop(agent.name, None)
@@ -117,7 +117,7 @@ class Network:
         self._cut[frozenset((one.name, other.name))] = None
 
     def heal(self) -> None:
-        """All links work again; what was under way goes on."""
+        """Repair all links; what was under way goes on."""
         self._cut.clear()
         stalled, self._stalled = self._stalled, []
         for flight in stalled:
@@ -181,7 +181,7 @@ class Network:
         self.later(flight.pause_s * 2 * self.rng.random(), self._land, flight)
 
     def _land(self, flight: SimFlight) -> None:
-        """The next portion of a flight, or its end."""
+        """Land the next portion of a flight, or end it."""
         reader, target = flight.reader, flight.target
         if flight.lives[0].state is LifeState.DEAD:
             self._forget(flight)
@@ -213,7 +213,7 @@ class Network:
             self._ended.set_result(None)
 
     def _tear(self, rows: list[Row]) -> deque[list[Row]]:
-        """The rows in any order, some of them cut in two, in up to three portions."""
+        """Tear rows: in any order, some of them cut in two, in up to three portions."""
         rng = self.rng
         pieces: list[Row] = []
         for local, remote, size in rows:
@@ -247,7 +247,7 @@ class Network:
     # --- polling
 
     def _wake(self, host: SimHost, callback: Callable[[], None]) -> None:
-        """An engine gets to know what has ended or arrived, when its poller looks."""
+        """Tell an engine what has ended or arrived, when its poller looks."""
         when_s = self.loop.time()
         if self.weather.poll_s:
             when_s += self.rng.uniform(0.0, self.weather.poll_s)

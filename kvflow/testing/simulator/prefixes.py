@@ -1,4 +1,4 @@
-"""Pulls of prefixes as a simulated engine makes them, and whether what came is right.
+"""Pulls of prefixes as a simulated engine makes them, with checks of what came.
 
 Invariant I9: no block that a pull reports as filled ever differs from the block of its tokens and salt.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.cache.groups import GroupKind
@@ -19,12 +18,12 @@ from kvflow.errors import KVFlowError, LoadError, PeerError, RuntimeBroken
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.testing.simulator.cache import Content, first_token
+from kvflow.testing.simulator.cache import first_token
 from kvflow.testing.simulator.checks import check_conserved
 from kvflow.testing.simulator.network import LOAD
-from kvflow.testing.simulator.prompts import SPAN, SimPrompt
+from kvflow.testing.simulator.prompts import SPAN
 from kvflow.testing.simulator.shelf import ends
-from kvflow.testing.simulator.work import DeviceWork, RankLoad, SimOffer, SimRank, all_over
+from kvflow.testing.simulator.work import DeviceWork, PullPlan, RankLoad, SimPull, SimRank, all_over
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
@@ -36,76 +35,8 @@ Ending: TypeAlias = "PrefixReport | LoadReport | BaseException"
 FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullPlan:
-    """Plan of a reader's pull."""
-
-    number: int
-    prompt: SimPrompt
-    key_tokens: int
-    holders: Sequence[SimEngine]
-    cached_tokens: int = 0
-    seeks: bool = False
-    """True if it asks first, makes room for what is offered, and loads that as any ticket."""
-    rest: SimOffer | None = None
-    """An offer of all of it, from which comes what the holders do not have."""
-    deadline_s: float | None = None
-    answer_within_s: float = 0.25
-    recompute_s_per_token: float | None = None
-    cancel_after_s: float | None = None
-    use_s: float = 0.0
-
-    @property
-    def request_id(self) -> str:
-        return f"pull-{self.number}"
-
-    @property
-    def most(self) -> int:
-        """Tokens that a pull can bring, with what is cached."""
-        keyed = len(self.prompt.tokens) // self.key_tokens * self.key_tokens
-        return max(keyed if self.rest is None else self.rest.tokens, self.cached_tokens)
-
-
-@dataclass(slots=True, eq=False)
-class SimPull:
-    """A prefix on its way into an engine: on each of its ranks a pull."""
-
-    plan: PullPlan
-    engine: SimEngine
-    content: Content
-    tables: list[list[int]]
-    """Block ids by group."""
-    exact: bool
-    """True if the tables are for the very tokens that come; else each place of the prompt has a block in windows."""
-    cancelled: bool = False
-    device: list[DeviceWork | None] = field(default_factory=list)
-    """Work of who had the blocks before, which still writes to them, on each rank."""
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [block for table in self.tables for block in table]
-
-    def __str__(self) -> str:
-        return f"the pull {self.plan.request_id}"
-
-    def filled(self, tokens: int) -> list[list[int]]:
-        """Its blocks, by group, that hold what matters of the first so many tokens, and was not cached."""
-        cached = self.plan.cached_tokens
-        if tokens <= cached:
-            return [[] for _ in self.tables]
-        if self.exact:
-            return self.tables
-        found = []
-        for facts, table in zip(self.engine.facts, self.tables, strict=True):
-            size, first = facts.block_size, cached // facts.block_size
-            needed = max(facts.first_needed(tokens) // size - first, 0)
-            state = facts.kind is GroupKind.STATE
-            found.append(table if state else table[needed : -(-tokens // size) - first])
-        return found
-
-
 class Puller:
-    """One engine carrying out one plan."""
+    """Pull of one engine by one plan."""
 
     def __init__(self, simulation: Simulation, engine: SimEngine, plan: PullPlan) -> None:
         self._simulation = simulation
@@ -114,7 +45,7 @@ class Puller:
         self._content = simulation.prompts.content(plan.prompt)
 
     async def run(self) -> int | None:
-        """Tokens that all ranks have in the end; None if it has failed, or there was no room."""
+        """Carry out the plan. Returns the tokens that all ranks have in the end; None if it has failed."""
         if not self._engine.running:
             return None
         if self._plan.seeks:
@@ -127,7 +58,7 @@ class Puller:
         return await self._fill(pull, self._pull_on)
 
     def _take(self) -> list[list[int]] | None:
-        """Blocks for all that may come."""
+        """Take blocks for all that may come."""
         plan, engine = self._plan, self._engine
         if plan.rest is not None:
             return engine.take_blocks(plan.rest.tokens, plan.cached_tokens)
@@ -182,22 +113,13 @@ class Puller:
     # --- on all ranks
 
     async def _fill(self, pull: SimPull, fill_on: FillOn) -> int | None:
-        simulation, engine, plan = self._simulation, self._engine, self._plan
+        engine, plan = self._engine, self._plan
         engine.own(pull)
         engine.loads[pull] = None
         engine.note("pulls", plan.request_id, [holder.name for holder in plan.holders], pull.block_ids)
-        if simulation.settings.model.device:
-            before = simulation.next_poison()
-            pull.device = [engine.later(partial(rank.cache.poison, before, pull.block_ids)) for rank in engine.ranks]
-        ranks = list(engine.ranks)
-        tasks = [asyncio.create_task(fill_on(rank, pull)) for rank in ranks]
-        if plan.cancel_after_s is not None:
-            timer = simulation.loop.call_later(plan.cancel_after_s, self._cancel, pull, tasks)
-            await asyncio.wait(tasks)
-            timer.cancel()
-        else:
-            await asyncio.wait(tasks)
-        counts = self._judge(pull, [task.result() for task in tasks])
+        pull.device = engine.overwrite_later(pull.block_ids)
+        bodies = [fill_on(rank, pull) for rank in engine.ranks]
+        counts = self._judge(pull, await engine.carry_out(pull, bodies, plan.cancel_after_s))
         if counts is None:
             await self._safe(pull)
         await all_over(pull.device)
@@ -207,14 +129,8 @@ class Puller:
         engine.give_back(pull)
         return None if counts is None else min(counts)
 
-    def _cancel(self, pull: SimPull, tasks: Sequence[asyncio.Task[Ending]]) -> None:
-        pull.cancelled = True
-        self._engine.note("cancels", self._plan.request_id)
-        for task in tasks:
-            task.cancel()
-
     async def _pull_on(self, rank: SimRank, pull: SimPull) -> Ending:
-        """One rank's pull: its report, judged in the very moment, or what it raised."""
+        """Pull on one rank. Returns its report, judged in the very moment, or what it raised."""
         plan, engine, base = self._plan, self._engine, self._simulation.settings.base
         request = replace(self._request(given_block_ids(pull.tables)), after=self._event(pull, rank))
         LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
@@ -238,7 +154,7 @@ class Puller:
         return report
 
     async def _load_on(self, rank: SimRank, pull: SimPull, offer: PrefixOffer) -> Ending:
-        """One rank's load of what was offered."""
+        """Load an offer on one rank."""
         plan, engine, base = self._plan, self._engine, self._simulation.settings.base
         request = LoadRequest(
             plan.request_id,
@@ -298,7 +214,7 @@ class Puller:
             engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, but {wrong}")
 
     def _judge(self, pull: SimPull, endings: Sequence[Ending]) -> list[int] | None:
-        """Count how it has ended; the tokens of each rank if all have got what they could."""
+        """Count how a pull has ended. Returns the tokens of each rank if all have got what they could."""
         simulation, engine, plan = self._simulation, self._engine, self._plan
         counts, what = list[int](), "seek" if plan.seeks else "pull" if plan.rest is None else "pull with rest"
         for ending in endings:
@@ -337,15 +253,12 @@ class Puller:
                 try:
                     await one.settled()
                 except RuntimeBroken:
-                    engine.note("lost blocks", pull.block_ids)
-                    if engine.running:
-                        self._simulation.later_crash(engine)
-                    await asyncio.get_running_loop().create_future()  # until the process ends
+                    await engine.lose(pull)
 
     # --- used
 
     async def _use(self, pull: SimPull, counts: Sequence[int]) -> bool:
-        """Use the blocks for a while, in which nobody writes to them; whether they may be kept."""
+        """Use the blocks for a while, in which nobody writes to them. True if they may be kept."""
         engine, shelf = self._engine, self._engine.shelf
         await self._simulation.pass_time(self._plan.use_s)
         if engine.shelf is not shelf or not engine.running:
@@ -372,7 +285,7 @@ class Puller:
 
 
 def _unsafe(rank: SimRank, pull: SimPull) -> list[Load]:
-    """Loads of a rank that have ended, and that may write to blocks of a pull still."""
+    """Loads of a rank that have ended, and may still write to blocks of a pull."""
     taken = set(pull.block_ids)
     return [
         one

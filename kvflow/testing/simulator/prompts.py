@@ -34,7 +34,7 @@ class SimPrompt:
     tokens: tuple[int, ...]
 
     def path(self, end: int) -> Path:
-        """Its first tokens."""
+        """Salt and first tokens of the prompt."""
         return self.salt, self.tokens[:end]
 
     def keys(self, step: int) -> list[bytes]:

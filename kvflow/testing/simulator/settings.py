@@ -21,26 +21,26 @@ class Model:
     """The model of all engines of a seed: which layers their caches have, and whether requests are not all equal."""
 
     windows: bool = False
-    """A group of layers attends to the last tokens only."""
+    """True if a group of layers attends to the last tokens only."""
     state: bool = False
-    """A group of layers has state per request."""
+    """True if a group of layers has state per request."""
     latent: bool = False
-    """All heads share a latent, of which every tensor-parallel rank has the whole."""
+    """True if all heads share a latent, of which every tensor-parallel rank has the whole."""
     layers: int = 1
     """Layers of each group. With several, some engines are pipelines."""
     priorities: bool = False
     device: bool = False
-    """Blocks are written some time after the engine has given the command, so that events are needed."""
+    """True if blocks are written some time after the engine's command, so that events are needed."""
     sleeps: bool = False
-    """Engines sleep: they give their cache back, and register it again with other contents."""
+    """True if engines sleep: they give their cache back, and register it again with other contents."""
     flips: bool = False
-    """Bytes are flipped on their way."""
+    """True if bytes are flipped on their way."""
     survives: bool = False
     """True if a prompt is offered by several engines, and loads read from one after the other."""
     shares: bool = False
     """True if engines keep blocks of old prompts, share them, and pull prefixes from each other."""
     verifies: bool = False
-    """Loads are verified: some because they have to be, and some by chance."""
+    """True if loads are verified, some on request and some by chance."""
 
     def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
         """The groups of an engine."""
@@ -121,7 +121,7 @@ class Shape:
     scratch: str
     clock_offset_s: float
     clock_rate: float
-    """Mostly within what `core.protocol.proof` takes for granted; freshness must not depend on that."""
+    """Rate of its clock, mostly within what `core.protocol.proof` assumes; freshness must not depend on it."""
 
     @property
     def num_ranks(self) -> int:
@@ -231,7 +231,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
 
 
 def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None = None) -> Shape:
-    """The first engine always serves and the last always loads; those between do either or both."""
+    """Draw an engine. The first always serves and the last always loads; those between do either or both."""
     both = rng.random() < 0.3
     serves = index == 0 or both or (index < count - 1 and rng.random() < 0.5)
     return Shape(
@@ -251,7 +251,7 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
 
 
 def _suited(rng: random.Random, shape: Shape, model: Model) -> Shape:
-    """An engine with room for all groups of a model, and with its layers shared out."""
+    """Fit an engine to a model: room for all groups, and layers shared out."""
     pp_size = rng.choice((1, 2)) if model.layers > 1 else 1
     return replace(shape, num_blocks=(4 if model.shares else 2) * shape.num_blocks, pp_size=pp_size)
 
@@ -287,7 +287,7 @@ def _draw_base(rng: random.Random) -> Config:
 
 
 def draw_weather(rng: random.Random) -> Weather:
-    """A third of the seeds have no bad weather, only trouble."""
+    """Draw the weather. A third of the seeds have no bad weather, only trouble."""
 
     def share(*choices: float) -> float:
         return rng.choice((0.0, *choices))

@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvflow.testing.simulator import offering
 from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
-from kvflow.testing.simulator.prefixes import Puller, PullPlan
+from kvflow.testing.simulator.prefixes import Puller
 from kvflow.testing.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
 from kvflow.testing.simulator.settings import CALM
+from kvflow.testing.simulator.work import PullPlan
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
@@ -31,7 +33,7 @@ FIRST_NUMBER = 1 << 10  # other requests have lower ones
 
 
 def squeeze(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine needs all its blocks at once, whoever reads them, and writes something else there."""
+    """Make an engine need all its blocks at once, whoever reads them, and write something else there."""
     engine.note("is short of blocks")
     engine.shelf.make_room(engine.shape.num_blocks)
     for _ in range(2):
@@ -39,13 +41,13 @@ def squeeze(simulation: Simulation, engine: SimEngine) -> None:
 
 
 def evict(simulation: Simulation, engine: SimEngine) -> None:
-    """An engine gives up some of what it keeps and nobody reads."""
+    """Have an engine give up some of what it keeps and nobody reads."""
     engine.note("evicts")
     engine.shelf.evict(simulation.rng.random())
 
 
 def compute(simulation: Simulation, engine: SimEngine, prompt: SimPrompt | None = None) -> None:
-    """An engine computes a prompt, and keeps it."""
+    """Have an engine compute a prompt, and keep it."""
     prompt = (prompt or draw_prompt(simulation.rng, PROMPT_MAX)).cut(room(engine))
     simulation.spawn(engine.life, engine.shelf.compute(prompt), f"compute at {engine}")
 
@@ -72,7 +74,7 @@ def room(engine: SimEngine) -> int:
 
 
 def begin(simulation: Simulation) -> None:
-    """Have everything happen some time."""
+    """Schedule all episodes of a run."""
     rng, span_s = simulation.rng, simulation.settings.span_s
 
     def some_time(happen: Callable[..., None], *what: object) -> None:
@@ -102,7 +104,7 @@ def befall_at(simulation: Simulation, what: Callable[[Simulation, SimEngine], No
 
 
 def pull(simulation: Simulation, number: int) -> None:
-    """Some engine is given a prompt, and pulls what others have of it."""
+    """Give some engine a prompt, of which it pulls what others have."""
     rng = simulation.rng
     reader = simulation.pick_running()
     if reader is None:
@@ -145,7 +147,7 @@ def start(simulation: Simulation, reader: SimEngine, plan: PullPlan) -> None:
 
 
 def perhaps_strike(simulation: Simulation, holder: SimEngine) -> None:
-    """A holder has answered, and is about to be read from: perhaps something befalls it meanwhile."""
+    """Let something befall a holder, by chance, which has answered and is about to be read from."""
     rng, weather = simulation.rng, simulation.network.weather
     if simulation.network.weather is not CALM and rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * weather.latency_s + weather.read_s))
@@ -159,7 +161,7 @@ async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine
     tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3, 9)), 1)
     ttl_s = simulation.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
     content = simulation.prompts.content(plan.prompt)
-    offer = await producer.offer(plan.number, tokens, ttl_s, 0.0, None, content)
+    offer = await offering.begin(producer, plan.number, tokens, ttl_s, 0.0, None, content)
     if offer is None:
         return
     if len(offer.leases) == producer.shape.num_ranks:
@@ -167,13 +169,13 @@ async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine
         both = replace(plan, rest=offer, seeks=False, cached_tokens=cached)
         simulation.network.later(simulation.network.delay_s(), start, simulation, reader, both)
         perhaps_strike(simulation, producer)
-    await producer.finish_offer(offer)
+    await offering.finish(offer)
 
 
 def pull_one(
     simulation: Simulation, number: int, holder: SimEngine, reader: SimEngine
 ) -> asyncio.Task[int | None] | None:
-    """One engine computes a prompt of a block for both, and another one pulls that; None if either does not run."""
+    """Have one engine compute a prompt of a block for both, and another pull it; None if either does not run."""
     if not holder.running or not reader.running:
         return None
     tokens = max(holder.shape.block_size, reader.shape.block_size)

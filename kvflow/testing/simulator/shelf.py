@@ -39,7 +39,7 @@ class Kept:
     path: Path
     block: int
     written: bool = False
-    """True once it holds that."""
+    """True once the block holds its tokens."""
 
     @property
     def block_ids(self) -> list[int]:
@@ -81,7 +81,7 @@ class RankShelf:
         self.sharing = self.rank.runtime.share(self, pinned_blocks_max=pinned_blocks_max)
 
     def _serve(self, serve: Callable[..., Lease], request: ServeRequest, *, holds: bool = True, **more: bool) -> Lease:
-        """Open a lease, seen: those without a hold are of prefixes."""
+        """Open a lease and note it if it is of a prefix: those have no hold."""
         lease = serve(request, holds=holds, **more)
         if not holds:
             self.rank.served += 1
@@ -144,7 +144,7 @@ class SimShelf:
     # --- shared
 
     def share(self) -> None:
-        """Share it on all ranks, as soon as these have their caches."""
+        """Share the shelf on all ranks, as soon as these have their caches."""
         rng = self.simulation.rng
         blocks = self.engine.shape.num_blocks
         slow, most = rng.random() < _SLOW_SHARE, rng.choice((None, blocks // 2, 2 * blocks))
@@ -196,7 +196,7 @@ class SimShelf:
         return self.writing > 0 or any(not run.told for one in self.ranks for run in one.runs.values())
 
     def check_left(self, rank: SimRank) -> None:
-        """After a rank has given its cache away nothing is pinned for its readers."""
+        """Check that nothing is pinned for readers of a rank that has given its cache away."""
         for one in self.ranks:
             if one.rank is rank and one.left and not one.slow:  # what comes late is unpinned a little later
                 self.engine.fail("I9", f"{one.left} runs are pinned for readers of a cache that is unregistered")
@@ -237,7 +237,7 @@ class SimShelf:
             kept.written = True
 
     def learn(self, prompt: SimPrompt) -> None:
-        """Know a prompt by its keys."""
+        """Learn a prompt's keys."""
         for at, key in enumerate(prompt.keys(SPAN)):
             self._paths[key] = prompt.path((at + 1) * SPAN)
 
@@ -245,7 +245,7 @@ class SimShelf:
         return (group, path) in self._kept
 
     def keep(self, group: int, path: Path, block: int) -> Kept:
-        """A block is the shelf's from now on."""
+        """Keep a block on the shelf from now on."""
         kept = self._kept[group, path] = Kept(group, path, block)
         self.engine.owners[block] = kept
         return kept

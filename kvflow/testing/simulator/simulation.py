@@ -13,20 +13,20 @@ import random
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvflow.core.protocol.ticket import Ticket
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.open_lease import LeaseOutcome
-from kvflow.testing.simulator import sharing
-from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick, survive
+from kvflow.testing.simulator import loading, offering, sharing
+from kvflow.testing.simulator.actions import TROUBLE, nap, pick
 from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import SimEngine
 from kvflow.testing.simulator.network import Network, SimFlight
 from kvflow.testing.simulator.prompts import Prompts
+from kvflow.testing.simulator.routing import request
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
 from kvflow.testing.simulator.work import LoadPlan, RankLoad, SimOffer, SimRank
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
@@ -37,11 +37,7 @@ logger = logger_of(__name__)
 _EVENTS_KEPT = 60
 _SETTLE_S = 60.0
 _TRIES = 10
-_REVOKED_SHARE = 0.1
-_EARLY_SHARE = 0.15  # of requests: their consumer hears of them before their producer
-_EARLY_S = 0.05  # mean time until the producer does
 _FLIPPED_SHARE = 0.25
-_SEVERAL_SHARE = 0.7  # of requests, where several engines may hold a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +58,9 @@ class Result:
     violation: Violation | None
     counts: Counter[str]
     events: tuple[str, ...]
-    """The last ones."""
+    """Last events, in order."""
     digest: int
-    """Digest of all events and the whole course; equal if and only if two runs were."""
+    """Digest of all events and the whole course, which equal runs share."""
     steps: int
     time_s: float
 
@@ -106,7 +102,7 @@ class Simulation:
         self.counts[what] += 1
 
     def fail(self, invariant: str, what: str) -> None:
-        """A promise was broken: stop here. Only the first counts."""
+        """Stop at a broken promise. Only the first counts."""
         if self.violation is None and not self._over:
             self.violation = Violation(invariant=invariant, what=what, time_s=self.loop.time(), step=self.loop.steps)
             self.note("VIOLATION", invariant, what)
@@ -117,14 +113,14 @@ class Simulation:
         return next(self._poison)
 
     def spawn(self, life: Life, body: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """A task that has to end before the simulation does, unless its process dies."""
+        """Start a task that has to end before the simulation does, unless its process dies."""
         task = life.task(body, name=name)
         self._tasks[task] = life
         task.add_done_callback(self._ended)
         return task
 
     def forget_tasks(self, life: Life) -> None:
-        """Tasks of a process that has died end never."""
+        """Forget the tasks of a process that has died: they never end."""
         self._tasks = {task: whose for task, whose in self._tasks.items() if whose is not life}
 
     async def pass_time(self, delay_s: float) -> None:
@@ -145,7 +141,7 @@ class Simulation:
         self.loop.after_step = partial(check_changed, self.changed)
         self.network.weather = self.settings.weather
         for number in range(1, self.settings.requests + 1):
-            self._some_time(self._request, number)
+            self._some_time(partial(request, self), number)
         for _ in range(self.settings.trouble):
             self._some_time(self._befall, pick(TROUBLE, self.rng))
         for _ in range(self.settings.naps):
@@ -173,44 +169,6 @@ class Simulation:
             self.count(f"trouble: {trouble.__name__.replace('_', ' ')}")
             trouble(self, engine)
 
-    def _request(self, number: int) -> None:
-        if self.settings.model.survives and self.rng.random() < _SEVERAL_SHARE:
-            self._several(number)
-            return
-        if producer := self.pick_running(lambda engine: engine.shape.serves):
-            self.spawn(producer.life, self._produce(producer, number), f"offer {number}")
-
-    def _several(self, number: int) -> None:
-        """Several engines hold one prompt, and somebody else is to decode it, once their tickets had time to come."""
-        rng, able = self.rng, [engine for engine in self.engines if engine.running and engine.shape.serves]
-        producers = rng.sample(able, min(len(able), rng.randint(2, 3)))
-        consumers = [one for one in self.engines if one.shape.loads and one not in producers]
-        if not producers or not consumers:
-            return
-        room = min(one.shape.num_blocks * one.shape.block_size // 2 for one in producers)
-        tokens, offers = rng.randint(1, min(room, 32)), list[SimOffer]()
-        for producer in producers:
-            self.spawn(producer.life, self._hold(producer, number, tokens, offers), f"offer {number} of {producer}")
-        self.network.later(rng.uniform(0.0, 0.01), self._deliver_several, rng.choice(consumers), offers)
-
-    async def _hold(self, producer: SimEngine, number: int, tokens: int, offers: list[SimOffer]) -> None:
-        """Offer the prompt in one of several producers, and wait for the end."""
-        ttl_s = self.settings.base.lease_ttl_s * self.rng.uniform(0.2, 1.5)
-        offer = await producer.offer(number, tokens, ttl_s, 0.0, None)
-        if offer is None:
-            return
-        if len(offer.leases) == producer.shape.num_ranks:
-            offers.append(offer)
-            if self.rng.random() < _REVOKED_SHARE:
-                self.loop.call_later(self.rng.uniform(0.0, ttl_s), self._revoke, offer)
-        await producer.finish_offer(offer)
-
-    def _deliver_several(self, consumer: SimEngine, offers: Sequence[SimOffer]) -> None:
-        if consumer.running and offers:
-            self.count("offer: several")
-            body = survive(self, consumer, list(offers))
-            self.spawn(consumer.life, body, f"load of several {offers[0].number}")
-
     def strike(
         self, trouble: Callable[[Simulation, SimEngine, SimEngine], None], engine: SimEngine, consumer: SimEngine
     ) -> None:
@@ -218,60 +176,8 @@ class Simulation:
         if engine.running:
             trouble(self, engine, consumer)
 
-    async def _produce(self, producer: SimEngine, number: int) -> None:
-        """Offer a prompt in the producer, send the ticket to whoever decodes it, and wait for the end."""
-        rng = self.rng
-        tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
-        ttl_s = self.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
-        pause_s = rng.uniform(0.0, 0.02) if rng.random() < 0.2 else 0.0
-        early = self._meet if rng.random() < _EARLY_SHARE else None
-        offer = await producer.offer(number, tokens, ttl_s, pause_s, early)
-        if offer is None:
-            return
-        if len(offer.leases) == producer.shape.num_ranks:
-            self._hand_out(offer)
-            if rng.random() < _REVOKED_SHARE:
-                self.loop.call_later(rng.uniform(0.0, ttl_s), self._revoke, offer)
-        await producer.finish_offer(offer)
-
-    async def _meet(self, offer: SimOffer) -> None:
-        """Route a request to both legs at once: the consumer's comes first by a while."""
-        introduction = offer.engine.introduce(offer.number)
-        consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]
-        if introduction is not None and consumers:
-            self.count("offer: rendezvous")
-            ticket = Ticket.rendezvous(introduction, offer.request_id, ttl_s=offer.ttl_s)
-            deliver, consumer = pick(DELIVERIES, self.rng), self.rng.choice(consumers)
-            self.network.later(self.network.delay_s(), self._deliver, deliver, consumer, offer, ticket)
-            await self.pass_time(self.rng.expovariate(1 / _EARLY_S))
-
-    def _revoke(self, offer: SimOffer) -> None:
-        """The producer aborts the request."""
-        self.note(repr(offer.engine), "revokes", offer.request_id)
-        for lease in offer.leases:
-            lease.revoke()
-
-    def _hand_out(self, offer: SimOffer) -> None:
-        """Route an offer: to one consumer, now and then to none, or to a second one that should not have it."""
-        rng = self.rng
-        for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 2))):
-            consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]
-            if not consumers:
-                return
-            consumer = rng.choice(consumers)
-            ticket = offer.ticket()
-            if rng.random() < 0.3:
-                ticket = offer.leases[rng.randrange(len(offer.leases))].ticket
-            late_s = rng.uniform(0.0, offer.ttl_s * 1.2) if rng.random() < 0.15 else self.network.delay_s()
-            self.network.later(late_s, self._deliver, pick(DELIVERIES, rng), consumer, offer, ticket)
-
-    def _deliver(self, deliver: Delivery, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> None:
-        if consumer.running:
-            body = deliver(self, consumer, offer, ticket)
-            self.spawn(consumer.life, body, f"{deliver.__name__} {offer.number}")
-
     def _clear_up(self) -> None:
-        """The weather clears, links work, nobody is frozen, and who has died is started again."""
+        """Clear the weather, heal the links, and thaw the frozen."""
         self.note("clearing up")
         self.network.weather = CALM
         self._flipped_share = 0.0
@@ -281,7 +187,7 @@ class Simulation:
             engine.host.poller_stalled_until_s = 0.0
 
     async def _settle(self) -> None:
-        """Everything that was begun has to end by itself."""
+        """Wait until everything that was begun has ended by itself; fail if it does not."""
         give_up_s = self.loop.time() + _SETTLE_S
         while self._tasks or any(engine.shelf.busy for engine in self.engines):
             if self.loop.time() > give_up_s and not self._tasks:
@@ -293,7 +199,7 @@ class Simulation:
             await self.pass_time(0.05)
 
     async def _all_pairs_work(self) -> None:
-        """After all that, every consumer gets something from every producer."""
+        """Check that every consumer can load from every producer."""
         numbers = itertools.count(self.settings.requests + 1)
         for producer, consumer in itertools.permutations(self.engines, 2):
             if not producer.shape.serves or not consumer.shape.loads:
@@ -310,13 +216,13 @@ class Simulation:
             return False
 
         async def produce() -> SimOffer | None:
-            offer = await producer.offer(number, producer.shape.block_size + 1, 10.0, 0.0, None)
+            offer = await offering.begin(producer, number, producer.shape.block_size + 1, 10.0, 0.0, None)
             if offer is None:
                 return None
             if len(offer.leases) == producer.shape.num_ranks:
-                load = consumer.load(offer, offer.ticket(), LoadPlan(deadline_s=5.0))
+                load = loading.load(consumer, offer, offer.ticket(), LoadPlan(deadline_s=5.0))
                 self.spawn(consumer.life, load, f"load {number}")
-            await producer.finish_offer(offer)
+            await offering.finish(offer)
             unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
             if unread and offer.loaded and not offer.broken:  # it may break when all of it was told, and read
                 self.fail("I4", f"request-{number} was loaded, and nothing was lost, but its leases ended as {unread}")
@@ -330,7 +236,7 @@ class Simulation:
         return offer is not None and offer.loaded
 
     async def _all_pairs_share(self) -> None:
-        """And every engine pulls what another one keeps."""
+        """Check that every engine can pull what another one keeps."""
         numbers = itertools.count(sharing.FIRST_NUMBER << 1)
         for holder, reader in itertools.permutations(self.engines, 2):
             for number in itertools.islice(numbers, _TRIES):
@@ -353,7 +259,7 @@ class Simulation:
     # --- what happens
 
     def _landing(self, flight: SimFlight, rows: list[Row]) -> None:
-        """Just before bytes land: whose are the blocks that they land in?"""
+        """Check, just before bytes land, whose blocks they land in."""
         mine = flight.load
         if not isinstance(mine, RankLoad):
             self._looked(rows)
@@ -371,14 +277,14 @@ class Simulation:
                     engine.fail("I1", f"bytes of {load} land in block {block}, which is for {owner or 'nobody'} now")
 
     def _looked(self, rows: list[Row]) -> None:
-        """A look at seals is of no load: it is posted by a timer, and lands in no block."""
+        """Check that a look at seals, which is of no load, lands in no block."""
         for engine in self.engines:
             for local, _, size in rows:
                 for block in engine.landing_blocks(local, size):
                     engine.fail("I1", f"bytes of no load land in block {block}")
 
     def _landed(self, flight: SimFlight, rows: list[Row]) -> None:
-        """Bytes have landed: now and then one of those in the cache is another one than was sent."""
+        """Flip, now and then, one of the bytes that have landed in the cache."""
         mine = flight.load
         if not isinstance(mine, RankLoad) or not self.network.chance(self._flipped_share):
             return
@@ -394,7 +300,7 @@ class Simulation:
         self.network.later(down_s, self._restart, engine)
 
     def later_crash(self, engine: SimEngine) -> None:
-        """An engine that cannot go on safely ends its process and starts again."""
+        """End the process of an engine that cannot go on safely; it starts again."""
         life = engine.life
 
         def crash() -> None:
@@ -471,7 +377,7 @@ def simulate(seed: int) -> Result:
 
 
 def describe(result: Result) -> str:
-    """Everything that is needed to understand and to replay a seed."""
+    """Description of a seed's result, enough to understand and to replay it."""
     settings, violation = result.settings, result.violation
     lines = [f"seed {settings.seed}: {'no promise' if violation is None else violation.invariant} is broken"]
     lines += [f"  {what}" for what in (*settings.shapes, settings.weather, settings.base, *result.events)]

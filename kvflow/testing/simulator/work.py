@@ -1,4 +1,4 @@
-"""The engines' own books of their work: offers, loads, and the ranks of one life."""
+"""The engines' own books of their work: offers, loads, pulls, and the ranks of one life."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.core.protocol.merging import merge_tickets
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.simulator.cache import Content, RankCache
+from kvflow.testing.simulator.prompts import SimPrompt
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
     from kvflow.testing.simulator.network import SimHost
-    from kvflow.testing.simulator.prefixes import SimPull
+
+Ending: TypeAlias = "LoadReport | BaseException"
 
 
 class DeviceWork:
@@ -68,15 +73,15 @@ class SimOffer:
     broken: bool = False
     """True if it will never be computed."""
     loaded: bool = False
-    """All ranks of some engine have loaded it."""
+    """True once all ranks of some engine have loaded it."""
     device: list[DeviceWork | None] = field(default_factory=list)
     """Device work that computes it on each rank, unless it was computed at once."""
     payload: bytes = b""
     """Payload that comes with its end; then its blocks follow, too, while it is computed."""
     early: bool = False
-    """A consumer may have heard of it before it was served, and may give it up if it is late."""
+    """True if a consumer may have heard of it before it was served, and may give it up if it is late."""
     growing: list[asyncio.Task[None]] = field(default_factory=list)
-    """Computes it on each rank, step by step, under leases that are open."""
+    """Tasks that compute it on each rank, step by step, under open leases."""
 
     def __str__(self) -> str:
         return f"the offer of {self.request_id}"
@@ -90,7 +95,7 @@ class SimOffer:
         return f"request-{self.number}"
 
     def tables_upto(self, tokens: int) -> list[list[int]]:
-        """Blocks of it, by group, that hold tokens before that one."""
+        """Blocks, by group, that hold the first tokens."""
         found = []
         for facts, table in zip(self.engine.facts, self.tables, strict=True):
             first = -(-self.tokens // facts.block_size) - len(table)
@@ -103,7 +108,7 @@ class SimOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The ways of a consumer with a load: what it has cached, its patience, and for how long it uses the blocks."""
+    """Plan of a consumer for a load: cached blocks, patience, and the time for which it uses the blocks."""
 
     more: Sequence[SimOffer] = ()
     """Further offers of the same prompt: the first are named with it, the others brought when asked for."""
@@ -124,23 +129,99 @@ class SimLoad:
     """Block ids by group: the prompt's last blocks, where the first are cached."""
     cancelled: bool = False
     corrupt: bool = False
-    """Some rank was told that all is well with a flipped byte, which it had not asked to be looked for."""
+    """True if a rank had a byte flipped in a load that it had not asked to verify."""
     device: list[DeviceWork | None] = field(default_factory=list)
     """Device work that still writes to the blocks for who had them before, on each rank."""
     others: Sequence[SimOffer] = ()
-    """The same prompt, offered by other engines."""
+    """Offers of the same prompt by other engines."""
 
     @property
     def block_ids(self) -> list[int]:
         return [block for table in self.tables for block in table]
 
+    @property
+    def request_id(self) -> str:
+        return self.offer.request_id
+
     def source(self, attempts: Sequence[Attempt]) -> SimOffer:
-        """The engine that has given all of it, by what the report says."""
+        """Offer whose engine has given all of it, by the report."""
         engine_id = attempts[-1].engine_id if attempts else self.offer.engine.name
         return next(one for one in (self.offer, *self.others) if one.engine.name == engine_id)
 
     def __str__(self) -> str:
-        return f"the load of {self.offer.request_id}"
+        return f"the load of {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullPlan:
+    """Plan of a reader's pull."""
+
+    number: int
+    prompt: SimPrompt
+    key_tokens: int
+    holders: Sequence[SimEngine]
+    cached_tokens: int = 0
+    seeks: bool = False
+    """True if it asks first, makes room for what is offered, and loads that as any ticket."""
+    rest: SimOffer | None = None
+    """Offer of all of it, which brings the rest beyond what the holders have."""
+    deadline_s: float | None = None
+    answer_within_s: float = 0.25
+    recompute_s_per_token: float | None = None
+    cancel_after_s: float | None = None
+    use_s: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return f"pull-{self.number}"
+
+    @property
+    def most(self) -> int:
+        """Tokens that a pull can bring, with what is cached."""
+        keyed = len(self.prompt.tokens) // self.key_tokens * self.key_tokens
+        return max(keyed if self.rest is None else self.rest.tokens, self.cached_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class SimPull:
+    """A prefix on its way into an engine: on each of its ranks a pull."""
+
+    plan: PullPlan
+    engine: SimEngine
+    content: Content
+    tables: list[list[int]]
+    """Block ids by group."""
+    exact: bool
+    """True if the tables are for the very tokens that come; else each place of the prompt has a block in windows."""
+    cancelled: bool = False
+    device: list[DeviceWork | None] = field(default_factory=list)
+    """Device work of the former owners, which still writes to the blocks, on each rank."""
+
+    @property
+    def request_id(self) -> str:
+        return self.plan.request_id
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block for table in self.tables for block in table]
+
+    def __str__(self) -> str:
+        return f"the pull {self.plan.request_id}"
+
+    def filled(self, tokens: int) -> list[list[int]]:
+        """Blocks, by group, that hold what matters of the first tokens beyond what was cached."""
+        cached = self.plan.cached_tokens
+        if tokens <= cached:
+            return [[] for _ in self.tables]
+        if self.exact:
+            return self.tables
+        found = []
+        for facts, table in zip(self.engine.facts, self.tables, strict=True):
+            size, first = facts.block_size, cached // facts.block_size
+            needed = max(facts.first_needed(tokens) // size - first, 0)
+            state = facts.kind is GroupKind.STATE
+            found.append(table if state else table[needed : -(-tokens // size) - first])
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -153,12 +234,12 @@ class RankLoad:
     last_landing_s: float = 0.0
     """Time at which bytes came to its blocks last."""
     flipped: bool = False
-    """One of them was another one than was sent."""
+    """True if one of the bytes was flipped on its way."""
     hosts: dict[int, list[SimHost]] = field(default_factory=dict)
     """Hosts whose bytes have come, in the order of the first ones: of each block if side by side, else of all."""
 
     def came_late(self, host: SimHost, block: int) -> SimHost | None:
-        """Bytes of a host come for a block: who came after the same host had come before, if somebody has."""
+        """Note bytes of a host for a block. Returns the host that came after that one had come before, if any."""
         seen = self.hosts.setdefault(block if self.side_by_side else 0, [])
         if host not in seen:
             seen.append(host)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvflow.config import Config
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.copier import InlineCopier
@@ -49,7 +49,7 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
 
 
 def garbled(network: Network, frames: Frames) -> Frames:
-    """An answer as it arrives: now and then cut, overwritten, of another kind, or of a frame too many."""
+    """Answer as it arrives: now and then cut, overwritten, of another kind, or with a frame too many."""
     if not network.chance(network.weather.garbled_share):
         return frames
     network.note("garbled")
@@ -60,7 +60,7 @@ def garbled(network: Network, frames: Frames) -> Frames:
         case 1:
             return [network.rng.randbytes(len(header)), body]
         case 2:
-            return [header, messages.encode(messages.NoLease(ended=network.rng.random() < 0.5))]
+            return [header, codec.encode(messages.NoLease(ended=network.rng.random() < 0.5))]
         case _:
             return [header, body, body]
 

@@ -1,1 +1,1 @@
-"""NIXL: as the loop sees it, as its own thread sees it, and the way between."""
+"""NIXL: the transport on the loop, its agents on their thread, and the way between."""

@@ -1,4 +1,4 @@
-"""The NIXL agents of one runtime, as they live on their owner thread. The only module that imports nixl.
+"""NixlAgents: the two NIXL agents of one runtime, on their owner thread.
 
 There are two, because serving and reading want opposite things of NIXL (measured; docs/decisions/0002-two-agents.md):
 
@@ -19,16 +19,12 @@ and finds requests of somebody who is gone, is aborted by UCX (docs/decisions/00
 
 from __future__ import annotations
 
-import ctypes
-import importlib
 import math
-import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,12 +47,12 @@ from kvflow.transport.base import (
     ReadEnded,
     TransportError,
 )
-from kvflow.transport.nixl.defaults import POLLING, backend_params
+from kvflow.transport.nixl.defaults import POLLING
+from kvflow.transport.nixl.native import Agent, error_types, import_bindings, prefault, translated
 
 logger = logger_of(__name__)
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
-_PROGRESS_DELAY_US = 100_000
 _SPIN_S = POLLING["cpu"].spin_s
 _SPIN_TURN_S = 50e-6  # how long a new job may have to wait for the spinning thread
 _SLEEP_MIN_S = 50e-6
@@ -66,7 +62,7 @@ _SLEEP_SHARE = 8
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
 POST_COST_BYTES = 256 << 10
-"""Posting a read takes its thread as long as copying so much; over shared memory it copies the read, too."""
+"""Bytes that could be copied in the time of posting a read; over shared memory posting copies the read, too."""
 # Of what is posted as one request, where several reads wait: a small read that comes now waits for no more, as behind
 # a slice (`limits.BY_DEVICE`).
 _TOGETHER_BYTES_MAX = 8 << 20
@@ -77,7 +73,6 @@ _QUIET_FACTOR = 10
 _PARKED_MAX = 4
 _PARKED_S = 600.0  # a peer that does not go on within that will not
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 
 
 class _ToPost(NamedTuple):
@@ -106,72 +101,42 @@ class _Request:
 
 
 class _Parked(NamedTuple):
-    """A reading agent that is polled no more."""
+    """Reading agent that is polled no more."""
 
-    agent: _Agent
+    agent: Agent
     peers: frozenset[AgentName]
-    """Those that did not answer."""
+    """Peers that did not answer."""
     since_s: float
-
-
-class _Agent:
-    """A NIXL agent with one backend."""
-
-    def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
-        config = bindings.nixlAgentConfig()
-        config.useProgThread = progress
-        config.pthrDelay = _PROGRESS_DELAY_US if progress else 0
-        config.useListenThread = False
-        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
-        self.native: Any = bindings.nixlAgent(name, config)
-        plugins = self.native.getAvailPlugins()
-        unknown = next((name for name in given.nixl_backends if name not in plugins), None)
-        if unknown is not None:
-            raise ConfigError(f"nixl_backend: {unknown!r} is not among NIXL's plugins {sorted(plugins)}")
-        self.backends = [
-            self.native.createBackend(name, backend_params(name, params))
-            for name, params in given.nixl_backends.items()
-        ]
-        self.registered: list[Any] = []
-
-    def register(self, descriptors: Any) -> None:
-        self.native.registerMem(descriptors, self.backends)
-        self.registered.append(descriptors)
-
-    def deregister(self) -> None:
-        for descriptors in self.registered:
-            self.native.deregisterMem(descriptors, self.backends)
-        self.registered.clear()
 
 
 class NixlAgents:
     """Pair of agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
     def __init__(self, config: Config, name: str, put: Callable[[Event], None], called: Callable[[], bool]) -> None:
-        """`called` says whether there are jobs of which the thread has not heard yet."""
+        """`called` is True while there are jobs that the thread has not taken yet."""
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
         self._put = put
         self._called = called
         self._config = config
         try:
-            self._serving = _Agent(self._bindings, name, config, progress=True)
-            self._reading = _Agent(self._bindings, f"{name}/reader", config, progress=False)
+            self._serving = Agent(self._bindings, name, config, progress=True)
+            self._reading = Agent(self._bindings, f"{name}/reader", config, progress=False)
         except self._errors as error:
             raise ConfigError(f"NIXL cannot start backend {config.nixl_backend!r} as configured: {error}") from error
         self._name = name
         self._by_software = set(config.nixl_backends) == {"UCX"} and not any(_RDMA_DEVICES.glob("*"))
-        """Whether bytes land only when an agent is polled."""
+        """True if bytes land only when an agent is polled."""
         self._parked: list[_Parked] = []
         self._peers: dict[AgentName, bytes] = {}
         """Metadata of all peers."""
         self._unknown: set[AgentName] = set()
-        """Those that the reading agent has not met."""
+        """Peers that the reading agent has not met."""
         self._in_flight: list[_Request] = []
         self._made: deque[_Request] = deque()
         """Requests that are to be posted next."""
         self._ended: list[_Request] = []
-        """Reads of whose end the loop is to be told."""
+        """Requests that have ended, and of which the loop has not heard yet."""
         self.taken = 0
         """Cost of the reads that were taken on so far, as a size: theirs, and `POST_COST_BYTES` for each. Any thread
         may read it.
@@ -206,7 +171,7 @@ class NixlAgents:
             self._use_cuda(device.number)
         if device.kind == "cpu":
             for span in spans:
-                _prefault(span)
+                prefault(span)
         self._by_software = self._by_software and device.kind == "cpu"
         rows = [(span.address, span.size_bytes, device.number, "") for span in spans]
         self._keepalive.append(keepalive)
@@ -218,7 +183,7 @@ class NixlAgents:
             raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
 
     def _use_cuda(self, number: int) -> None:
-        """Reads into a device's memory: UCX wants the thread to have a context, and some devices want flushes."""
+        """Prepare reads into a device's memory: UCX needs a context on the thread, and some devices need flushes."""
         cuda.make_current(number)
         calls = cuda.driver()
         if calls.needs_flush(number):
@@ -255,7 +220,7 @@ class NixlAgents:
         self._to_post.add(_ToPost(read, peer, descriptors), descriptors.size_bytes)
 
     def give_up(self, reads: Collection[PostedRead]) -> None:
-        """See `Transport.give_up`: park the reading agent if any of them is under way there; others are just left."""
+        """Give reads up (`Transport.give_up`): park the reading agent if one of them is under way there."""
         silent = {one.peer for request in self._in_flight for one in request.together if one.read in reads}
         again = self._park(silent) if silent else []
         while self._to_post:
@@ -268,13 +233,14 @@ class NixlAgents:
                 self._to_post.add(one, one.descriptors.size_bytes)
 
     def _park(self, silent: Collection[AgentName]) -> list[_ToPost]:
-        """Have another agent read from now on; what was under way, which is to be posted once more. Empty if that
-        cannot be done: then all goes on as it was.
+        """Replace the reading agent, and give back what was under way, to be posted once more.
+
+        Nothing if it cannot be replaced: then all goes on as it was.
         """
         if not self._by_software or len(self._parked) >= _PARKED_MAX:
             return []
         try:
-            agent = _Agent(self._bindings, f"{self._name}/reader {time.monotonic_ns()}", self._config, progress=False)
+            agent = Agent(self._bindings, f"{self._name}/reader {time.monotonic_ns()}", self._config, progress=False)
             for descriptors in self._reading.registered:
                 agent.register(descriptors)
         except self._errors as error:
@@ -314,8 +280,9 @@ class NixlAgents:
         self._release(told)
 
     def _make(self) -> None:
-        """Make a request of the read whose turn it is, and of small ones of the same peer that wait: many reads at once
-        have to be few calls.
+        """Make one request of the read whose turn it is and of small ones of its peer that wait.
+
+        So many reads at once are few calls of NIXL.
         """
         first = self._to_post.pop()
         together, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
@@ -330,7 +297,7 @@ class NixlAgents:
         self._make_request(together)
 
     def _make_request(self, together: Sequence[_ToPost]) -> None:
-        """Make one request of some reads. If that cannot be, one of each; that which cannot be ends with its error."""
+        """Make one request of some reads, or one of each where that fails; one that fails alone ends with its error."""
         peer, descriptors = together[0].peer, together[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
         if len(together) > 1:
@@ -354,7 +321,7 @@ class NixlAgents:
 
     def _failed_to_start(self, request: _Request, error: Exception) -> None:
         if len(request.together) == 1:
-            self._end(request, _translate(error, self._bindings))
+            self._end(request, translated(error, self._bindings))
             return
         self._release([request])
         for one in request.together:  # one of them cannot be read
@@ -384,7 +351,7 @@ class NixlAgents:
         self._outbox.setdefault((peer, join), []).append(payload)
 
     def send_notifications(self) -> None:
-        """Send those that wait."""
+        """Send the notifications that wait."""
         if not self._outbox:
             return
         outbox, self._outbox = self._outbox, {}
@@ -461,18 +428,18 @@ class NixlAgents:
             self._in_flight = still
 
     def _check(self, request: _Request) -> bool:
-        """Look at a request in flight; whether it still is."""
+        """Look at a request in flight. True if it still is."""
         error = None
         try:
             if self._reading.native.getXferStatus(request.handle) != self._bindings.NIXL_SUCCESS:
                 return True
         except self._errors as problem:
-            error = _translate(problem, self._bindings)
+            error = translated(problem, self._bindings)
         self._end(request, error)
         return False
 
     def _end(self, request: _Request, error: TransportError | None) -> None:
-        """The loop is to hear of its reads, once the device sees what has landed, or nothing of it runs any more."""
+        """End a request: the device sees what has landed, or nothing of it runs. The loop hears of it later."""
         if error is not None:
             self._release([request])
         elif self._flush is not None:
@@ -481,7 +448,7 @@ class NixlAgents:
         self._ended.append(request)
 
     def _tell(self) -> Sequence[_Request]:
-        """Tell the loop what has ended: requests that are to be released, which lets go of Python's lock."""
+        """Tell the loop what has ended, and give back the requests: releasing them lets go of Python's lock."""
         ended, self._ended = self._ended, []
         for request in ended:
             for one in request.together:
@@ -497,7 +464,7 @@ class NixlAgents:
                 request.handle = 0
 
     def _collect_notifications(self) -> int:
-        """Take what has arrived; how many."""
+        """Take the notifications that have arrived, and count them."""
         count = 0
         for payloads in self._serving.native.getNotifs({}, []).values():
             for payload in payloads:
@@ -508,41 +475,3 @@ class NixlAgents:
 
     def _descriptor_list(self, rows: UInt64Array, device: Device) -> Any:
         return self._bindings.nixlXferDList(getattr(self._bindings, _MEMORY_KINDS[device.kind]), rows)
-
-
-def list_plugins() -> tuple[str, ...]:
-    """The names of NIXL's plugins here. ConfigError if NIXL is not there or does not load."""
-    bindings = import_bindings()
-    config = bindings.nixlAgentConfig()
-    config.useListenThread = False
-    return tuple(sorted(bindings.nixlAgent("kvflow-plugins", config).getAvailPlugins()))
-
-
-def import_bindings() -> ModuleType:
-    try:
-        return importlib.import_module("nixl._bindings")
-    except ImportError as error:
-        raise ConfigError(
-            "transport 'nixl' needs the nixl package, which is not installed or does not load: "
-            f"pip install nixl ({error})"
-        ) from error
-
-
-def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """NIXL's own exception classes; nothing else is translated."""
-    found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
-    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
-
-
-def _translate(error: Exception, bindings: ModuleType) -> TransportError:
-    gone = isinstance(error, bindings.nixlRemoteDisconnectError)
-    translated = (PeerGone if gone else TransportError)(f"{type(error).__name__}: {error}")
-    translated.__cause__ = error
-    return translated
-
-
-def _prefault(span: Span) -> None:
-    """Give every page of a span its memory now; contents do not change. Kernels that cannot are left alone."""
-    start = span.address - span.address % mmap.PAGESIZE
-    length = span.address + span.size_bytes - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)

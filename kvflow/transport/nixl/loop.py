@@ -1,4 +1,4 @@
-"""The NIXL transport as the event loop sees it: every call is a job for the thread that owns the agents."""
+"""NixlTransport: the NIXL transport on the event loop. Every call is a job for the thread that owns the agents."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvflow.transport.base import Event
 
 
 class Mailbox:
-    """Many threads put, one task takes.
+    """Queue of events: many threads put, one task takes.
 
     The loop is woken once for all that came meanwhile and delivers them then and there: waking the task first would
     cost every read a turn of the loop.

@@ -1,11 +1,11 @@
 """NIXL's POSIX backend as a mover of bytes between memory and files.
 
-Its agent is a third one of the runtime, since a file is no peer: NIXL reaches it under the agent's own name. Several
-moves share one queue of the kernel. With POSIX AIO an error of one is reported for all of them, while bytes of any may
-be on their way (seen in NIXL's source, 1.5), and with every queue there are errors after which it takes no move any
-more. So a move that fails is taken for lost, and its handle is kept, since NIXL writes to it when the rest ends. Once
-nothing else is under way the agent is ended: Linux AIO waits for what is in its queue (`io_destroy`), POSIX AIO is
-asked. A ring of io_uring is not known to wait; with it, what is lost has stopped when the thread has ended.
+Its agent is a third one of the runtime. A file is no peer: NIXL reaches it under the agent's own name. Moves share one
+queue of the kernel. With POSIX AIO the error of one is reported for all of them, while bytes of any may be on their way
+(seen in NIXL's source, 1.5); and after some errors a queue of any kind takes no more moves. So a failed move counts as
+lost, and its handle is kept, since NIXL writes to it when the rest ends. Once nothing else is under way the agent is
+ended: Linux AIO waits for its queue (`io_destroy`), POSIX AIO is asked. A ring of io_uring is not known to wait; with
+it, lost moves have stopped only when the thread has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import Direction, MoveLost, Settled
-from kvflow.transport.nixl.agents import error_types, import_bindings
+from kvflow.transport.nixl.native import error_types, import_bindings, new_agent
 
 _AIO_NOTCANCELED = 1  # of <aio.h>
 
@@ -31,11 +31,8 @@ class _FileAgent:
 
     def __init__(self, bindings: Any, name: str, params: Mapping[str, str]) -> None:
         """Raises what NIXL raises."""
-        config = bindings.nixlAgentConfig()
-        config.useProgThread = config.useListenThread = False
-        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
         self._bindings = bindings
-        self.api: Any = bindings.nixlAgent(name, config)
+        self.api = new_agent(bindings, name)
         self.backends = [self.api.createBackend(POSIX, dict(params))]
         self._memory: list[Any] = []
         self._files: dict[int, Any] = {}
@@ -53,14 +50,14 @@ class _FileAgent:
 
     @property
     def stoppable(self) -> bool:
-        """True if its end finds nothing under way that it does not wait for: POSIX AIO has stopped."""
+        """True if the agent can be ended: POSIX AIO has stopped, and it waits for all else."""
         return not any(map(_runs_posix_aio, self._files))
 
     def drop_file(self, fd: int) -> None:
         self.api.deregisterMem(self._files.pop(fd), self.backends)
 
     def end(self, lost: Sequence[object], errors: tuple[type[Exception], ...]) -> None:
-        """End it; `lost` are handles of moves that are not known to have ended."""
+        """End the agent; `lost` are handles of moves that are not known to have ended."""
         for handle in lost:
             with contextlib.suppress(*errors):
                 self.api.releaseXferReq(handle)
@@ -71,7 +68,7 @@ class _FileAgent:
 
 
 def _runs_posix_aio(fd: int) -> bool:
-    """Cancel what has not begun of what POSIX AIO is to do with a file; whether something has, and has not ended."""
+    """Cancel what has not begun of what POSIX AIO is to do with a file. True if something has, and goes on."""
     return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
 
 
@@ -165,7 +162,7 @@ class PosixMover:
         return agent
 
     def _running(self) -> _FileAgent:
-        """The agent: another one, after one was ended. Raises what NIXL raises if it cannot be made."""
+        """The running agent; a new one if the last was ended. Raises what NIXL raises if it cannot be made."""
         if self._agent is None:
             self._agent = self._start()
         return self._agent

@@ -98,7 +98,7 @@ FEWER = layers(1, blocks=7)
     [
         (lambda: group("", 0), "name"),
         (lambda: group("a", 0, window=0), "window"),
-        (lambda: group("a", 0, window=1 << 40), "window: expected at most"),
+        (lambda: group("a", 0, window=1 << 40), "window: expected a whole number from 1 to"),
         (lambda: group("a", 0, kind="sliding"), "kind is 'sliding', window is None"),
         (lambda: group("a", 0, kind="full", window=3), "kind is 'full', window is 3"),
         (lambda: group("a", 0, kind="latent"), r"kind: expected one of \['full', 'sliding', 'chunked', 'state'\]"),

@@ -28,7 +28,8 @@ from kvflow.core.plan.descriptors import (
     plan_read,
 )
 from kvflow.core.plan.slices import cut_slices, plan_slices
-from kvflow.core.protocol import messages
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.claims import regions_from_wire
 from kvflow.errors import RequestError
 from tests.core.caches import Cache, Recipe, Sides, whole_sides
 from tests.core.plans import (
@@ -335,8 +336,8 @@ def test_a_peers_table_is_refused_or_planned_exactly(base: int, stride: int, par
         device_index=0,
     )
     try:
-        there = messages.regions_from_wire(table)
-    except messages.WireError:
+        there = regions_from_wire(table)
+    except codec.WireError:
         return
     if parts == ("KV",):  # K and V of a head together there, apart here
         here = replace(

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.cache.regions import Device
 from kvflow.core.plan.descriptors import Piece
-from kvflow.core.protocol.messages import LEASE_ID_CHARS
 from kvflow.core.protocol.proof import FAILED, SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from kvflow.config import Config, rank_offset
 from kvflow.core.cache.groups import GroupFacts, GroupKind, tokens_held
 from kvflow.core.plan.topology import Rank, parallelism_of
-from kvflow.core.protocol import messages
-from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, merge_tickets, read_ticket
+from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.merging import merge_tickets
+from kvflow.core.protocol.notifications import ReadDone
+from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, read_ticket
 from kvflow.errors import RequestError
 from tests.core.plans import SHARE
 from tests.support.budgets import examples
@@ -287,7 +289,9 @@ def test_a_lease_that_a_rank_names_is_judged_like_those_of_tickets(changes: dict
 @each("rank", [0, 1])
 @each("block_ids", [[], [1, 2], [1, 2, 3, 4]])
 def test_a_rank_offers_as_many_blocks_as_the_ticket_names(rank: int, block_ids: list[int]) -> None:
-    with pytest.raises(RequestError, match=rf"^ticket: 3 blocks, but {len(block_ids)} of tp_rank {1 - rank}$"):
+    with pytest.raises(
+        RequestError, match=rf"^ticket: \(3,\) blocks by group, but \({len(block_ids)},\) of tp_rank {1 - rank}$"
+    ):
         Ticket.from_params(changed(f"kvflow.ranks.{rank}.block_ids", block_ids))
 
 
@@ -403,12 +407,12 @@ def test_whatever_a_router_puts_into_a_field_is_a_request_error_or_a_usable_tick
         return
     assert Ticket.from_params(json.loads(json.dumps(ticket.to_params(), allow_nan=False))) == ticket
     target = messages.Target(ticket.engine_id, ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-    messages.encode(messages.MetadataRequest(reader="r", target=target))
+    codec.encode(messages.MetadataRequest(reader="r", target=target))
     digest = messages.digest_of(ticket.block_ids)
     of_request = {"request_id": ticket.request_id, "num_tokens": ticket.num_tokens, "blocks_digest": digest}
-    messages.encode(messages.LeaseRequest(reader="r", target=target, **of_request))
+    codec.encode(messages.LeaseRequest(reader="r", target=target, **of_request))
     for lease in ticket.ranks:
-        messages.encode(messages.ReadDone(lease_ids=(lease.lease_id,), reader="r", numerator=1, denominator=1))
+        codec.encode(ReadDone(lease_ids=(lease.lease_id,), reader="r", numerator=1, denominator=1))
         assert 0 < lease.port < 65536
         assert len(bytes.fromhex(lease.lease_id)) == (16 if lease.lease_id else 0)
         assert ticket.find(Rank(ticket.dp_rank, lease.pp_rank, lease.tp_rank)) is not None

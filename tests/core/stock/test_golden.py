@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.protocol.messages import WireError, decode_notification
+from kvflow.core.protocol.codec import WireError, decode_notification
 from kvflow.core.stock.hashing import compatibility_hash
 from kvflow.core.stock.params import is_stock, needed_blocks, read_stock
 from kvflow.core.stock.texts import Heartbeat, ReadText, decode_text, heartbeat_texts, is_text, read_text

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.config import RANKS_MAX
-from kvflow.core.protocol.messages import ReadDone, Renew, WireError, encode
+from kvflow.core.protocol.codec import WireError, encode
+from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.protocol.spare import MARK, bare_id
 from kvflow.core.stock.texts import (
     HEARD_BYTES_MAX,

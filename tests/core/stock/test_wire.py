@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from tests_support import each
 
-from kvflow.core.protocol.messages import WireError
+from kvflow.core.protocol.codec import WireError
 from kvflow.core.stock.versions import LINES, Line, line_that_shows
 from kvflow.core.stock.wire import (
     METADATA_BYTES_MAX,

@@ -1,38 +1,80 @@
-"""The test's end of an engine in a process of its own (`engine_main`): calls, signals, and what is left at the end.
+"""An engine in a process of its own: calls, signals, and what is left at the end.
 
-Engines are forked from one server process that has imported everything before, so one starts in half a second; no
-NIXL agent exists before the fork.
+Engines are forked from one server process that has imported everything before, so one starts in half a second; no NIXL
+agent exists before the fork. Where an environment says what UCX logs they have to be `fresh`, which is spawned.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import cache
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from socket import socket, socketpair
 from typing import Any, Self
 
-from engine_main import EngineSetup, run_engine
+import uvloop
+
+from kvflow.transport.nixl import agents
+from tests.support.engine import EngineSetup, open_engine
+from tests.support.steered_loop import SteeredLoop
+from tests.support.verbs import LINE_BYTES_MAX, EngineError, described, line, serve
 
 TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0  # the first start imports everything
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 
 
-class EngineError(Exception):
-    """What an engine answered in place of a value: an error of kvflow, by the name of its type."""
+def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str | None]) -> None:
+    """What the process runs: until told to quit, or until the test's end is gone."""
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if not setup.parks:
+        agents._PARKED_MAX = 0
+    if setup.namespace is not None:
+        enter_namespace(setup.namespace)
+    with asyncio.Runner(loop_factory=SteeredLoop if setup.steered else uvloop.new_event_loop) as runner:
+        runner.run(_obey(commands, brake, setup))
 
-    def __init__(self, engine_id: str, verb: str, described: dict[str, Any]) -> None:
-        super().__init__(f"{engine_id}: {verb}: {described['kind']}: {described['text']}")
-        self.kind: str = described["kind"]
-        self.phase: str | None = described["phase"]
-        self.quarantined: list[int] = described["quarantined"]
+
+async def _obey(commands: socket, brake: Connection, setup: EngineSetup) -> None:
+    reader, writer = await asyncio.open_connection(sock=commands, limit=LINE_BYTES_MAX)
+    async with AsyncExitStack() as stack:
+        try:
+            engine = await stack.enter_async_context(open_engine(setup, brake))
+        except Exception as error:
+            writer.write(line(0, error=described(error)))
+            raise
+        writer.write(line(0, value="ready"))
+        await serve(engine, reader, writer, engine.start)
+    engine.assert_nothing_left()
+
+
+def enter_namespace(name: str) -> None:
+    """Move to another network; with a /sys of its own, where UCX looks for network devices."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as namespace:
+        failed = (
+            libc.setns(namespace.fileno(), _CLONE_NEWNET)
+            or libc.unshare(_CLONE_NEWNS)
+            or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+            or libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
+        )
+    if failed:
+        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
 
 
 class Call:
@@ -47,20 +89,21 @@ class Call:
         """Its value. Raises EngineError, or TimeoutError: then the engine has broken a bound."""
         answer = self._engine.wait_for_answer(self._number, f"call {self._verb}", timeout_s)
         if "error" in answer:
-            raise EngineError(self._engine.engine_id, self._verb, answer["error"])
+            raise EngineError(f"{self._engine.engine_id}: {self._verb}", answer["error"])
         return answer["value"]
 
 
 class EngineProcess:
     """An engine that is being started; `ready` waits for it."""
 
-    def __init__(self, setup: EngineSetup, environment: Mapping[str, str]) -> None:
+    def __init__(self, setup: EngineSetup, environment: Mapping[str, str | None], *, fresh: bool = False) -> None:
         self.setup = setup
         self.engine_id = setup.engine_id
-        self._commands, commands = socket.socketpair()
+        self._commands, commands = socketpair()
         self._answers_in = self._commands.makefile("rb")
-        self._brake, brake = _context().Pipe()
-        self._process = _context().Process(
+        context = multiprocessing.get_context("spawn") if fresh else _forking()
+        self._brake, brake = context.Pipe()
+        self._process = context.Process(
             target=run_engine, args=(commands, brake, setup, environment), name=setup.engine_id, daemon=True
         )
         self._process.start()
@@ -71,8 +114,14 @@ class EngineProcess:
         self._closed = False
 
     def ready(self) -> EngineProcess:
-        self.wait_for_answer(0, "start", START_TIMEOUT_S)
+        """Raises what has kept it from starting."""
+        Call(self, 0, "start").result(START_TIMEOUT_S)
         return self
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None, "started in __init__"
+        return self._process.pid
 
     def call(self, verb: str, **arguments: Any) -> Any:
         return self.start(verb, **arguments).result()
@@ -80,8 +129,7 @@ class EngineProcess:
     def start(self, verb: str, **arguments: Any) -> Call:
         """Give a command without waiting for its end."""
         self._calls += 1
-        command = {"call": self._calls, "verb": verb, "arguments": arguments}
-        self._commands.sendall(json.dumps(command).encode() + b"\n")
+        self._commands.sendall(line(self._calls, verb=verb, arguments=arguments))
         return Call(self, self._calls, verb)
 
     def wait_for_answer(self, number: int, what: str, timeout_s: float) -> dict[str, Any]:
@@ -101,9 +149,11 @@ class EngineProcess:
     def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Look at the engine's statistics until they are as wanted."""
         until_s = time.monotonic() + TIMEOUT_S
-        while not condition(statistics := self.call("statistics")):
+        while True:
+            statistics: dict[str, Any] = self.call("statistics")
+            if condition(statistics):
+                return statistics
             assert time.monotonic() < until_s, f"{self.engine_id}: {statistics}"
-        return statistics
 
     def stall(self, *, hold_gil: bool = False, after_reads: int = 0) -> Call:
         """Start to block the engine's loop once it has posted `after_reads` more reads; see `stalled`."""
@@ -155,15 +205,15 @@ class EngineProcess:
         return self._process.exitcode
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.running and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        if self.running:
+            os.kill(self.pid, number)
 
 
 class Engines:
     """Starts engines that share an environment; on a clean exit those that still run must end in order."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+    def __init__(self, environment: Mapping[str, str | None], *, fresh: bool = False) -> None:
+        self._environment, self._fresh = environment, fresh
         self._started: list[EngineProcess] = []
 
     def __enter__(self) -> Self:
@@ -175,6 +225,7 @@ class Engines:
                 running = [engine for engine in self._started if engine.running]
                 for engine in running:
                     engine.resume()
+                    engine.start("revoke_all")
                     engine.start_to_quit()
                 codes = [(engine.engine_id, engine.wait_for_exit()) for engine in running]
                 assert codes == [(engine.engine_id, 0) for engine in running]
@@ -184,7 +235,7 @@ class Engines:
 
     def start(self, *setups: EngineSetup) -> list[EngineProcess]:
         """Start several at once and wait for all of them."""
-        new = [EngineProcess(setup, self._environment) for setup in setups]
+        new = [EngineProcess(setup, self._environment, fresh=self._fresh) for setup in setups]
         self._started += new
         return [engine.ready() for engine in new]
 
@@ -196,9 +247,9 @@ class Engines:
 
 
 @cache
-def _context() -> ForkServerContext:
+def _forking() -> ForkServerContext:
     """Makes processes out of one that has imported everything; what UCX logs is set where it is loaded."""
     os.environ.update(UCX_LOG_LEVEL="error", NIXL_LOG_LEVEL="ERROR")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "uvloop", "psutil", "kvflow", "kvflow.runtime.runtime", "nixl._bindings"])
+    context.set_forkserver_preload(["torch", "uvloop", "kvflow", "kvflow.runtime.runtime", "nixl._bindings"])
     return context

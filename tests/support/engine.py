@@ -1,47 +1,35 @@
-"""A kvflow engine that lives in a process of its own and does what it is told, several commands at once.
-
-Commands and answers are lines of JSON: `{"call": 3, "verb": "load", "arguments": {...}}` is answered by
-`{"call": 3, "value": ...}` or by `{"call": 3, "error": {...}}`, in whatever order the verbs end. The test's end is
-`engine_process`.
-"""
+"""A kvflow engine that does what it is told, several verbs at once; in a process of its own by `engine_process`."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import dataclasses
-import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from socket import socket
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-import uvloop
-from pattern import count_wrong, write_pattern
-from steered_loop import SteeredLoop
 
 import kvflow
 from kvflow.runtime.world import World
 from kvflow.testing import LoopClock
-from kvflow.transport.nixl import agents
-from tests.gpu.device import open_device
+from tests.gpu.device import Device, open_device
+from tests.support.pools import Pool, PoolShape
+from tests.support.steered_loop import SteeredLoop
 
-BLOCK_SIZE = 16
-LAYERS = 4
-KV_HEADS, HEAD_SIZE = 4, 64
-BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, float16
 LEASE_TTL_S, LOAD_DEADLINE_S, HANDSHAKE_S = 300.0, 50.0, 30.0  # long: a test that is about them lets them pass
 _STUCK_TURNS = 1000
-_LINE_BYTES_MAX = 1 << 24
 _MAP_FIXED = 0x10  # linux/mman.h
-_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
-_MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
+_WARM_UP_STEPS = 20
 _BOUNDS = {
     "drain_timeout_s": 1.0,
     "handshake_timeout_s": HANDSHAKE_S,
@@ -50,13 +38,21 @@ _BOUNDS = {
 }
 
 
+def small(**others: Any) -> PoolShape:
+    """The cache of an engine that says nothing else: K and V of a block in one layer have 16 KiB."""
+    return PoolShape(**{"layers": 4, "blocks": 64, "kv_heads": 4, "head_size": 64, "kv_first": True, **others})
+
+
+BLOCK_BYTES = small().block_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
     """What one engine is. Every element of its cache is `fill`; port 0 is any free one."""
 
     engine_id: str
     fill: float = 0.0
-    num_blocks: int = 64
+    pool: PoolShape = field(default_factory=small)
     host: str = "127.0.0.1"
     port: int = 0
     namespace: str | None = None
@@ -67,40 +63,33 @@ class EngineSetup:
     """Where its cache is: cpu or cuda."""
     own_stream: bool = False
     """On cuda, whether it computes on a stream of its own in place of the default one."""
-    order: str = "HND"
-    block_size: int = BLOCK_SIZE
     first_head: int = 0
-    kv_heads: int = KV_HEADS
-    """Its rank's heads: so many from `first_head` on."""
+    """The first of its rank's heads."""
     config: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
     parks: bool = True
     """Whether reads that are stuck can be given up."""
 
 
-def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str]) -> None:
-    """What the process runs: until told to quit, or until the test's end is gone."""
-    os.environ.update(environment)
-    if not setup.parks:
-        agents._PARKED_MAX = 0
-    if setup.namespace is not None:
-        enter_namespace(setup.namespace)
-    with asyncio.Runner(loop_factory=SteeredLoop if setup.steered else uvloop.new_event_loop) as runner:
-        runner.run(Engine(commands, brake, setup).run())
-
-
-def enter_namespace(name: str) -> None:
-    """Move to another network; with a /sys of its own, where UCX looks for network devices."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{name}") as namespace:
-        failed = (
-            libc.setns(namespace.fileno(), _CLONE_NEWNET)
-            or libc.unshare(_CLONE_NEWNS)
-            or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-            or libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
-        )
-    if failed:
-        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+@contextlib.asynccontextmanager
+async def open_engine(setup: EngineSetup, brake: Connection | None = None) -> AsyncIterator[Engine]:
+    """The engine with its cache registered."""
+    device = open_device(setup.device, own_stream=setup.own_stream)
+    pool = Pool(setup.pool, setup.device, setup.fill)
+    device.wait()
+    config = kvflow.Config(
+        engine_id=setup.engine_id,
+        listen=f"tcp://{setup.host}:{setup.port}",
+        limits=kvflow.Limits(peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6, **setup.limits),  # tries at once
+        **{**_BOUNDS, **setup.config},
+    )
+    world = World(clock=LoopClock) if setup.steered else World()
+    async with kvflow.Runtime(config, world=world) as runtime:
+        engine = Engine(setup, runtime, pool, device, brake)
+        await engine.register()
+        yield engine
+        engine.end()
+    await engine.ended()
 
 
 def map_other_pages(address: int, size_bytes: int) -> None:
@@ -127,112 +116,106 @@ def _capture(count: int) -> None:
 class Engine:
     """Each `do_` method is a verb; its parameters are the command's arguments."""
 
-    def __init__(self, commands: socket, brake: Connection, setup: EngineSetup) -> None:
-        self._socket = commands
-        self._brake = brake
-        self._setup = setup
-        self._device = open_device(setup.device, own_stream=setup.own_stream)
-        inner = (setup.kv_heads, setup.block_size)
-        shape = (2, setup.num_blocks, *(inner if setup.order == "HND" else inner[::-1]), HEAD_SIZE)
-        self._caches = {
-            f"layers.{index}": torch.full(shape, setup.fill, dtype=torch.float16, device=setup.device)
-            for index in range(LAYERS)
-        }
-        self._device.wait()
+    def __init__(
+        self, setup: EngineSetup, runtime: kvflow.Runtime, pool: Pool, device: Device, brake: Connection | None
+    ) -> None:
+        self._setup, self._runtime, self._pool, self._device, self._brake = setup, runtime, pool, device, brake
         self._leases: dict[str, kvflow.Lease] = {}
         self._loads: dict[str, asyncio.Task[kvflow.LoadReport]] = {}
         self._followed: dict[str, kvflow.Load] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._stalling: set[asyncio.Task[None]] = set()
+        self._busy = ExitStack()
 
-    async def run(self) -> None:
-        setup = self._setup
-        config = kvflow.Config(
-            engine_id=setup.engine_id,
-            listen=f"tcp://{setup.host}:{setup.port}",
-            limits=kvflow.Limits(peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6, **setup.limits),  # tries at once
-            **{**_BOUNDS, **setup.config},
-        )
-        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_LINE_BYTES_MAX)
-        world = World(clock=LoopClock) if setup.steered else World()
-        async with asyncio.TaskGroup() as self._verbs, kvflow.Runtime(config, world=world) as self._runtime:
-            await self._register()
-            self._answer({"call": 0, "value": "ready"})
-            while (command := json.loads(await reader.readline()))["verb"] != "quit":
-                self._verbs.create_task(self._do(**command))
-            for task in self._stalling:
-                task.cancel()
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have it done meanwhile; what fails is found when the engine ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._tasks.discard(task)
+
+    def end(self) -> None:
+        """Before the runtime closes."""
+        self._busy.close()
+        for task in self._stalling:
+            task.cancel()
+
+    async def ended(self) -> None:
+        """After the runtime has closed, which ends what is under way."""
+        await asyncio.gather(*self._tasks)
         self._device.close()
-        self._assert_nothing_left()
 
-    async def _register(self) -> None:
-        layout = kvflow.CacheLayout.infer(self._caches, order=self._setup.order, block_size=self._setup.block_size)
-        await self._runtime.register_kv_caches(self._caches, layout)
-
-    def _assert_nothing_left(self) -> None:
+    def assert_nothing_left(self) -> None:
         statistics = self._runtime.statistics()
         threads = [thread.name for thread in threading.enumerate() if "kvflow" in thread.name]
         if statistics.transport.open_threads or statistics.tasks or threads:
             raise SystemExit(f"left behind: {statistics}, {threads}")
 
-    async def _do(self, call: int, verb: str, arguments: dict[str, Any]) -> None:
-        try:
-            value = await getattr(self, f"do_{verb}")(**arguments)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is the test that judges it
-            quarantine = getattr(error, "quarantine", None)
-            described = {
-                "kind": type(error).__name__,
-                "text": str(error),
-                "phase": getattr(error, "phase", None),
-                "quarantined": list(quarantine.block_ids) if quarantine else [],
-            }
-            self._answer({"call": call, "error": described})
-        else:
-            self._answer({"call": call, "value": value})
+    async def register(self) -> None:
+        start_s = time.perf_counter()
+        await self._runtime.register_kv_caches(self._pool.tensors, self._pool.layout())
+        self._registered_s = time.perf_counter() - start_s
 
-    def _answer(self, message: dict[str, Any]) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
+    async def do_registered_s(self) -> float:
+        """How long registering the cache has taken."""
+        return self._registered_s
 
-    async def do_offer(
-        self, request_id: str, block_ids: list[int], ttl_s: float | None = None, ready: Any = None
-    ) -> dict[str, Any]:
-        num_tokens = len(block_ids) * self._setup.block_size
-        if ready is None and self._setup.device != "cpu":  # staged caches on a device want an event
+    async def do_offer(self, request_id: str, block_ids: list[int], ttl_s: float | None = None) -> dict[str, Any]:
+        ready = None
+        if self._setup.device != "cpu":  # staged caches on a device want an event
             ready = self._device.launch(lambda: None)
-        request = kvflow.ServeRequest(request_id, block_ids, num_tokens, ttl_s=ttl_s, ready=ready)
+            ready.synchronize()
+        return self._offer(request_id, block_ids, ttl_s=ttl_s, ready=ready)
+
+    def _offer(self, request_id: str, block_ids: list[int], **others: Any) -> dict[str, Any]:
+        num_tokens = len(block_ids) * self._pool.shape.block_size
+        request = kvflow.ServeRequest(request_id, block_ids, num_tokens, **others)
         self._leases[request_id] = self._runtime.serve_blocks(request)
         return self._leases[request_id].ticket.to_params()
 
     async def do_compute_and_offer(
-        self, request_id: str, block_ids: list[int], value: float, delay_s: float
+        self, request_id: str, block_ids: list[int], value: float, delay_s: float, *, events: bool = True
     ) -> dict[str, Any]:
-        """Launch what fills the blocks behind a pause of the device, and offer them at once, with its event."""
-        ready = self._device.launch(self._filling(block_ids, value), delay_s)
-        return await self.do_offer(request_id, block_ids, ready=ready)
+        """Launch what fills the blocks after a pause, and offer them at once: with its event, or without."""
+        ready = self._device.launch(self._pool.filling(block_ids, value), delay_s)
+        return self._offer(request_id, block_ids, ready=ready if events else None)
 
     async def do_load_behind(
-        self, request_id: str, ticket: dict[str, Any], block_ids: list[int], delay_s: float
-    ) -> dict[str, int]:
+        self,
+        request_id: str,
+        ticket: dict[str, Any],
+        block_ids: list[int],
+        delay_s: float,
+        *,
+        events: bool = True,
+    ) -> dict[str, Any]:
         """Load into blocks that the device still writes behind a pause; ends when both have ended."""
-        after = self._device.launch(self._filling(block_ids, self._setup.fill), delay_s)
-        report = await self._load(kvflow.LoadRequest(request_id, ticket, block_ids, after=after))
-        self._device.wait()
-        return report
+        after = self._device.launch(self._pool.filling(block_ids, self._setup.fill), delay_s)
+        request = kvflow.LoadRequest(request_id, ticket, block_ids, after=after if events else None)
+        try:
+            return await self._load(request)
+        finally:
+            self._device.wait()
 
     async def do_write_pattern(self, block_ids: list[int]) -> None:
-        write_pattern(self._caches, block_ids, self._setup.first_head, self._setup.order)
+        self._pool.write_pattern(block_ids, self._setup.first_head)
 
     async def do_count_wrong(self, block_ids: list[int]) -> int:
-        return count_wrong(self._caches, block_ids, self._setup.first_head, self._setup.order)
+        return self._pool.count_wrong(block_ids, self._setup.first_head)
+
+    async def do_count_other(self, block_ids: list[int], value: float) -> int:
+        """How many of the blocks hold anything but the value."""
+        return self._pool.count_other(block_ids, value)
 
     async def do_offer_growing(self, request_id: str, block_ids: list[int]) -> dict[str, Any]:
         """Offer blocks of which nothing is computed."""
-        tokens = len(block_ids) * self._setup.block_size
-        request = kvflow.ServeRequest(request_id, block_ids, tokens, computed_tokens=0)
-        self._leases[request_id] = self._runtime.serve_blocks(request)
-        return self._leases[request_id].ticket.to_params()
+        return self._offer(request_id, block_ids, computed_tokens=0)
 
     async def do_advance(self, request_id: str, blocks: int) -> None:
-        self._leases[request_id].advance(blocks * self._setup.block_size)
+        self._leases[request_id].advance(blocks * self._pool.shape.block_size)
 
     async def do_fail(self, request_id: str) -> None:
         self._leases[request_id].fail("told to")
@@ -246,7 +229,7 @@ class Engine:
     async def do_until_landed(self, request_id: str, blocks: int) -> None:
         """Wait until so many blocks have landed, or the load has ended."""
         async for progress in self._followed[request_id]:
-            if progress.tokens >= blocks * self._setup.block_size:
+            if progress.tokens >= blocks * self._pool.shape.block_size:
                 return
 
     async def do_revoke(self, request_id: str) -> None:
@@ -255,16 +238,18 @@ class Engine:
     async def do_outcome(self, request_id: str) -> str:
         return str(await self._leases.pop(request_id))
 
-    async def do_load(self, request_id: str, ticket: dict[str, Any], block_ids: list[int]) -> dict[str, int]:
+    async def do_load(self, request_id: str, ticket: dict[str, Any], block_ids: list[int]) -> dict[str, Any]:
         return await self._load(kvflow.LoadRequest(request_id, ticket, block_ids))
 
-    async def _load(self, request: kvflow.LoadRequest) -> dict[str, int]:
+    async def _load(self, request: kvflow.LoadRequest) -> dict[str, Any]:
+        start_s = time.perf_counter()
         task = self._loads[request.request_id] = asyncio.ensure_future(self._runtime.load_blocks(request))
         try:
             report = await task
         finally:
             del self._loads[request.request_id]
-        return {"bytes": report.bytes, "descriptors": report.descriptors}
+        seconds = time.perf_counter() - start_s
+        return {"bytes": report.bytes, "descriptors": report.descriptors, "seconds": seconds}
 
     async def do_until_stuck(self, request_id: str) -> None:
         """Wait until reads are in flight of which nothing more lands, or the load has ended."""
@@ -294,7 +279,7 @@ class Engine:
             revoke_after_s = offer.pop("revoke_after_s", None)
             tickets.append(await self.do_offer(**offer))
             lease = self._leases.pop(offer["request_id"])
-            self._verbs.create_task(self._reuse(lease, then))
+            self.start(self._reuse(lease, then))
             if revoke_after_s is not None:
                 asyncio.get_running_loop().call_later(revoke_after_s, lease.revoke)
         return tickets
@@ -316,56 +301,41 @@ class Engine:
         await asyncio.sleep(delay_s)
         try:
             async with asyncio.timeout(cancel_after_s):
-                await self._runtime.load_blocks(kvflow.LoadRequest(**request))
+                error = await self._error_of(kvflow.LoadRequest(**request))
         except TimeoutError:
             return "cancelled"
-        except kvflow.errors.KVFlowError as error:
-            return type(error).__name__
-        return [self._value_of(block) for block in request["block_ids"]]
+        return error or [self._pool.value_of(block) for block in request["block_ids"]]
 
     async def do_fill(self, block_ids: list[int], value: float) -> None:
         self._fill(block_ids, value)
 
     def _fill(self, block_ids: Sequence[int], value: float) -> None:
+        fill = self._pool.filling(block_ids, value)
         if self._setup.device == "cpu":
-            for tensor in self._caches.values():
-                tensor[:, list(block_ids)] = value
+            fill()
         else:
-            self._device.launch(self._filling(block_ids, value)).synchronize()
-
-    def _filling(self, block_ids: Sequence[int], value: float) -> Callable[[], None]:
-        """Work for the device, which waits for nothing once it is launched."""
-        index = torch.tensor(list(block_ids)).to(self._setup.device)
-
-        def fill() -> None:
-            for tensor in self._caches.values():
-                tensor.index_fill_(1, index, value)
-
-        return fill
+            self._device.launch(fill).synchronize()
 
     async def do_values(self, block_ids: list[int]) -> list[float | None]:
         """For each block the one value that fills it, or None."""
-        return [self._value_of(block) for block in block_ids]
-
-    def _value_of(self, block: int) -> float | None:
-        parts = [tensor[:, block] for tensor in self._caches.values()]
-        value = float(parts[0].flatten()[0])
-        return value if all(bool((part == value).all()) for part in parts) else None
+        return [self._pool.value_of(block) for block in block_ids]
 
     async def do_sleep(self, value: float, *, farewell: bool = True) -> None:
         """Unregister the cache; as soon as that may be other pages are mapped where it lies, full of `value`."""
         if not farewell:
-            self._runtime._supervisor.cache.readers._callers.clear()
+            cache = self._runtime._supervisor.cache
+            assert cache is not None, "it is registered"
+            cache.readers._callers.clear()
         await self._runtime.unregister()
-        for tensor in self._caches.values():
+        for tensor in self._pool.tensors.values():
             map_other_pages(tensor.data_ptr(), tensor.nbytes)
             tensor.fill_(value)
 
     async def do_wake(self, value: float) -> None:
         """Register it again."""
-        for tensor in self._caches.values():
+        for tensor in self._pool.tensors.values():
             tensor.fill_(value)
-        await self._register()
+        await self.register()
 
     async def do_statistics(self) -> dict[str, Any]:
         return dataclasses.asdict(self._runtime.statistics())
@@ -387,11 +357,13 @@ class Engine:
             await stalling
         finally:
             self._stalling.discard(stalling)
-        self._brake.send_bytes(b"stalled")
+        brake = self._brake
+        assert brake is not None, "its process has one"
+        brake.send_bytes(b"stalled")
         if hold_gil:
-            ctypes.PyDLL(None).read(self._brake.fileno(), ctypes.create_string_buffer(64), 64)
+            ctypes.PyDLL(None).read(brake.fileno(), ctypes.create_string_buffer(64), 64)
         else:
-            os.read(self._brake.fileno(), 64)
+            os.read(brake.fileno(), 64)
 
     async def _until_reads(self, count: int) -> None:
         while self._runtime.statistics().transport.reads < count:
@@ -404,6 +376,11 @@ class Engine:
         self._taken = torch.empty(max(free - left_bytes, 0), dtype=torch.uint8, device="cuda")
         return int(torch.cuda.mem_get_info()[0])
 
+    async def do_revoke_all(self) -> None:
+        """Closing would wait for their readers."""
+        for lease in self._leases.values():
+            lease.revoke()
+
     async def do_give_memory_back(self) -> None:
         del self._taken
         torch.cuda.empty_cache()
@@ -411,17 +388,64 @@ class Engine:
     async def do_dirty_memory(self, size_bytes: int, delay_s: float) -> None:
         """Leave memory in torch's cache that kernels behind a pause are still going to write."""
         memory = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
-        self._device.launch(lambda: memory.fill_(0x5A), delay_s)  # type: ignore[arg-type, return-value]
+        self._device.launch(lambda: memory.fill_(0x5A), delay_s)  # type: ignore[arg-type]
 
     async def do_capture(self, count: int) -> None:
         """Capture graphs as engines do, in a mode that any unsafe call of any other thread ends."""
         await asyncio.to_thread(_capture, count)
 
     async def do_resources(self) -> dict[str, int]:
-        process = psutil.Process()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
-            "rss_bytes": process.memory_info().rss,
-            "fds": process.num_fds(),
-            "threads": process.num_threads(),
+            "rss_bytes": pages * mmap.PAGESIZE,
+            "fds": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
             "tasks": len(asyncio.all_tasks()),
         }
+
+    async def do_forget(self, engine_id: str) -> bool:
+        return await self._runtime.forget_peer(engine_id)
+
+    async def do_set_busy(self, busy: bool) -> None:
+        """Keep the device's default stream busy, or no longer."""
+        self._busy.close()
+        if busy:
+            self._busy.enter_context(self._device.busy())
+
+    async def do_revoke_after(self, request_id: str, value: float, pause_s: float) -> None:
+        """End a lease after a pause; as soon as its blocks may be used again the device overwrites them."""
+        lease = self._leases.pop(request_id)
+        await asyncio.sleep(pause_s)
+        lease.revoke()
+        await lease
+        self._device.launch(self._pool.filling(lease.block_ids, value))
+
+    async def do_steps(
+        self, count: int, loads: Sequence[dict[str, Any]] = (), pause_s: float = 0.0
+    ) -> dict[str, list[Any]]:
+        """The seconds of so many steps of an engine, in a thread of it, and how loads went beside them: errors."""
+        stepping = asyncio.ensure_future(asyncio.to_thread(_step_seconds, self._device.make_step(), count))
+        errors = []
+        for load in loads:
+            errors.append(await self._error_of(kvflow.LoadRequest(**load)))
+            await asyncio.wait([stepping], timeout=pause_s)
+            if stepping.done():
+                break
+        return {"seconds": await stepping, "errors": errors}
+
+    async def _error_of(self, request: kvflow.LoadRequest) -> str:
+        """The name of what a load raises; "" if it succeeds."""
+        try:
+            await self._runtime.load_blocks(request)
+        except kvflow.errors.KVFlowError as error:
+            return type(error).__name__
+        return ""
+
+
+def _step_seconds(step: Callable[[], None], count: int) -> list[float]:
+    seconds = []
+    for _ in range(count + _WARM_UP_STEPS):
+        start_s = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start_s)
+    return seconds[_WARM_UP_STEPS:]

@@ -1,0 +1,156 @@
+"""Claims of a peer about its cache: where its regions lie, what it holds, how its layers are grouped.
+
+Bounds of the fields say what one number may be. Here is what has to be true of them together before any address is
+read from. A claim that cannot be true is a WireError with its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvflow.checks import INT64_MAX, is_name
+from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts, GroupKind
+from kvflow.core.cache.layout import BlockShape
+from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.cache.state import ROWS_MAX
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
+from kvflow.core.plan.topology import CacheShare
+from kvflow.core.protocol.codec import WireError
+from kvflow.core.protocol.messages import REGIONS_MAX, RegionTable, SealLocation
+
+_PART_CHARS_MAX = 4096
+_PARTS = (("K", "V"), ("KV",), ("latent",))
+
+
+def regions_to_wire(regions: Regions) -> RegionTable:
+    return RegionTable(
+        bases=regions.bases.tolist(),
+        strides=regions.strides.tolist(),
+        block=regions.block,
+        parts=regions.parts,
+        num_blocks=regions.num_blocks,
+        device_kind=regions.device.kind,
+        device_index=regions.device.number,
+    )
+
+
+def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
+    """Regions of each set of layers. WireError where one cannot be true, or there are too many to look at."""
+    count = sum(len(table.bases) for table in tables)
+    if len(tables) > SETS_MAX or count > REGIONS_MAX:
+        raise WireError(f"region tables: {len(tables)} with {count} regions, at most {SETS_MAX} with {REGIONS_MAX}")
+    return tuple(map(regions_from_wire, tables))
+
+
+def regions_from_wire(table: RegionTable) -> Regions:
+    """Check a peer's region table and turn it into arrays; WireError where it cannot be true."""
+    count = len(table.bases)
+    if not count or len(table.strides) != count:
+        raise WireError(f"region table: {count} bases and {len(table.strides)} strides")
+    of_state = 0 < len(set(table.parts)) == len(table.parts) <= ROWS_MAX and table.block.tokens == 1
+    if (table.parts not in _PARTS and not of_state) or count % len(table.parts):
+        raise WireError(f"region table: {count} regions, parts of a layer {str(table.parts)[:80]}")
+    if not _is_dense(table.block):
+        raise WireError(f"region table: {table.num_blocks} blocks of shape {tuple(table.block)}")
+    size = table.block.size_bytes
+    for base, stride in zip(table.bases, table.strides, strict=True):
+        if stride < size or base + stride * table.num_blocks > INT64_MAX:
+            raise WireError(f"region table: base {base}, stride {stride}, {table.num_blocks} blocks")
+    return Regions(
+        bases=np.array(table.bases, dtype=np.uint64),
+        strides=np.array(table.strides, dtype=np.uint64),
+        block=table.block,
+        parts=table.parts,
+        num_blocks=table.num_blocks,
+        device=Device(table.device_kind, table.device_index),
+    )
+
+
+def _is_dense(block: BlockShape) -> bool:
+    """True if tokens and heads fill a block without gaps, in either order."""
+    tokens, heads, run = block[:3]
+    if min(tokens, heads, run) < 1 or max(tokens, heads, run) >= 1 << 31:
+        return False
+    return block[3:] in ((heads * run, run), (run, tokens * run))
+
+
+def check_cache_shares(shares: Sequence[CacheShare]) -> None:
+    """WireError unless a rank can hold these shares."""
+    count = sum(len(share.layers) for share in shares)
+    if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:
+        raise WireError(f"cache share: {len(shares)} shares with {count} layers, at most {SETS_MAX} with {REGIONS_MAX}")
+    for share in shares:
+        _check_cache_share(share)
+    if len(shares) == 1:
+        return
+    if len({(one.tp_rank, one.tp_size, one.pp_rank, one.pp_size) for one in shares}) > 1:
+        raise WireError("cache shares: of several ranks")
+    if len({(one.part, layer) for one in shares for layer in one.layers}) < sum(len(one.layers) for one in shares):
+        raise WireError("cache shares: some layer is in two of them")
+
+
+def _check_cache_share(share: CacheShare) -> None:
+    if share.tp_rank >= share.tp_size or share.pp_rank >= share.pp_size:
+        sizes = (share.tp_rank, share.tp_size, share.pp_rank, share.pp_size)
+        raise WireError(f"cache share: (tp_rank, tp_size, pp_rank, pp_size) are {sizes}")
+    if share.part and (not is_name(share.part, _PART_CHARS_MAX) or share.latent or share.model_kv_heads < 1):
+        raise WireError(f"cache share: part {share.part[:80]!a}, latent is {share.latent}")
+    if not 0 < len(set(share.layers)) == len(share.layers):
+        raise WireError(f"cache share: {len(share.layers)} layers, none or some of them twice")
+
+
+def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
+    """WireError unless a rank with these groups and regions can hold these shares."""
+    check_cache_shares(shares)
+    _check_groups(groups)
+    if len(regions) != len(shares):
+        raise WireError(f"cache shares: {len(shares)}, but {len(regions)} region tables")
+    num_blocks: dict[int, int] = {}
+    for share, region in zip(shares, regions, strict=True):
+        _check_set(share, region)
+        if share.group >= len(groups) or groups[share.group].block_size != share.block_size:
+            raise WireError(f"cache share: group {share.group} of {len(groups)}, block_size {share.block_size}")
+        if (groups[share.group].kind is GroupKind.STATE) != bool(share.part):
+            raise WireError(f"cache share: part {share.part!a} in a group of kind {groups[share.group].kind}")
+        if num_blocks.setdefault(share.group, region.num_blocks) != region.num_blocks:
+            raise WireError(f"cache shares: group {share.group} has {num_blocks[share.group]} and other blocks")
+    if len(num_blocks) != len(groups):
+        raise WireError(f"cache shares: of {len(num_blocks)} groups, but there are {len(groups)}")
+    if len({region.device for region in regions}) > 1:
+        raise WireError("region tables: on several devices")
+
+
+def _check_groups(groups: Sequence[GroupFacts]) -> None:
+    names = {group.name for group in groups if is_name(group.name, NAME_CHARS_MAX)}
+    if not 0 < len(groups) <= GROUPS_MAX or len(names) < len(groups):
+        raise WireError(f"groups: {len(groups)}, expected 1 to {GROUPS_MAX} of different names")
+    for group in groups:
+        if not group.plausible:
+            raise WireError(f"groups: kind {group.kind}, window {group.window}, block_size {group.block_size}")
+
+
+def _check_set(share: CacheShare, regions: Regions) -> None:
+    if len(share.layers) * len(regions.parts) != len(regions):
+        raise WireError(f"cache share: {len(share.layers)} layers, {len(regions)} regions {regions.parts}")
+    block = regions.block
+    if (share.block_size, share.kv_heads) != (block.tokens, block.heads):
+        raise WireError(
+            f"cache share: block_size {share.block_size}, kv_heads {share.kv_heads}, "
+            f"model_kv_heads {share.model_kv_heads}, blocks of shape {tuple(block)}"
+        )
+    if share.part and (block.tokens != 1 or regions.parts in _PARTS):
+        raise WireError(f"cache share: part {share.part!a}, blocks of shape {tuple(block)}")
+    if not share.part and regions.parts not in _PARTS:
+        raise WireError(f"cache share: parts of a layer {str(regions.parts)[:80]}")
+    if share.latent != (regions.parts == ("latent",)) or (share.latent and block.heads != 1):
+        raise WireError(
+            f"cache share: latent is {share.latent}, parts of a layer are {regions.parts}, of {block.heads} heads"
+        )
+
+
+def check_seals(location: SealLocation) -> None:
+    """WireError unless a seal table of this size can lie there."""
+    if location.address >= INT64_MAX - location.count * 16:
+        raise WireError(f"seal table: {location.count} seals at {location.address}")

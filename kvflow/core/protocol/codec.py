@@ -1,0 +1,106 @@
+"""Encoding of messages, and their decoding.
+
+A message of the side channel is two msgpack frames: a `Header` (magic, protocol version, fingerprint) and a body. The
+header is decoded and judged first, so that a peer of another version gets an answer before its body is read. Decoding
+is strict: another type or a size out of bounds is a `WireError`. No code can run here.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from kvflow.checks import answer, printable, refusal
+from kvflow.core.bounds import Count, Digest, Name
+from kvflow.core.cache.layout import BlockShape
+from kvflow.core.protocol.messages import DigestPart, Reply, Request, Target
+from kvflow.core.protocol.notifications import Notification, ReadDone
+
+PROTOCOL_VERSION = 5
+MAGIC = "kvflow"
+_ERROR_CHARS_MAX = 300
+
+
+class WireError(Exception):
+    """Bytes that are no valid kvflow message. The shell counts a refusal, or raises a ProtocolError."""
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of every side-channel message."""
+
+    magic: Name
+    version: Count
+    fingerprint: Digest
+    question: Count = 0
+    """Number of the question on its connection; an answer has the same. 0 from a peer that does not number them."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_frames(header: Header, body: Request | Reply) -> list[bytes]:
+    return [encode(header), encode(body)]
+
+
+def our_header(fingerprint: bytes, question: int = 0) -> Header:
+    return Header(magic=MAGIC, version=PROTOCOL_VERSION, fingerprint=fingerprint, question=question)
+
+
+def decode_header(frame: bytes) -> Header:
+    """Decode a first frame; WireError if it is none of ours. The version is for the caller to judge."""
+    header: Header = _decode(frame, Header)
+    if header.magic != MAGIC:
+        raise WireError(f"not a kvflow header: magic {header.magic[:16]!r}")
+    return header
+
+
+def decode_request(frame: bytes) -> Request:
+    message: Request = _decode(frame, Request)
+    return message
+
+
+def decode_reply(frame: bytes) -> Reply:
+    message: Reply = _decode(frame, Reply)
+    return message
+
+
+def decode_notification(payload: bytes) -> Notification:
+    message: Notification = _decode(payload, Notification)
+    return message
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raw = answer(partial(msgspec.msgpack.decode, data))
+        why = _with_names(str(error) if raw is None else refusal(error, raw), kind)
+        why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
+        raise WireError(f"{len(data)} bytes do not decode: {why}") from error
+
+
+def _with_names(refused: str, kind: Any) -> str:
+    """Put names into a refusal where msgspec numbers the fields of a message that is an array; a tag is number 0."""
+
+    def named(found: re.Match[str]) -> str:
+        place, number = found[1], int(found[2])
+        names = _OUTER.get(kind, ()) if place == "$" else _INNER[place.partition("[")[0]]
+        return f"{place}.{names[number]}" if number < len(names) else found[0]
+
+    return _NUMBERED.sub(named, refused)
+
+
+_NUMBERED = re.compile(r"(\$|\.target|\.sender|\.block|\.parts\[\d+\])\[(\d+)\]")
+_OUTER: dict[Any, tuple[str, ...]] = {
+    Header: Header.__struct_fields__,
+    Notification: ("kind", *ReadDone.__struct_fields__),
+}
+_INNER = {
+    ".target": Target.__struct_fields__,
+    ".sender": Target.__struct_fields__,
+    ".block": BlockShape._fields,
+    ".parts": DigestPart.__struct_fields__,
+}

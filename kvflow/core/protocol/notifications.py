@@ -1,0 +1,64 @@
+"""Notifications: a few bytes from a reader to a producer, which travel beside its reads and are not answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvflow.core.bounds import NO_LEASE_ID, Count, LeaseId, Reader
+
+NOTIFICATION_BYTES_MAX = 4 << 10
+LEASE_IDS_MAX = 1 << 20
+"""Lease ids in one notification."""
+
+LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_MAX)]
+
+
+class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
+    """Word from a reader that it needs the blocks of these leases no more.
+
+    A lease id is a secret of its ticket. Readers of one engine share a lease, which ends when their shares, `numerator`
+    of `denominator` each, add up to 1 (`topology.ReportShare`).
+    """
+
+    lease_ids: LeaseIds
+    reader: Reader
+    numerator: Count
+    denominator: Count
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """Word from a reader that it still needs the blocks of these leases."""
+
+    lease_ids: LeaseIds
+    reader: Reader
+
+
+Notification: TypeAlias = ReadDone | Renew
+_encode = msgspec.msgpack.Encoder().encode
+_READ_DONE = msgspec.msgpack.Decoder(ReadDone)
+
+
+def leases_max(reader: str, bytes_max: int) -> int:
+    """Leases that a notification of at most `bytes_max` may name; one at least."""
+    array_header_bytes = 5
+    id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
+    rest = ReadDone(lease_ids=(), reader=reader, numerator=1 << 32, denominator=1 << 32)
+    rest_bytes = len(_encode(rest)) + array_header_bytes
+    return max((bytes_max - rest_bytes) // id_bytes, 1)
+
+
+def joined(payloads: Sequence[bytes], leases_most: int) -> list[bytes]:
+    """Join `ReadDone`s of one reader to one producer into few messages of at most `leases_most` leases each."""
+    lease_ids: dict[tuple[str, int, int], list[str]] = {}
+    for payload in payloads:
+        done = _READ_DONE.decode(payload)
+        lease_ids.setdefault((done.reader, done.numerator, done.denominator), []).extend(done.lease_ids)
+    return [
+        _encode(ReadDone(tuple(ids[start : start + leases_most]), *share))
+        for share, ids in lease_ids.items()
+        for start in range(0, len(ids), leases_most)
+    ]

@@ -1,0 +1,95 @@
+"""Checks of a ticket whose types are right: names, groups, and blocks that are still to come.
+
+Tickets come through routers, so nothing in them is trusted. Types and bounds of the fields (`core.protocol.ticket`)
+refuse most of what no producer would have written; here is the rest. Every refusal is a RequestError that names the
+field and its value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvflow import checks
+from kvflow.checks import is_name, shown
+from kvflow.config import PORT_MAX, is_host
+from kvflow.core.bounds import TRACEPARENT
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
+from kvflow.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvflow.core.protocol.ticket import RankLease, Ticket
+
+
+# Engines have few ranks, and each ticket names one of them again. Types bound the lengths of what is remembered.
+@lru_cache(maxsize=1024)
+def check_place(host: str, port: int, incarnation: str) -> None:
+    if not 0 < port <= PORT_MAX:
+        raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
+    if not is_host(host):
+        raise RequestError(f"ticket: remote_host {host[:80]!a} is no host to connect to")
+    if not is_name(incarnation, NAME_CHARS_MAX):
+        raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
+
+
+@lru_cache(maxsize=1024)
+def check_engine_id(engine_id: str) -> None:
+    if not is_name(engine_id, NAME_CHARS_MAX):
+        raise RequestError(f"ticket: remote_engine_id {engine_id[:80]!a} is no name")
+
+
+def foreign_text(struct: Ticket | RankLease) -> RequestError:
+    """Error for a text of a class that is not Python's own: no message can carry it."""
+    values = msgspec.structs.asdict(struct).items()
+    name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)
+    return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
+
+
+def too_many(count: int, most: int) -> RequestError:
+    return RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
+
+
+def check_groups(ticket: Ticket) -> None:
+    groups = ticket.groups
+    if len(groups) != len(ticket.block_tables):
+        raise RequestError(f"ticket: {len(groups)} groups, but {len(ticket.block_tables)} block tables")
+    if groups[0].block_size != ticket.block_size:
+        raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
+    for group in groups:
+        if not group.plausible or not is_name(group.name, NAME_CHARS_MAX):
+            what = f"kind {group.kind}, window {group.window}, block_size {group.block_size}"
+            raise RequestError(f"ticket: group {group.name[:80]!a}: {what}")
+
+
+def check_to_come(ticket: Ticket, block_ids_max: int) -> None:
+    """RequestError if an offer whose blocks are still to come cannot be right."""
+    counts = tuple(map(len, ticket.block_tables))
+    if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
+        raise RequestError(
+            f"ticket: a rendezvous knows no blocks and tokens, but it has {counts} and {ticket.num_tokens}"
+        )
+    if any(count > most for count, most in zip(counts, ticket.block_counts, strict=True)):
+        why = f"{ticket.num_tokens} tokens need {ticket.block_counts}"
+        raise RequestError(f"ticket: {counts} blocks by group of a lease that is extended, but {why}")
+    if (count := sum(ticket.block_counts)) > block_ids_max:
+        raise too_many(count, block_ids_max)
+
+
+def checked_traceparent(value: object) -> str:
+    """RequestError unless it is "" or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
+    traceparent = checks.text(value, "traceparent")
+    if not re.search(TRACEPARENT, traceparent):
+        raise RequestError(f"traceparent {traceparent[:80]!a} is no W3C trace context")
+    return traceparent
+
+
+def wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
+    """Error for a struct that cannot be read."""
+    if isinstance(error, msgspec.ValidationError):
+        hint = "; expected a dict of `lease.ticket.to_params()`" if "required field" in str(error) else ""
+        return RequestError(f"ticket: {checks.refusal(error, given)}{hint}")
+    return RequestError(f"ticket: {shown(error)}")

@@ -1,0 +1,221 @@
+"""Loads of a simulated engine: a prompt comes from elsewhere, is checked byte by byte, and used for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvflow.core.plan.descriptors import given_block_ids
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import ChecksumMismatch, KVFlowError, PrefillFailed, RuntimeBroken
+from kvflow.runtime.load.load import Load as Handle
+from kvflow.runtime.load.requests import Again, LoadReport, LoadRequest, Verification
+from kvflow.runtime.records import Attempt
+from kvflow.testing.simulator.checks import check_conserved
+from kvflow.testing.simulator.engine import SimEngine
+from kvflow.testing.simulator.network import LOAD
+from kvflow.testing.simulator.work import Ending, LoadPlan, RankLoad, SimLoad, SimOffer, SimRank, all_over
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulator.simulation import Simulation
+
+_FOLLOWED_EVERY = 4  # loads, by number: one whose progress somebody wants to know
+_SLOW_SHARE = 0.2  # of tickets that are asked for when no source is left: a prompt is computed once more
+
+
+async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPlan) -> None:
+    """Load an offered prompt, check what came, and use the blocks for a while."""
+    if not engine.running:
+        return
+    tables = engine.take_blocks(offer.tokens, min(plan.cached_blocks * engine.shape.block_size, offer.tokens))
+    if tables is None:
+        engine.simulation.count("load: no room")
+        return
+    load = SimLoad(offer, engine, tables, others=plan.more)
+    engine.own(load)
+    engine.loads[load] = None
+    engine.note("loads", offer.request_id, repr(offer.engine), load.block_ids)
+    load.device = engine.overwrite_later(load.block_ids)
+    endings = await _load_on_all_ranks(load, ticket, plan)
+    succeeded = _judge(load, endings)
+    for ending in endings if succeeded else ():
+        assert isinstance(ending, LoadReport), "it has succeeded"
+        load.source(ending.attempts).loaded = True
+    if not succeeded:
+        await _safe(load)
+        await all_over(load.device)
+    engine.loads.pop(load)
+    if succeeded and plan.use_s:
+        naps = engine.naps
+        await engine.simulation.pass_time(plan.use_s)
+        for rank in engine.ranks if naps == engine.naps else ():  # else it has lost what it had
+            if (
+                wrong := rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables)
+            ) and not load.corrupt:
+                engine.fail("I1", f"blocks of {offer.request_id} changed after the load: {wrong}")
+    engine.give_back(load)
+
+
+async def wait_and_load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPlan, wait_s: float) -> None:
+    """Load as an engine whose request has to wait first."""
+    with contextlib.ExitStack() as kept:
+        try:
+            for rank in engine.ranks:
+                kept.enter_context(rank.runtime.keep_leases(ticket.to_params()))
+        except KVFlowError as error:
+            engine.judge_refusal(offer.request_id, error)
+        await engine.simulation.pass_time(wait_s)
+        engine.simulation.count("load: waited")
+        await load(engine, offer, ticket, plan)
+
+
+async def release(engine: SimEngine, offer: SimOffer, ticket: Ticket) -> None:
+    """Give an offer up unread, as for a request that was aborted before it was decoded."""
+    opens_s = min(ticket.ttl_s, engine.base.lease_lifetime_s) if ticket.awaited else 0.0  # a rendezvous is waited for
+    for rank in list(engine.ranks):
+        try:
+            with engine.bounded(f"release of {offer.request_id}", engine.base.handshake_timeout_s + opens_s):
+                told = await rank.runtime.release_blocks(ticket.to_params())
+        except KVFlowError as error:
+            engine.judge_refusal(offer.request_id, error)
+            engine.simulation.count(f"release: {type(error).__name__}")
+        else:
+            engine.simulation.count(f"release: {'told' if told else 'not told'}")
+
+
+async def _load_on_all_ranks(load: SimLoad, ticket: Ticket, plan: LoadPlan) -> list[Ending]:
+    engine = load.engine
+    priority = load.offer.number % 3 if engine.simulation.settings.model.priorities else 0
+    request = LoadRequest(
+        load.request_id,
+        _tickets(ticket, plan),
+        given_block_ids(load.tables),
+        again=_again(engine.simulation, plan) if plan.more else None,
+        deadline_s=plan.deadline_s,
+        priority=priority,
+        verify=True if engine.simulation.settings.model.verifies and load.offer.number % 3 == 0 else None,
+    )
+    events = load.device or [None] * len(engine.ranks)
+    bodies = [
+        _load_on(rank, load, replace(request, after=event)) for rank, event in zip(engine.ranks, events, strict=True)
+    ]
+    return await engine.carry_out(load, bodies, plan.cancel_after_s)
+
+
+def _tickets(ticket: Ticket, plan: LoadPlan) -> Any:
+    """Tickets as the request names them: one as such, several as a list."""
+    named = [ticket, *(one.ticket() for one in plan.more[: plan.named])]
+    return [one.to_params() for one in named] if plan.more else ticket.to_params()
+
+
+def _again(simulation: Simulation, plan: LoadPlan) -> Again:
+    """Callback that brings the tickets that the request does not name, one by one, some time later."""
+    left = list(plan.more[plan.named :])
+
+    async def again(attempts: Sequence[Attempt]) -> Ticket | None:
+        simulation.count("load: asks again")
+        slow = simulation.rng.random() < _SLOW_SHARE
+        await simulation.pass_time(simulation.rng.uniform(0.0, 5.0) if slow else simulation.network.delay_s())
+        return left.pop().ticket() if left else None
+
+    return again
+
+
+async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending:
+    """Load on one rank: its report, or what it raised. Success is judged in the very moment it is reported."""
+    engine = load.engine
+    deadline_s = engine.base.load_deadline_s if request.deadline_s is None else request.deadline_s
+    mine = RankLoad(load)
+    LOAD.set(mine)
+    try:
+        with engine.bounded(request.request_id, deadline_s + engine.base.cancel_grace_s):
+            if load.offer.number % _FOLLOWED_EVERY:
+                report = await rank.runtime.load_blocks(request)
+            else:
+                report = await _follow(rank, mine, load, rank.runtime.start_load(request))
+    except (KVFlowError, asyncio.CancelledError) as error:
+        if isinstance(error, ChecksumMismatch) and not mine.flipped:
+            engine.fail("I2", f"no byte of {request.request_id} was flipped, but {error}")
+        if isinstance(error, PrefillFailed) and not (load.offer.broken or load.offer.early):
+            engine.fail("I4", f"{request.request_id} was computed, but {error}")
+        return error
+    rank.loaded += 1
+    engine.simulation.count(f"load: {report.verification}")
+    for attempt in report.attempts:
+        engine.simulation.count(f"source: {attempt.outcome}")
+    offer = load.source(report.attempts)
+    if [one.outcome for one in report.attempts].count("loaded") != min(len(report.attempts), 1):
+        engine.fail("I4", f"{request.request_id} has one outcome, and attempts {report.attempts}")
+    if report.verification is Verification.REPAIRED and not mine.flipped:
+        engine.fail("I2", f"no byte of {request.request_id} was flipped, but it was read twice")
+    wrong = rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables)
+    if wrong and mine.flipped and not report.verified:
+        load.corrupt = True
+        engine.simulation.count("load: flipped, and nobody looked")
+    elif wrong:
+        engine.fail("I2", f"{request.request_id} is reported as loaded ({report.verification}), but {wrong}")
+    if report.payload != offer.payload and offer.tokens:
+        engine.fail("I2", f"{request.request_id} came with {report.payload!r}, not {offer.payload!r}")
+    given_back_s = offer.given_back_s
+    if given_back_s is not None and mine.last_landing_s > given_back_s:
+        engine.fail(
+            "I3",
+            f"{request.request_id} succeeded with bytes read at {mine.last_landing_s:.6f} s, but its blocks were "
+            f"given back at {given_back_s:.6f} s",
+        )
+    return report
+
+
+async def _follow(rank: SimRank, mine: RankLoad, load: SimLoad, handle: Handle) -> LoadReport:
+    """Follow a load whose parts are used as they come: each has to be right when it is told of."""
+    engine, tokens = load.engine, -1
+    try:
+        async for progress in handle:
+            if progress.tokens <= tokens:
+                engine.fail("I4", f"{handle}: {progress} after {tokens} tokens")
+            tokens = progress.tokens
+            engine.simulation.count("load: progress")
+            wrong = rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables, tokens)
+            if wrong and not mine.flipped:
+                engine.fail("I2", f"{handle}: {progress}, but {wrong}")
+        return await handle
+    except asyncio.CancelledError:
+        handle.cancel()
+        await asyncio.gather(handle.settled(), return_exceptions=True)  # what is never settled `_safe` finds
+        raise
+
+
+def _judge(load: SimLoad, endings: Sequence[Ending]) -> bool:
+    """Count how a load has ended. True if all ranks have all of it."""
+    engine = load.engine
+    for ending in endings:
+        ok = isinstance(ending, LoadReport)
+        engine.note("load ended", load.request_id, "ok" if ok else f"{type(ending).__name__}: {ending}")
+        engine.simulation.count(f"load: {'ok' if ok else type(ending).__name__}")
+        if isinstance(ending, asyncio.CancelledError) and not load.cancelled:
+            engine.fail("I4", f"{load.request_id}: CancelledError without a cancel")
+        if isinstance(ending, KVFlowError):
+            engine.judge_refusal(load.request_id, ending)
+    check_conserved(engine)
+    return all(isinstance(ending, LoadReport) for ending in endings)
+
+
+async def _safe(load: SimLoad) -> None:
+    """Wait until no rank's blocks can be written any more, where one says that they can."""
+    engine = load.engine
+    for rank in list(engine.ranks):
+        mine = [one for one in rank.runtime.quarantines if one.request_id == load.request_id]
+        taken = set(load.block_ids)
+        unsafe = [one for one in mine if {*itertools.chain(*one.block_tables)} <= taken and not one.safe]
+        if not unsafe:
+            continue
+        engine.simulation.count("load: quarantined")
+        try:
+            await unsafe[0].settled()
+        except RuntimeBroken:
+            await engine.lose(load)
+        engine.note("safe", load.request_id)

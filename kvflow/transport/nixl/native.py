@@ -1,0 +1,90 @@
+"""NIXL's own objects: its bindings, its errors, and an agent. The only module that imports nixl."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+from types import ModuleType
+from typing import Any
+
+from kvflow.config import Config
+from kvflow.core.cache.regions import Span
+from kvflow.errors import ConfigError
+from kvflow.transport.base import PeerGone, TransportError
+from kvflow.transport.nixl.defaults import backend_params
+
+_PROGRESS_DELAY_US = 100_000
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
+
+
+class Agent:
+    """A NIXL agent with its backends, and the memory that is registered with it."""
+
+    def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
+        self.native = new_agent(bindings, name, progress=progress)
+        plugins = self.native.getAvailPlugins()
+        unknown = next((name for name in given.nixl_backends if name not in plugins), None)
+        if unknown is not None:
+            raise ConfigError(f"nixl_backend: {unknown!r} is not among NIXL's plugins {sorted(plugins)}")
+        self.backends = [
+            self.native.createBackend(name, backend_params(name, params))
+            for name, params in given.nixl_backends.items()
+        ]
+        self.registered: list[Any] = []
+
+    def register(self, descriptors: Any) -> None:
+        self.native.registerMem(descriptors, self.backends)
+        self.registered.append(descriptors)
+
+    def deregister(self) -> None:
+        for descriptors in self.registered:
+            self.native.deregisterMem(descriptors, self.backends)
+        self.registered.clear()
+
+
+def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any:
+    """A NIXL agent of one thread's, without backends. With `progress` it has a thread of its own that serves peers."""
+    config = bindings.nixlAgentConfig()
+    config.useProgThread = progress
+    config.pthrDelay = _PROGRESS_DELAY_US if progress else 0
+    config.useListenThread = False
+    config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+    return bindings.nixlAgent(name, config)
+
+
+def list_plugins() -> tuple[str, ...]:
+    """Names of NIXL's plugins here. ConfigError if NIXL is not there or does not load."""
+    return tuple(sorted(new_agent(import_bindings(), "kvflow-plugins").getAvailPlugins()))
+
+
+def import_bindings() -> ModuleType:
+    """NIXL's Python bindings. ConfigError if they are not there or do not load."""
+    try:
+        return importlib.import_module("nixl._bindings")
+    except ImportError as error:
+        raise ConfigError(
+            "transport 'nixl' needs the nixl package, which is not installed or does not load: "
+            f"pip install nixl ({error})"
+        ) from error
+
+
+def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
+    """NIXL's own exception classes; nothing else is translated."""
+    found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
+    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
+
+
+def translated(error: Exception, bindings: ModuleType) -> TransportError:
+    """Translate an error of NIXL's."""
+    gone = isinstance(error, bindings.nixlRemoteDisconnectError)
+    found = (PeerGone if gone else TransportError)(f"{type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found
+
+
+def prefault(span: Span) -> None:
+    """Give every page of a span its memory now; contents do not change. Kernels that cannot are left alone."""
+    start = span.address - span.address % mmap.PAGESIZE
+    length = span.address + span.size_bytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)

@@ -1,0 +1,134 @@
+"""A KV cache in a device's memory, whose blocks are each full of one small number, or of a pattern.
+
+One number tells blocks of before from blocks of now, and a block that is torn from both; a pattern shows every byte
+in the wrong place. LBHNC has a tensor for each layer, so a block is a piece per layer; in BLHNC a block is one dense
+piece, one descriptor, over all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import kvflow
+
+VALUES = 1000
+"""Whole numbers below this are exact in fp16."""
+_PRIME = 65_521  # the largest below 2**16: neighbours in any axis of a pattern differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShape:
+    """How large a pool is and how its blocks lie. K and V of one block in one layer have 64 KiB by default."""
+
+    layers: int
+    blocks: int
+    kv_heads: int = 8
+    block_size: int = 16
+    head_size: int = 128
+    order: str = "HND"
+    across_layers: bool = False
+    """BLHNC in place of LBHNC."""
+    kv_first: bool = False
+    """Whether all blocks of K come before all of V; else a block has both."""
+
+    @property
+    def layer_block_bytes(self) -> int:
+        return 4 * self.kv_heads * self.block_size * self.head_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.layer_block_bytes
+
+    @property
+    def piece_bytes(self) -> int:
+        """What one descriptor reads of a block, at most."""
+        return self.block_bytes if self.across_layers else self.layer_block_bytes
+
+    def blocks_for(self, size_bytes: int) -> int:
+        """How many blocks hold so many bytes; one at least."""
+        return max(1, size_bytes // self.block_bytes)
+
+
+class Pool:
+    """The tensors of a cache, all in one memory if blocks go across layers."""
+
+    def __init__(self, shape: PoolShape, device: str, value: float) -> None:
+        self.shape, self._device = shape, device
+        sizes = (shape.kv_heads, shape.block_size)
+        inner = (*(sizes if shape.order == "HND" else sizes[::-1]), shape.head_size)
+        if shape.across_layers:
+            whole = torch.full((shape.blocks, shape.layers, 2, *inner), value, dtype=torch.float16, device=device)
+            layers = [whole[:, layer] for layer in range(shape.layers)]
+        else:
+            outer = (2, shape.blocks) if shape.kv_first else (shape.blocks, 2)
+            layers = [
+                torch.full((*outer, *inner), value, dtype=torch.float16, device=device) for _ in range(shape.layers)
+            ]
+        self.tensors = {f"layers.{index}": layer for index, layer in enumerate(layers)}
+        self._by_block = [layer.transpose(0, 1) if shape.kv_first else layer for layer in layers]
+
+    def layout(self) -> kvflow.CacheLayout:
+        order, block_size = self.shape.order, self.shape.block_size
+        style = kvflow.KVStyle.KV_FIRST if self.shape.kv_first else kvflow.KVStyle.BLOCKS_FIRST
+        return kvflow.CacheLayout.infer(self.tensors, order=order, block_size=block_size, style=style)
+
+    def filling(self, block_ids: Sequence[int], value: float) -> Callable[[], None]:
+        """Work for a device: give blocks a value. Ids are uploaded now, so that the work itself waits for nothing."""
+        index = self._index(block_ids)
+
+        def fill() -> None:
+            for tensor in self._by_block:
+                tensor.index_fill_(0, index, value)
+
+        return fill
+
+    def count_other(self, block_ids: Sequence[int], value: float) -> int:
+        """How many of the blocks hold anything but the value. Waits for the device."""
+        index = self._index(block_ids)
+        right = torch.ones(len(block_ids), dtype=torch.bool, device=self._device)
+        for tensor in self._by_block:
+            right &= (tensor[index] == value).flatten(1).all(dim=1)
+        return int((~right).sum())
+
+    def value_of(self, block: int) -> float | None:
+        """The one value that fills a block, or None."""
+        value = float(self._by_block[0][block].flatten()[0])
+        return None if self.count_other([block], value) else value
+
+    def write_pattern(self, block_ids: Sequence[int], first_head: int) -> None:
+        """Give blocks what tokens 0, 1, ... have, in the order of the list; waits for the device."""
+        for layer, tensor in enumerate(self._by_block):
+            tensor.view(torch.int16)[self._index(block_ids)] = self._pattern(layer, len(block_ids), first_head)
+        if next(iter(self.tensors.values())).device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def count_wrong(self, block_ids: Sequence[int], first_head: int) -> int:
+        """How many elements of these blocks are not as `write_pattern` would write them."""
+        wrong = 0
+        for layer, tensor in enumerate(self._by_block):
+            found = tensor.view(torch.int16)[self._index(block_ids)]
+            wrong += int((found != self._pattern(layer, len(block_ids), first_head)).sum())
+        return wrong
+
+    def _pattern(self, layer: int, blocks: int, first_head: int) -> torch.Tensor:
+        """By layer, part, head and token. It is the same in every cut of a model: heads are counted over the model."""
+        shape = self.shape
+        words = torch.arange(2).view(1, 2, 1, 1, 1) + 2 * layer
+        words = words * 31 + torch.arange(first_head, first_head + shape.kv_heads).view(1, 1, -1, 1, 1)
+        tokens = torch.arange(blocks * shape.block_size).view(blocks, 1, 1, shape.block_size, 1)
+        words = (words * 4099 + tokens) * 257 + torch.arange(shape.head_size)
+        found = (words % _PRIME - (1 << 15)).to(torch.int16).to(self._device)
+        return found if shape.order == "HND" else found.transpose(2, 3)
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(block_ids)).to(self._device)
+
+
+def scattered_ids(seed: int, blocks: int, count: int) -> list[int]:
+    """`count` different blocks in an order as in a pool after a day."""
+    step = next(step for step in range(blocks * 5 // 8 | 1, 2 * blocks + 3) if math.gcd(step, blocks) == 1)
+    return [(seed * 7 + index * step) % blocks for index in range(count)]
