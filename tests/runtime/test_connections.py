@@ -137,6 +137,30 @@ async def test_no_more_questions_share_a_connection_than_answers_may_wait_there(
             assert await asyncio.gather(*asked) == [shown(index) for index in range(count)]
 
 
+async def test_where_those_that_are_kept_are_full_further_connections_are_kept() -> None:
+    """Of 3 connections' worth of questions that always wait: once that is so no question opens another connection."""
+    async with scripted() as (peer, address):
+        with asking() as channel:
+            await acquainted(peer, channel, address)
+            count = 3 * QUESTIONS_MAX
+            asked = {str(index): start(channel, address, index) for index in range(count)}
+            came = list((await put(channel, peer, address, count)).items())
+            senders = []
+            for turn in range(4 * count):
+                reader, (sender, number) = came.pop(turn % 5)
+                await peer.answer(sender, number, float(turn))
+                assert await asked.pop(reader) == shown(float(turn))
+                asked[str(count + turn)] = start(channel, address, count + turn)
+                came += (await put(channel, peer, address, 1)).items()
+                senders.append(came[-1][1][0])
+            assert len({*senders[2 * count :]}) <= 3
+            assert {*senders[2 * count :]} <= {*senders[: 2 * count]}
+            for reader, (sender, number) in came:
+                await peer.answer(sender, number, 0.0)
+                await asked.pop(reader)
+            assert open_connections(channel) == 3
+
+
 async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

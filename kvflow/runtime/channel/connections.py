@@ -2,6 +2,7 @@
 
 A connection belongs to the question that it was opened for until that is answered. If the answer has the question's
 number, other questions may share the connection, several at once, and it is kept for some time after the last of them.
+Where those that are kept have no room for another question, one more is kept.
 An answer goes to the question that it names; one whose question is over is dropped. A listener that does not number
 its answers gets a connection for every question.
 
@@ -197,8 +198,8 @@ class Connections:
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[KeptConnection] = set()
-        self._shared: dict[ListenerWay, KeptConnection] = {}
-        """Connections that further questions may use: one for each way."""
+        self._shared: dict[ListenerWay, dict[KeptConnection, None]] = {}
+        """Connections that further questions may use, by way; the first one with room is used."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
         """Connections that nobody uses, and since when; the oldest comes first."""
         self._timer: asyncio.TimerHandle | None = None
@@ -206,8 +207,10 @@ class Connections:
 
     def shared(self, way: ListenerWay) -> KeptConnection | None:
         """A connection that has answered before, and has room for a question."""
-        found = self._shared.get(way)
-        return None if found is None or len(found.waiting) >= QUESTIONS_MAX else found
+        for found in self._shared.get(way, ()):
+            if len(found.waiting) < QUESTIONS_MAX:
+                return found
+        return None
 
     def open(self, way: ListenerWay) -> KeptConnection:
         """Open a connection, for one question. Raises ZMQError, such as for too many open files."""
@@ -254,13 +257,13 @@ class Connections:
         way = connection.way
         if not answered:
             connection.spent = True
-        if connection.spent and self._shared.get(way) is connection:
-            del self._shared[way]
-        if not (connection.spent or connection.closed or self._closed):
-            self._shared.setdefault(way, connection)
+        if connection.spent or connection.closed:
+            self._share_no_more(connection)
+        elif not self._closed and self.shared(way) is None:
+            self._shared.setdefault(way, {})[connection] = None
         if connection.waiting:
             return
-        if self._shared.get(way) is not connection or self._closed:
+        if self._closed or connection not in self._shared.get(way, ()):
             self._drop(connection)
             return
         self._idle[connection] = asyncio.get_running_loop().time()
@@ -276,9 +279,14 @@ class Connections:
         """Forget a connection that is closed."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
-        if self._shared.get(connection.way) is connection:
-            del self._shared[connection.way]
+        self._share_no_more(connection)
         self._end_if_done()
+
+    def _share_no_more(self, connection: KeptConnection) -> None:
+        shared = self._shared.get(connection.way, {})
+        shared.pop(connection, None)
+        if not shared:
+            self._shared.pop(connection.way, None)
 
     def _end_if_done(self) -> None:
         """End ZeroMQ's threads once nobody asks any more."""

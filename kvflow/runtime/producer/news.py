@@ -121,7 +121,7 @@ class Newsroom:
         tables, known = found.held.readable, question.known
         if len(known) != len(tables) or any(not 0 <= at <= len(ids) for at, ids in zip(known, tables, strict=True)):
             raise codec.WireError(f"news: {known[:8]} blocks known, there are {tuple(map(len, tables))}")
-        more = tuple(tuple(ids[at:].tolist()) for at, ids in zip(known, tables, strict=True))
+        more = tuple(tuple(ids[at:].tolist()) if at < len(ids) else () for at, ids in zip(known, tables, strict=True))
         if found.complete:
             return messages.News(state=LeaseNews.COMPLETE, more_block_ids=more, payload=found.payload or b"")
         if any(more) or found.held.missing <= question.missing_max:

@@ -57,6 +57,8 @@ class WaitingQuestions:
         """Heap of questions by their time, settled ones among them."""
         self._numbers = itertools.count()
         self._timer: Timer | None = None
+        self._timer_s: float | None = None
+        """Time that the timer is set to."""
 
     def __len__(self) -> int:
         return self._count
@@ -108,18 +110,22 @@ class WaitingQuestions:
         """Set the timer to the end of the next question's time, if there is one."""
         while self._due and self._is_settled(self._due[0][2]):
             heapq.heappop(self._due)
+        due_s = self._due[0][0] if self._due else None
+        if due_s == self._timer_s:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._due:
-            self._timer = self._clock.call_later(max(self._due[0][0] - self._clock.now_s(), 0.0), self._look)
+        self._timer_s = due_s
+        if due_s is not None:
+            self._timer = self._clock.call_later(max(due_s - self._clock.now_s(), 0.0), self._look)
 
     def _is_settled(self, waiting: _Question) -> bool:
         return waiting not in self._of_request.get(waiting.question.request_id, ())
 
     def _look(self) -> None:
         """Callback of the timer: answer questions whose time is over."""
-        self._timer = None
+        self._timer = self._timer_s = None
         now_s = self._clock.now_s()
         while self._due and self._due[0][0] <= now_s:
             waiting = heapq.heappop(self._due)[2]
