@@ -390,6 +390,20 @@ async def test_blocks_that_are_not_there_yet_have_no_digests(pair: EnginePair) -
     assert (await pair.load(lease, verify=True)).verified
 
 
+async def test_tokens_that_are_there_have_digests_while_others_are_missing(pair: EnginePair) -> None:
+    """A load that needs no more than the first ones may have ended by then."""
+    request = kvflow.ServeRequest("req", [3, 7, 9], num_tokens=12, computed_tokens=4)
+    lease = pair.writer.serve_blocks(request)
+    answers = cache_of(pair.writer).digests
+    assert isinstance(await answers.answer(question(pair, lease)), messages.Digests)
+    for stop in (5, 12):
+        reply = answers.answer(question(pair, lease, stop=stop))
+        assert isinstance(reply, messages.Refusal)
+        assert reply.transient
+    lease.advance(12)
+    assert isinstance(await answers.answer(question(pair, lease, stop=12)), messages.Digests)
+
+
 # --- the end of a load that is being verified
 
 

@@ -59,7 +59,8 @@ class DigestAnswers:
         found = self._held(question.lease_id, question.request_id)
         if found is None:
             return self._refused(messages.NoLease(ended=True))
-        if found[1].missing:
+        held = found[1]
+        if held.missing and any(part.stop > held.num_tokens - held.missing for part in question.parts):
             return self._refused(refusal("its blocks are not there yet", transient=True))
         try:
             asked = self._understood(question, *found)
