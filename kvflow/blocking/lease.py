@@ -15,7 +15,6 @@ from kvflow.blocking.pending import Pending, tell
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
-from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 
@@ -27,10 +26,7 @@ def _lease_verb(shown: VerbT) -> VerbT:
 
     @wraps(shown)
     def act(self: Lease, *given: object, **named: object) -> object:
-        async def work(_: asynchronous.Runtime) -> object:
-            return getattr(self._lease, shown.__name__)(*given, **named)
-
-        found = self._host.call(work, self._host.call_timeout_s)
+        found = self._host.call_at_once(lambda _: getattr(self._lease, shown.__name__)(*given, **named))
         return self if isinstance(found, AsyncLease) else found
 
     return act  # type: ignore[return-value]

@@ -15,6 +15,7 @@ from tests.bench.peers.scenario import Peers
 from tests.bench.planning import Planning
 from tests.bench.prefixes import Prefixes
 from tests.bench.profiling import Profile
+from tests.bench.surviving import Surviving
 from tests.bench.verifying import Verifying
 
 SCENARIOS: dict[str, type[Scenario]] = {
@@ -22,6 +23,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "planning": Planning,
     "prefixes": Prefixes,
     "profile": Profile,
+    "surviving": Surviving,
     "verifying": Verifying,
     "flow": Flow,
     "fleet": FleetBench,

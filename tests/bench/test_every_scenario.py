@@ -31,6 +31,7 @@ SMALLEST = {
     "prefixes": "--rounds 2 --questions 2 --pulls 4 --prefix-blocks 2 --unknown-keys 2000",
     "profile": "--alone 20 --burst 40 --rounds 1 --functions 5 --busy-cores 1",
     "verifying": "--sizes 1,16 --rounds 2 --layers 2",
+    "surviving": "--size-mb 8 --moments 2 --rounds 2",
     "flow": "--link shm --prompts 256,512 --chunk 128 --rounds 1 --layers 2 --many 4 --many-s 0.2",
     "never-idle": "--turns-ms 0,1 --intervals-ms 5 --loads 2",
     "fleet": "--sizes 4,8 --peers 4 --hot 1 --layers 4",
@@ -141,6 +142,14 @@ def check_verifying(report: Report) -> None:
     assert [row["at"] if "at" in row else row["where"] for row in report["targets"]] == ["16 MB"]
 
 
+def check_surviving(report: Report) -> None:
+    """Whether the source dies before or after its last byte is chance; the load is right in any case."""
+    assert [row["moment"] for row in report["moments"]] == [0.0, 0.5]
+    assert all(row["outcomes"].endswith("loaded") and row["load_s"]["p50"] > 0 for row in report["moments"])
+    (split,) = report["split"]
+    assert split["ratio"] == pytest.approx(split["whole_s"]["p50"] / split["halves_s"]["p50"])
+
+
 def check_prefixes(report: Report) -> None:
     (block,), (many,), (nonsense,) = (report[name] for name in ("one block", "at once", "nonsense"))
     assert all(block[part] > 0 for part in ("load_s", "miss_s", "pull_s"))
@@ -190,6 +199,7 @@ CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "planning": (check_planning, ("8 of 8 heads", "first ms")),
     "profile": (check_profile, ("hop to the agents' thread", "loop us", "own us")),
     "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
+    "surviving": (check_surviving, ("added ms", "Split")),
     "prefixes": (check_prefixes, ("one block", "at once", "lag ms")),
     "flow": (check_flow, ("growing, at once", "wire to", "in one step")),
     "never-idle": (check_never_idle, ("switch interval ms", "turns of the loop")),

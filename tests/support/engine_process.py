@@ -137,12 +137,12 @@ class EngineProcess:
         while number not in self._answers:
             self._commands.settimeout(max(until_s - time.monotonic(), 1e-3))
             try:
-                line = self._answers_in.readline()
+                said = self._answers_in.readline()
             except TimeoutError:
                 raise TimeoutError(f"{self.engine_id}: {what}: no answer within {timeout_s} s") from None
-            if not line:
+            if not said:
                 raise ConnectionError(f"{self.engine_id}: {what}: it is gone, exit code {self.wait_for_exit()}")
-            answer = json.loads(line)
+            answer = json.loads(said)
             self._answers[answer["call"]] = answer
         return self._answers.pop(number)
 

@@ -1,0 +1,232 @@
+"""The bench `surviving`: what it adds to a load of two tickets that its first source dies, or stands still, meanwhile.
+
+Two producers hold the same prompt. Each moment of a load has processes of its own: both producers are read from once,
+then the load begins, and at its moment the first producer is killed, or stopped and let go on a while later. Every byte
+is compared. Beside that: the same prompt in one load, and in two halves from both producers at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, NamedTuple
+
+import kvflow
+from kvflow.bench.cache import BenchCache, CacheShape
+from kvflow.bench.child import BenchError, Child, RankProcess
+from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from kvflow.bench.targets import Spread
+
+_LAYERS = 8
+_LEGEND = (
+    "Added time is that of the load beyond the median one from a healthy first source. All bytes of each load were "
+    "compared. Split: two halves from two producers at once, as a ratio of speed to one load of all."
+)
+
+
+class Fate(StrEnum):
+    """What befalls the first producer."""
+
+    KILL = "kill"
+    STOP = "stop"
+
+
+class Survived(NamedTuple):
+    """One load, and whose bytes it has."""
+
+    seconds: float
+    outcomes: tuple[str, ...]
+
+
+class Reader:
+    """Loads from two producers."""
+
+    def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
+        self._runtime = runtime
+        self._cache = cache
+
+    async def survive(self, load: PlannedLoad, tickets: Sequence[Ticket]) -> Survived:
+        self._cache.poison(load.local_ids, range(_LAYERS))
+        start_s = time.perf_counter()
+        report = await self._runtime.load_blocks(kvflow.LoadRequest(load.request_id, list(tickets), load.local_ids))
+        seconds = time.perf_counter() - start_s
+        self.check(load)
+        return Survived(seconds, tuple(one.outcome for one in report.attempts))
+
+    async def both(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> float:
+        """Several loads at once."""
+        for load in loads:
+            self._cache.poison(load.local_ids, range(_LAYERS))
+        start_s = time.perf_counter()
+        requests = [
+            kvflow.LoadRequest(load.request_id, ticket, load.local_ids)
+            for load, ticket in zip(loads, tickets, strict=True)
+        ]
+        await asyncio.gather(*map(self._runtime.load_blocks, requests))
+        seconds = time.perf_counter() - start_s
+        for load in loads:
+            self.check(load)
+        return seconds
+
+    def check(self, load: PlannedLoad) -> None:
+        size = self._cache.shape.block_size
+        self._cache.check(load.local_ids, load.remote_ids, remote_block_size=size, layers=range(_LAYERS))
+
+
+@contextlib.asynccontextmanager
+async def open_reader(config: kvflow.Config, shape: CacheShape) -> AsyncIterator[Reader]:
+    cache = BenchCache(shape)
+    async with open_runtime(config, cache) as runtime:
+        yield Reader(runtime, cache)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentRow:
+    """Loads whose first source met its fate at one moment, a share of a healthy load's time."""
+
+    moment: float
+    load_s: Spread
+    added_s: float
+    outcomes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRow:
+    """One load of all beside two halves from two producers at once."""
+
+    whole_s: Spread
+    halves_s: Spread
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surviving:
+    """Kill or stop the first source of loads of two tickets at many moments, and measure what that adds."""
+
+    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
+    fate: Annotated[Fate, "What befalls the first source: kill or stop."] = Fate.KILL
+    size_mb: Annotated[int, "What one load moves in MB (2**20 bytes)."] = 256
+    moments: Annotated[int, "At how many moments of a load."] = 20
+    rounds: Annotated[int, "Healthy loads, and splits, to compare with."] = 7
+    stopped_s: Annotated[float, "How long a source that is stopped stands still."] = 2.0
+
+    @property
+    def blocks(self) -> int:
+        block_bytes = CacheShape(layers=_LAYERS, blocks=1).block_size_bytes
+        count, rest = divmod(self.size_mb * MIB, block_bytes)
+        if rest or count < 2:
+            raise SettingsError(
+                f"--size-mb: {self.size_mb} MB is no multiple of a block, which has {block_bytes} bytes"
+            )
+        return count
+
+    @property
+    def shape(self) -> CacheShape:
+        return CacheShape(layers=_LAYERS, blocks=self.blocks).checked("--size-mb")
+
+    def sets(self) -> Sequence[RankSet]:
+        environment = self.transport.environment
+        healthy = RankSet(
+            note=f"{self.transport}: healthy", ranks=self._ranks(), turns=self._healthy, environment=environment
+        )
+        struck = [
+            RankSet(
+                note=f"{self.transport}: moment {at + 1} of {self.moments}",
+                ranks=self._ranks(),
+                turns=partial(self._struck, at / self.moments),
+                environment=environment,
+            )
+            for at in range(self.moments)
+        ]
+        return [healthy, *struck]
+
+    def judge(self, samples: Samples) -> Outcome:
+        found, times = samples.of(Survived), samples.of(float)
+        healthy_s = Spread.of([one.seconds for one in found["healthy"]]).p50
+        rows = []
+        for moment, loads in found.items():
+            if moment == "healthy":
+                continue
+            if any(one.outcomes[-1:] != ("loaded",) for one in loads):
+                raise BenchError(f"moment {moment}: {loads}")
+            spread = Spread.of([one.seconds for one in loads])
+            outcomes = "; ".join(", ".join(one.outcomes) for one in loads)
+            rows.append(MomentRow(moment=moment, load_s=spread, added_s=spread.p50 - healthy_s, outcomes=outcomes))
+        whole, halves = (Spread.of(times[name]) for name in ("whole", "halves"))
+        split = SplitRow(whole_s=whole, halves_s=halves, ratio=whole.p50 / halves.p50)
+        return Outcome(results={"moments": rows, "split": [split]}, legend=_LEGEND, targets=[])
+
+    def _ranks(self) -> Sequence[RankProcess]:
+        names = ("first", "second")
+        producers = [RankProcess(name, partial(open_producer, config_of(name), self.shape)) for name in names]
+        return [*producers, RankProcess("reader", partial(open_reader, config_of("reader"), self.shape))]
+
+    def _planned(self, name: str, first: int = 0, stop: int | None = None) -> PlannedLoad:
+        ids = tuple(range(self.blocks))[first:stop]
+        return PlannedLoad(request_id=name, local_ids=ids, remote_ids=ids)
+
+    def _healthy(self, children: Children) -> Iterator[Turn]:
+        half = self.blocks // 2
+        self._warm_up(children)
+        for index in range(self.rounds):
+            yield Turn(key="healthy", run=partial(self._survive, children, f"healthy {index}", None))
+            for name, loads in {
+                "whole": [self._planned(f"whole {index}")],
+                "halves": [self._planned(f"half {index} a", 0, half), self._planned(f"half {index} b", half)],
+            }.items():
+                yield Turn(key=name, run=partial(self._both, children, loads))
+
+    def _struck(self, moment: float, children: Children) -> Iterator[Turn]:
+        healthy_s = self._warm_up(children)
+        yield Turn(key=moment, run=partial(self._survive, children, "struck", moment * healthy_s))
+
+    def _warm_up(self, children: Children) -> float:
+        """Both are connected, and have a history; how long a load from the first one takes."""
+        took_s = 0.0
+        for name in ("second", "first", "first"):
+            load = self._planned(f"warm up {name} {took_s}")
+            tickets = children[name].run(EngineProducer.offer, [load])
+            took_s = children["reader"].run(Reader.both, [load], tickets)
+            children[name].run(EngineProducer.settle)
+        return took_s
+
+    def _both(self, children: Children, loads: Sequence[PlannedLoad]) -> float:
+        producers = [children[name] for name in ("first", "second")][: len(loads)]
+        tickets = [
+            producer.run(EngineProducer.offer, [load])[0] for producer, load in zip(producers, loads, strict=True)
+        ]
+        took_s = children["reader"].run(Reader.both, loads, tickets)
+        for producer in producers:
+            producer.run(EngineProducer.settle)
+        return took_s
+
+    def _survive(self, children: Children, name: str, after_s: float | None) -> Survived:
+        """A load of both tickets; its first source meets its fate so long after its beginning, if it does."""
+        load, (first, second) = self._planned(name), (children["first"], children["second"])
+        tickets = [producer.run(EngineProducer.offer, [load])[0] for producer in (first, second)]
+        wait = children["reader"].start(Reader.survive, load, tickets)
+        if after_s is not None:
+            time.sleep(after_s)
+            self._strike(first)
+        survived = wait()
+        if after_s is None:
+            for producer in (first, second):
+                producer.run(EngineProducer.settle)
+        return survived
+
+    def _strike(self, child: Child) -> None:
+        if self.fate is Fate.KILL:
+            os.kill(child.pid, signal.SIGKILL)
+        else:
+            os.kill(child.pid, signal.SIGSTOP)
+            time.sleep(self.stopped_s)
+            os.kill(child.pid, signal.SIGCONT)
