@@ -43,7 +43,7 @@ BUGS: dict[str, Bug] = {
     "leases are renewed once only": Bug(
         "                kept.due_s = now_s + kept.pause_s",
         "                kept.due_s = now_s + 1e9",
-        (RUNTIME + "leases.py::test_renewals_begin_at_half_of_the_time_left_and_go_on_at_thirds",),
+        (RUNTIME + "leases.py::test_a_reader_says_soon_that_it_is_there_and_renews_at_thirds",),
         within="runtime/load/leases.py",
     ),
     # --- seals and clocks
