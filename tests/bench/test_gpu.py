@@ -20,6 +20,7 @@ from tests_support import each
 
 from tests.gpu.conftest import RESULTS, TABLE, Found, without
 from tests.gpu.device import open_device
+from tests.support.engine import EngineSetup, open_engine
 from tests.support.pools import Pool, PoolShape, scattered_ids
 
 ROOT = Path(__file__).parents[2]
@@ -240,6 +241,16 @@ def test_work_of_a_cuda_device_is_launched_behind_its_pause_and_before_its_event
         cuda.told.clear()
         assert device.launch(lambda: cuda.told.append(f"work on {cuda.current}"), 0.1) is cuda
     assert cuda.told == [f"sleep of 200000000 on {name}", f"work on {name}", f"record on {name}"]
+
+
+async def test_an_engine_fills_blocks_behind_what_its_device_was_told_before() -> None:
+    """Else what one turn of an experiment launches may land in blocks that the next turn has filled and offered."""
+    ids = [1, 2, 3]
+    async with open_engine(EngineSetup(engine_id="engine", config={"transport": "inproc"})) as engine:
+        await engine.do_compute_and_offer("late", ids, value=7.0, delay_s=0.05)
+        await engine.do_fill(ids, value=9.0)
+        engine._device.wait()
+        assert await engine.do_count_other(ids, value=9.0) == 0
 
 
 @pytest.mark.thorough

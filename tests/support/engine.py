@@ -310,11 +310,8 @@ class Engine:
         self._fill(block_ids, value)
 
     def _fill(self, block_ids: Sequence[int], value: float) -> None:
-        fill = self._pool.filling(block_ids, value)
-        if self._setup.device == "cpu":
-            fill()
-        else:
-            self._device.launch(fill).synchronize()
+        """Behind what the device was told before; waits for it."""
+        self._device.launch(self._pool.filling(block_ids, value)).synchronize()
 
     async def do_values(self, block_ids: list[int]) -> list[float | None]:
         """For each block the one value that fills it, or None."""
