@@ -168,8 +168,9 @@ class Scripted:
             if body.request_id not in self.computed:
                 await write(response, Again(again="scripted"))
         await until(lambda: body.request_id in self.computed)
-        for step in [*map(step_of, ANSWER[:-1]), Step(token=ANSWER[-1], finish_reason="length")]:
-            await write(response, step)
+        for token in ANSWER[:-1]:
+            await write(response, Step(token=token))
+        await write(response, Step(token=ANSWER[-1], finish_reason="length"))
         return response
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
@@ -177,15 +178,7 @@ class Scripted:
         return web.Response(status=204)
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
-        return web.Response(text=json.dumps({"introduction": introduction_of(self.name).to_params()}))
-
-
-def introduction_of(name: str) -> Ticket:
-    return any_ticket(name)
-
-
-def step_of(token: int) -> Step:
-    return Step(token=token)
+        return web.Response(text=json.dumps({"introduction": any_ticket(self.name).to_params()}))
 
 
 async def room(request: web.Request) -> web.StreamResponse:
@@ -199,18 +192,15 @@ async def write(response: web.StreamResponse, line: Step | Again | Failure) -> N
     await response.write(line.written() + b"\n")
 
 
-def failing(kind: FailureKind) -> Script:
-    async def fail(_: web.Request) -> web.StreamResponse:
-        failure = Failure(kind=kind, message="scripted")
-        return web.Response(body=failure.written(), status=STATUS[kind].http)
+def failing(kind: FailureKind, *, later: bool = False) -> Script:
+    """It says so in place of an answer, or later, once it has had room for one."""
 
-    return fail
-
-
-def failing_later(kind: FailureKind) -> Script:
     async def fail(request: web.Request) -> web.StreamResponse:
+        failure = Failure(kind=kind, message="scripted")
+        if not later:
+            return web.Response(body=failure.written(), status=STATUS[kind].http)
         response = await room(request)
-        await write(response, Failure(kind=kind, message="scripted"))
+        await write(response, failure)
         return response
 
     return fail
@@ -218,7 +208,7 @@ def failing_later(kind: FailureKind) -> Script:
 
 async def dies_after_one_step(request: web.Request) -> web.StreamResponse:
     response = await room(request)
-    await write(response, step_of(ANSWER[0]))
+    await write(response, Step(token=ANSWER[0]))
     assert request.transport is not None
     request.transport.abort()
     return response
@@ -249,6 +239,12 @@ class Scene:
     def decoded(self) -> list[DecodeRequest]:
         return [request for worker in self.decode for request in worker.decoded]
 
+    @property
+    def retries(self) -> float | None:
+        """Those because of a prefill worker."""
+        metrics = self.router.metrics.registry
+        return metrics.get_sample_value("openai_server_retries_total", {"kind": FailureKind.PREFILL_AGAIN})
+
 
 @asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
@@ -259,7 +255,7 @@ async def scene() -> AsyncIterator[Scene]:
 
         async def up(worker: Scripted) -> Worker:
             server = await stack.enter_async_context(TestServer(worker.app()))
-            url, introduction = f"http://127.0.0.1:{server.port}", introduction_of(worker.name)
+            url, introduction = f"http://127.0.0.1:{server.port}", any_ticket(worker.name)
             return Worker(name=worker.name, url=url, up=True, introduction=introduction)
 
         of_prefill = Rotation("prefill", [await up(worker) for worker in prefill])
@@ -273,12 +269,16 @@ async def scene() -> AsyncIterator[Scene]:
             yield Scene(router, prefill, decode)
 
 
-async def all_of(steps: AsyncIterator[Step]) -> list[int]:
-    return [step.token async for step in steps]
-
-
 async def tokens_of(scene: Scene, **prompt: Any) -> list[int]:
     return await scene.router.whole(scene.prompt(**prompt), all_of)
+
+
+async def streamed(scene: Scene) -> list[int]:
+    return await all_of((await scene.router.stream(scene.prompt())).steps())
+
+
+async def all_of(steps: AsyncIterator[Step]) -> list[int]:
+    return [step.token async for step in steps]
 
 
 class TestRouter:
@@ -290,6 +290,8 @@ class TestRouter:
             assert (ticket.engine_id, ticket.request_id) == ("prefill-0", s.prefill[0].prefilled[0])
             assert (request.prompt_count, request.max_tokens) == (3, 3)
             assert 900 < request.deadline_s <= 1000
+            assert await tokens_of(s, max_tokens=1) == ANSWER[:1]
+            assert s.decoded == [request], "one token needs no decode worker"
         assert s.prefill[0].released == []
 
     async def test_nothing_is_computed_before_there_is_room_for_the_answer(self) -> None:
@@ -311,28 +313,25 @@ class TestRouter:
             roomy.set()
             assert await request == ANSWER[:1]
 
-    async def test_a_prefill_that_fails_ends_the_decode_workers_wait(self) -> None:
+    async def test_a_request_that_can_never_be_answered_ends_the_decode_workers_wait_and_is_not_tried_again(
+        self,
+    ) -> None:
         async with scene() as s:
             left = asyncio.Event()
 
             async def waits(request: web.Request) -> web.StreamResponse:
                 await room(request)
                 try:
-                    await asyncio.Event().wait()
+                    return await falls_silent(request)
                 finally:
                     left.set()
-                raise AssertionError("nobody sets it")
 
             s.prefill[0].script = [failing(FailureKind.INVALID)]
             s.decode[0].script = [waits]
             with pytest.raises(AttemptError, match=r"^scripted$"):
                 await tokens_of(s)
             await left.wait()
-
-    async def test_one_token_needs_no_decode_worker(self) -> None:
-        async with scene() as s:
-            assert await tokens_of(s, max_tokens=1) == ANSWER[:1]
-        assert s.decoded == []
+        assert s.prefill[1].prefilled == []
 
     async def test_a_worker_that_refuses_connections_is_left_out(self) -> None:
         async with scene() as s:
@@ -344,22 +343,27 @@ class TestRouter:
         assert len(s.prefill[1].prefilled) == 2
 
     @pytest.mark.parametrize(
-        ("role", "script", "tickets", "released", "down"),
+        ("answer_of", "script", "tickets", "released", "down"),
         [
-            ("decode", failing(FailureKind.BUSY), ["prefill-0", "prefill-1"], [], []),
-            ("decode", failing_later(FailureKind.PREFILL_AGAIN), ["prefill-0", "prefill-1"], ["r-1"], []),
-            ("decode", dies_after_one_step, ["prefill-0", "prefill-1"], [], ["decode-0"]),
-            ("prefill", crashes, ["prefill-0"], ["r-1"], []),
+            (streamed, failing(FailureKind.BUSY), ["prefill-0", "prefill-1"], [], []),
+            (tokens_of, failing(FailureKind.PREFILL_AGAIN, later=True), ["prefill-0", "prefill-1"], ["r-1"], []),
+            (tokens_of, dies_after_one_step, ["prefill-0", "prefill-1"], [], ["decode-0"]),
+            (tokens_of, crashes, ["prefill-0"], ["r-1"], []),
         ],
-        ids=["has no room", "cannot be loaded", "dies in the middle", "says nothing"],
+        ids=["has no room for a stream", "cannot be loaded", "dies in the middle", "says nothing"],
     )
     async def test_what_fails_before_the_client_has_seen_anything_is_done_anew_elsewhere(
-        self, role: str, script: Script, tickets: list[str], released: list[str], down: list[str]
+        self,
+        answer_of: Callable[[Scene], Awaitable[list[int]]],
+        script: Script,
+        tickets: list[str],
+        released: list[str],
+        down: list[str],
     ) -> None:
         async with scene() as s:
-            first = s.decode[0] if role == "decode" else s.prefill[0]
+            first = s.prefill[0] if script is crashes else s.decode[0]
             first.script = [script]
-            assert await tokens_of(s) == ANSWER
+            assert await answer_of(s) == ANSWER
             assert sorted(request.tickets[0]["remote_engine_id"] for request in s.decoded) == tickets
             workers = [*s.router.prefill.workers, *s.router.decode.workers]
             assert [worker.name for worker in workers if not worker.up] == down
@@ -373,10 +377,7 @@ class TestRouter:
             (request,) = s.decoded
             assert [one["remote_engine_id"] for one in request.tickets] == ["prefill-0", "prefill-1"]
             assert s.prefill[0].prefilled == s.prefill[1].prefilled == [request.request_id]
-            retries = s.router.metrics.registry.get_sample_value(
-                "openai_server_retries_total", {"kind": FailureKind.PREFILL_AGAIN}
-            )
-            assert retries == 1
+            assert s.retries == 1
         assert s.prefill[0].attempts == ["r-1"]
 
     async def test_a_decode_worker_that_is_busy_is_avoided_even_if_it_is_its_turn_again(self) -> None:
@@ -393,18 +394,12 @@ class TestRouter:
     async def test_gives_up_after_three_attempts_with_the_last_reason(self) -> None:
         async with scene() as s:
             for worker in s.decode:
-                worker.script = [failing_later(FailureKind.PREFILL_AGAIN)] * 5
+                worker.script = [failing(FailureKind.PREFILL_AGAIN, later=True)] * 5
             with pytest.raises(AttemptError, match="decode-0: scripted") as caught:
                 await tokens_of(s)
             assert caught.value.failure.kind is FailureKind.PREFILL_AGAIN
+            assert (len({request.request_id for request in s.decoded}), s.retries) == (3, 2)
         assert sorted([*s.prefill[0].attempts, *s.prefill[1].attempts]) == ["r-1", "r-2", "r-3"]
-
-    async def test_a_request_that_can_never_be_answered_is_not_tried_again(self) -> None:
-        async with scene() as s:
-            s.prefill[0].script = [failing(FailureKind.INVALID)]
-            with pytest.raises(AttemptError, match=r"^scripted$"):
-                await tokens_of(s)
-        assert s.prefill[1].prefilled == []
 
     async def test_says_when_no_worker_is_up(self) -> None:
         async with scene() as s:
@@ -425,12 +420,6 @@ class TestRouter:
             assert caught.value.failure.kind is FailureKind.WORKER_LOST
             assert seen == ANSWER[:1]
             assert len(s.decoded) == 1
-
-    async def test_a_stream_that_has_not_begun_is(self) -> None:
-        async with scene() as s:
-            s.decode[0].script = [failing(FailureKind.WORKER_FAILED)]
-            stream = await s.router.stream(s.prompt())
-            assert [step.token async for step in stream.steps()] == ANSWER
 
     @pytest.mark.parametrize("silent", ["prefill", "decode"])
     async def test_the_deadline_ends_every_wait(self, silent: str) -> None:
