@@ -8,17 +8,18 @@ number. Decision 0032 has what they were and what was aimed at.
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-import torch
 from pairs import virtual_pair
-from tests_support import in_virtual_time
+from tests_support import in_virtual_time, small_cache
 
 import kvflow
 from kvflow.core.protocol import codec
@@ -61,15 +62,17 @@ class Trace:
         self.met: set[str] = set()
         self.all_calls = 0
 
-    def start(self) -> None:
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
         """What was found before is forgotten."""
         self._forget()
         self._begun = True
         sys.setprofile(self._note)
-
-    def stop(self) -> None:
-        sys.setprofile(None)
-        self._begun = False
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            self._begun = False
 
     @property
     def found(self) -> dict[str, int]:
@@ -82,10 +85,10 @@ class Trace:
             "met": len(self.met),
         }
 
-    def over(self, ceilings: dict[str, int]) -> dict[str, int]:
-        """The numbers that are too high."""
+    def assert_below(self, what: str, ceilings: dict[str, int]) -> None:
+        print(f"{what} meets {self.found}; ceilings {ceilings}")
         assert min(self.found.values()) > 5, "the trace saw nothing"
-        return {name: count for name, count in self.found.items() if count > ceilings.get(name, count)}
+        assert over(self.found, ceilings) == {}
 
     def _note_elsewhere(self, frame: FrameType, event: str, returned: Any) -> None:
         if self._begun and threading.current_thread().name.startswith("kvflow-agent"):
@@ -127,16 +130,16 @@ def _ours(value: object) -> bool:
     return name.startswith("kvflow.") and not name.startswith("kvflow.testing.")
 
 
+def over(found: dict[str, int], ceilings: dict[str, int]) -> dict[str, int]:
+    """The numbers that are too high."""
+    return {name: count for name, count in found.items() if count > ceilings.get(name, count)}
+
+
 async def load(pair: InprocPair, name: str, trace: Trace | None = None) -> None:
     lease = pair.offer([3, 4], name)
     wanted = pair.wanted(lease, [0, 1])
-    if trace is not None:
-        trace.start()
-    try:
+    with trace.on() if trace else contextlib.nullcontext():
         await pair.consumer.runtime.load_blocks(wanted)
-    finally:
-        if trace is not None:
-            trace.stop()
     await lease
 
 
@@ -147,8 +150,7 @@ async def test_what_a_warm_load_meets() -> None:
         for index in range(3):
             await load(pair, f"warm {index}")
         await load(pair, "traced", trace)
-    print(f"a warm load meets {trace.found}; ceilings {CEILINGS}")
-    assert trace.over(CEILINGS) == {}
+    trace.assert_below("a warm load", CEILINGS)
     found = sizes(trace.functions)
     branches, lines = (max(found, key=lambda name, at=at: found[name][at]) for at in (0, 1))
     print(f"the most branches: {branches} {found[branches]}; the most lines: {lines} {found[lines]}")
@@ -157,57 +159,28 @@ async def test_what_a_warm_load_meets() -> None:
 
 
 @in_virtual_time
-async def test_what_opening_a_lease_meets() -> None:
+async def test_what_opening_a_lease_its_end_and_a_release_meet() -> None:
+    """The end is from a reader's word that it has read to the blocks that are the engine's again.
+
+    A release is a ticket given back unread to a connected producer: from the call to the blocks that are free again.
+    """
     trace = Trace()
     async with virtual_pair() as pair:
         await load(pair, "warm")
-        trace.start()
-        try:
+        with trace.on():
             lease = pair.offer([3, 4], "traced")
-        finally:
-            trace.stop()
-        lease.revoke()
-        await lease
-    print(f"opening a lease meets {trace.found}; ceilings {SERVE_CEILINGS}")
-    assert trace.over(SERVE_CEILINGS) == {}
-
-
-@in_virtual_time
-async def test_what_the_end_of_a_lease_meets() -> None:
-    """From a reader's word that it has read to the blocks that are the engine's again."""
-    trace = Trace()
-    async with virtual_pair() as pair:
-        await load(pair, "warm")
-        lease = pair.offer([3, 4], "traced")
+        trace.assert_below("opening a lease", SERVE_CEILINGS)
         word = ReadDone((lease.ticket.first.lease_id,), reader="reader", numerator=1, denominator=1)
-        supervisor = pair.producer.runtime._supervisor
-        trace.start()
-        try:
-            supervisor.held.serving.on_notification(codec.encode(word))  # type: ignore[union-attr]
-            outcome = await lease
-        finally:
-            trace.stop()
-    assert outcome == "read"
-    print(f"the end of a lease meets {trace.found}; ceilings {END_CEILINGS}")
-    assert trace.over(END_CEILINGS) == {}
-
-
-@in_virtual_time
-async def test_what_a_release_meets() -> None:
-    """A ticket given back unread to a connected producer: from the call to the blocks that are the engine's again."""
-    trace = Trace()
-    async with virtual_pair() as pair:
-        await load(pair, "warm")
+        serving = pair.producer.runtime._supervisor.held.serving  # type: ignore[union-attr]
+        with trace.on():
+            serving.on_notification(codec.encode(word))
+            assert await lease == "read"
+        trace.assert_below("the end of a lease", END_CEILINGS)
         lease = pair.offer([3, 4], "traced")
-        trace.start()
-        try:
+        with trace.on():
             assert await pair.consumer.runtime.release_blocks(lease.ticket)
-            outcome = await lease
-        finally:
-            trace.stop()
-    assert outcome == "read"
-    print(f"a release meets {trace.found}; ceilings {RELEASE_CEILINGS}")
-    assert trace.over(RELEASE_CEILINGS) == {}
+            assert await lease == "read"
+        trace.assert_below("a release", RELEASE_CEILINGS)
 
 
 def sizes(functions: Counter[CodeType]) -> dict[str, tuple[int, int]]:
@@ -231,32 +204,21 @@ def sizes(functions: Counter[CodeType]) -> dict[str, tuple[int, int]]:
 async def test_what_a_warm_load_meets_over_nixl() -> None:
     """With what the agents' threads do for it: the least of a few, since they may look for what is not there yet."""
     trace, least = Trace(threads=True), dict[str, int]()
-    layout = kvflow.CacheLayout.infer(_caches(), order="HND", block_size=16)
-    config = kvflow.Config(engine_id="prefill", listen="tcp://127.0.0.1:0")
-    async with (
-        kvflow.Runtime(config) as prefill,
-        kvflow.Runtime(kvflow.Config(engine_id="decode", listen="tcp://127.0.0.1:0")) as decode,
-    ):
-        await prefill.register_kv_caches(_caches(), layout)
-        await decode.register_kv_caches(_caches(), layout)
+    configs = [kvflow.Config(engine_id=name, listen="tcp://127.0.0.1:0") for name in ("prefill", "decode")]
+    async with kvflow.Runtime(configs[0]) as prefill, kvflow.Runtime(configs[1]) as decode:
+        for runtime in (prefill, decode):
+            await runtime.register_kv_caches(*small_cache(num_blocks=64, block_size=16))
         for number in range(_LOADS):
             lease = prefill.serve_blocks(kvflow.ServeRequest(f"req {number}", block_ids=[3, 4], num_tokens=32))
             request = kvflow.LoadRequest(lease.request_id, ticket=lease.ticket.to_params(), block_ids=[0, 1])
-            trace.start()
-            try:
+            with trace.on():
                 await decode.load_blocks(request)
-            finally:
-                trace.stop()
             await lease
             assert trace.found["functions"] > CEILINGS["functions"], "the trace did not see the threads"
             least = {name: min(count, least.get(name, count)) for name, count in trace.found.items()}
     threading.setprofile(None)
     print(f"a warm load over NIXL meets {least}; ceilings {NIXL_CEILINGS}")
-    assert {name: count for name, count in least.items() if count > NIXL_CEILINGS.get(name, count)} == {}
-
-
-def _caches() -> dict[str, torch.Tensor]:
-    return {f"layer.{at}": torch.zeros(2, 64, 2, 16, 32) for at in range(2)}
+    assert over(least, NIXL_CEILINGS) == {}
 
 
 async def test_what_reaching_connected_ranks_meets() -> None:
@@ -267,11 +229,8 @@ async def test_what_reaching_connected_ranks_meets() -> None:
         cache, lease = pair.consumer.runtime._supervisor.cache, pair.offer([3], "traced")
         assert cache is not None
         ticket = cache.reach.parse_ticket(lease.ticket)
-        trace.start()
-        try:
+        with trace.on():
             reached = cache.reach.reach_at_once(ticket, found.append)
-        finally:
-            trace.stop()
         assert reached == found
         assert [source.lease for source in found] == list(ticket.ranks)
         lease.revoke()
