@@ -91,20 +91,17 @@ class Sides:
 
         return self.run(body)
 
-    def load(self, request: Any) -> Any:
-        return self.run(lambda: self.pair.consumer.runtime.load_blocks(request))
+    def fresh(self, given: Any) -> Any:
+        """What was given, or in place of `FRESH` the ticket of an offer that stays open."""
+        request = ServeRequest(f"open {next(self.ids)}", [3], BLOCK_SIZE, prompt=[7, 8, 9, 10])
 
-    def ticket(self, num_tokens: int = BLOCK_SIZE, prompt: list[int] | None = None) -> Ticket:
-        """Of an offer that stays open."""
-        request = ServeRequest(f"open {next(self.ids)}", [3], num_tokens, prompt=prompt)
+        async def body() -> Any:
+            return self.pair.producer.runtime.serve_blocks(request).ticket.to_params()
 
-        async def body() -> Ticket:
-            return self.pair.producer.runtime.serve_blocks(request).ticket
-
-        return self.run(body)
+        return self.run(body) if given is FRESH else given
 
     def withdraw_all(self) -> None:
-        """End what `ticket` has opened."""
+        """End what `fresh` has opened."""
 
         async def body() -> None:
             cache = self.pair.producer.runtime._supervisor.cache
@@ -160,26 +157,24 @@ def values_of(thing: object) -> dict[str, Any]:
     return {name: getattr(thing, name) for name in annotations(type(thing))}
 
 
+async def bring_nothing(_: object) -> None:
+    """No other source."""
+
+
 def use_serve_request(sides: Sides, **values: Any) -> Any:
     ticket = sides.serve(ServeRequest(**values))
     assert Ticket.from_params(json.loads(json.dumps(ticket.to_params()))) == ticket
     return ticket
 
 
-async def bring_nothing(_: object) -> None:
-    """No other source."""
-
-
 def use_load_request(sides: Sides, *, ticket: Any, **values: Any) -> Any:
-    if ticket is FRESH:
-        ticket = sides.ticket(prompt=[7, 8, 9, 10]).to_params()
-    return sides.load(LoadRequest(ticket=ticket, **values))
+    request = LoadRequest(ticket=sides.fresh(ticket), **values)
+    return sides.run(lambda: sides.pair.consumer.runtime.load_blocks(request))
 
 
 def use_prefix_request(sides: Sides, *, rest: Any, **values: Any) -> Any:
-    if rest is FRESH:
-        rest = sides.ticket(prompt=[7, 8, 9, 10]).to_params()
-    return sides.run(lambda: sides.pair.consumer.runtime.pull_prefix(PrefixRequest(rest=rest, **values)))
+    request = PrefixRequest(rest=sides.fresh(rest), **values)
+    return sides.run(lambda: sides.pair.consumer.runtime.pull_prefix(request))
 
 
 def use_save_request(sides: Sides, **values: Any) -> Any:
@@ -187,7 +182,7 @@ def use_save_request(sides: Sides, **values: Any) -> Any:
 
 
 def use_restore_request(sides: Sides, **values: Any) -> Any:
-    sides.run(lambda: sides.storing.save_blocks(SaveRequest(**STORED)))
+    use_save_request(sides, **STORED)
     return sides.run(lambda: sides.storing.restore_blocks(RestoreRequest(**values)))
 
 
@@ -200,12 +195,9 @@ def use_peer_address(sides: Sides, **values: Any) -> Any:
 
 def use_ticket(_: Sides, **values: Any) -> Any:
     ticket = Ticket(**values)
-    with contextlib.suppress(RequestError):
-        ticket.to_params()
-    with contextlib.suppress(RequestError):
-        ticket.without_leases(**OTHER)
-    with contextlib.suppress(RequestError):
-        merge_tickets([ticket, ticket])
+    for use in (ticket.to_params, lambda: ticket.without_leases(**OTHER), lambda: merge_tickets([ticket, ticket])):
+        with contextlib.suppress(RequestError):
+            use()
     read_ticket(ticket)
 
 
@@ -221,42 +213,33 @@ STATE_LAYOUT = StateLayout.infer(STATE, STATE_TENSORS)
 HAPPENED = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
 """An event."""
 
-RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]] = {
+SERVED = ServeRequest("req", [3], 4, ttl_s=2.0, reader_count=1, traceparent=TRACEPARENT, prompt=[7, 8, 9, 10])
+GROUP: dict[str, Any] = {"name": "sliding", "layers": small_cache(layers=1)[0], "layout": small_cache(layers=1)[1]}
+ONE_OF_CONFIG: dict[str, Any] = {"curve_secret_key_file": Path("a.secret"), "curve_peers_dir": "keys"}
+ONE_OF_CONFIG |= {"nixl_backend_params": {"a": "b"}, "num_kv_heads": 8, "advertise_host": "10.0.0.7"}
+PULLED = PrefixRequest("req", (bytes(32),), 4, [3], (), deadline_s=5.0, answer_within_s=1.0, after=HAPPENED, rest=FRESH)
+
+USES: dict[type, Callable[..., Any]] = {
+    Limits: lambda _, **values: Config(engine_id="e", limits=Limits(**values)).limits,
+    ServeRequest: use_serve_request,
+    LoadRequest: use_load_request,
+    PrefixRequest: use_prefix_request,
+    SaveRequest: use_save_request,
+    RestoreRequest: use_restore_request,
+    PeerAddress: use_peer_address,
+    Ticket: use_ticket,
+    RankLease: lambda _, **values: use_ticket(_, **values_of(TICKET) | {"ranks": (RankLease(**values),)}),
+}
+"""What is done with a value of a class, if making it is not all."""
+RIGHT: dict[type, tuple[dict[str, Any], type[InvalidInput]]] = {
     Config: (
-        values_of(CONFIG)
-        | {
-            "curve_secret_key_file": Path("a.secret"),
-            "curve_peers_dir": "keys",
-            "nixl_backend_params": {"a": "b"},
-            "num_kv_heads": 8,
-            "advertise_host": "10.0.0.7",
-            "store_dir": Path("blocks"),
-            "store_bytes_max": 1 << 30,
-        },
-        lambda _, **values: Config(**values),
+        values_of(CONFIG) | ONE_OF_CONFIG | {"store_dir": Path("blocks"), "store_bytes_max": 1 << 30},
         ConfigError,
     ),
-    Limits: (
-        values_of(CONFIG.limits),
-        lambda _, **values: Config(engine_id="e", limits=Limits(**values)).limits,
-        ConfigError,
-    ),
-    CacheLayout: (values_of(small_cache(layers=1)[1]), lambda _, **values: CacheLayout(**values), LayoutError),
+    Limits: (values_of(CONFIG.limits), ConfigError),
+    CacheLayout: (values_of(small_cache(layers=1)[1]), LayoutError),
     ServeRequest: (
-        {
-            "request_id": "req",
-            "block_ids": [3],
-            "num_tokens": 4,
-            "ttl_s": 2.0,
-            "reader_count": 1,
-            "traceparent": TRACEPARENT,
-            "prompt": [7, 8, 9, 10],
-            "ready": HAPPENED,
-            "computed_tokens": 2,
-            "extends": True,
-            "payload": True,
-        },
-        use_serve_request,
+        values_of(SERVED) | {"ready": HAPPENED, "computed_tokens": 2, "extends": True, "payload": True},
         RequestError,
     ),
     LoadRequest: (
@@ -274,84 +257,29 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "again": bring_nothing,
             "again_max": 1,
         },
-        use_load_request,
         RequestError,
     ),
-    PrefixRequest: (
-        {
-            "request_id": "req",
-            "keys": (bytes(32),),
-            "key_tokens": 4,
-            "block_ids": [3],
-            "peers": (),
-            "cached_tokens": 0,
-            "deadline_s": 5.0,
-            "answer_within_s": 1.0,
-            "priority": 0,
-            "after": HAPPENED,
-            "recompute_s_per_token": 0.1,
-            "rest": FRESH,
-            "prompt": [7, 8, 9, 10],
-            "every_rank": False,
-        },
-        use_prefix_request,
-        RequestError,
-    ),
-    SaveRequest: (STORED, use_save_request, RequestError),
-    RestoreRequest: (STORED, use_restore_request, RequestError),
-    PeerAddress: (
-        values_of(PeerAddress(engine_id="ghost", address="tcp://127.0.0.1:1")),
-        use_peer_address,
-        RequestError,
-    ),
-    CacheGroup: (
-        {
-            "name": "sliding",
-            "layers": small_cache(layers=1)[0],
-            "layout": small_cache(layers=1)[1],
-            "window": 8,
-            "kind": "sliding",
-            "pool": "all",
-            "num_kv_heads": 2,
-            "split": 1,
-        },
-        lambda _, **values: CacheGroup(**values),
-        LayoutError,
-    ),
-    Segment: (
-        values_of(SEGMENT),
-        lambda _, **values: Segment(**values),
-        LayoutError,
-    ),
-    StateTensor: (
-        {"name": "conv", "axis": 0, "segments": (SEGMENT,)},
-        lambda _, **values: StateTensor(**values),
-        LayoutError,
-    ),
-    StateLayout: (values_of(STATE_LAYOUT), lambda _, **values: StateLayout(**values), LayoutError),
+    PrefixRequest: (values_of(PULLED) | {"recompute_s_per_token": 0.1, "prompt": [7, 8, 9, 10]}, RequestError),
+    SaveRequest: (STORED, RequestError),
+    RestoreRequest: (STORED, RequestError),
+    PeerAddress: (values_of(PeerAddress(engine_id="ghost", address="tcp://127.0.0.1:1")), RequestError),
+    CacheGroup: (GROUP | {"window": 8, "kind": "sliding", "pool": "all", "num_kv_heads": 2, "split": 1}, LayoutError),
+    Segment: (values_of(SEGMENT), LayoutError),
+    StateTensor: ({"name": "conv", "axis": 0, "segments": (SEGMENT,)}, LayoutError),
+    StateLayout: (values_of(STATE_LAYOUT), LayoutError),
     SchedulingConfig: (
-        {
-            "block_size": 4,
-            "lease_ttl_s": 1.0,
-            "groups": (),
-            "fetch_tokens_min": 1,
-            "full_blocks_only": False,
-            "leave_last_token": False,
-            "withhold_last_token": False,
-            "release_failed_loads": True,
-            "produces": True,
-            "consumes": True,
-        },
-        lambda _, **values: SchedulingConfig(**values),
+        values_of(SchedulingConfig(block_size=4, lease_ttl_s=1.0, produces=True, consumes=True)),
         ConfigError,
     ),
-    Ticket: (values_of(TICKET), use_ticket, RequestError),
-    RankLease: (
-        values_of(TICKET.first),
-        lambda _, **values: use_ticket(_, **values_of(TICKET) | {"ranks": (RankLease(**values),)}),
-        RequestError,
-    ),
+    Ticket: (values_of(TICKET), RequestError),
+    RankLease: (values_of(TICKET.first), RequestError),
 }
+
+
+def use(kind: type, sides: Sides, /, **changes: Any) -> Any:
+    """What is made of right values with these changes."""
+    make = USES.get(kind, lambda _, **values: kind(**values))
+    return make(sides, **{**RIGHT[kind][0], **changes})
 
 
 # Messages carry these as they are: times of another machine's clock, and of any length.
@@ -367,10 +295,9 @@ NAMED_FIELDS = each(("kind", "name"), FIELDS)
 
 @NAMED_FIELDS
 def test_a_field_of_another_type_is_refused_and_named(kind: type, name: str, sides: Sides) -> None:
-    right, use, error = RIGHT[kind]
     for value in (REFUSED_IN.get((kind, name)) or REFUSED[annotations(kind)[name]])():
-        with pytest.raises(error) as caught:
-            use(sides, **{**right, name: value})
+        with pytest.raises(RIGHT[kind][1]) as caught:
+            use(kind, sides, **{name: value})
         message = str(caught.value)
         assert name in message, f"{value!r} is not named: {message}"
         assert len(message) < 400
@@ -378,7 +305,7 @@ def test_a_field_of_another_type_is_refused_and_named(kind: type, name: str, sid
 
 async def test_what_is_refused_takes_no_host_buffers() -> None:
     """With host staging an offer takes them at once."""
-    right, _, _ = RIGHT[ServeRequest]
+    right, _ = RIGHT[ServeRequest]
     async with inproc_pair(config=replace(CONFIG, staging="always")) as pair:
         runtime = pair.producer.runtime
         for name, annotation in annotations(ServeRequest).items():
@@ -395,11 +322,10 @@ async def test_what_is_refused_takes_no_host_buffers() -> None:
 @NAMED_FIELDS
 def test_a_huge_value_is_not_repeated(kind: type, name: str, sides: Sides) -> None:
     """Whether it is right or not: a message is a line."""
-    right, use, _ = RIGHT[kind]
     for value in ("x" * 100_000, [0] * 100_000, list(range(100_000)), b"x" * 100_000, {"x" * 100_000: "x" * 100_000}):
         found: InvalidInput | None = None
         try:
-            use(sides, **{**right, name: value})
+            use(kind, sides, **{name: value})
         except InvalidInput as error:
             found = error
         assert len(str(found)) < 500
@@ -407,17 +333,14 @@ def test_a_huge_value_is_not_repeated(kind: type, name: str, sides: Sides) -> No
 
 @NAMED_FIELDS
 def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides) -> None:
-    right, use, _ = RIGHT[kind]
-    if kind in (Ticket, RankLease):
+    if kind in (Ticket, RankLease) or (kind, name) == (Config, "engine_id"):
         return  # what is made by kvflow, or read from JSON, has one form
-    if kind is Config and name == "engine_id":
-        return
-    for value in alike(right[name]):
-        used = use(sides, **{**right, name: value})
-        found = getattr(used, name, None)
+    right = RIGHT[kind][0][name]
+    for value in alike(right):
+        found = getattr(use(kind, sides, **{name: value}), name, None)
         if isinstance(found, bool | int | float | str) and not isinstance(found, enum.Enum):
             assert type(found) in (bool, int, float, str)
-            assert found == right[name]
+            assert found == right
 
 
 # --- what is public

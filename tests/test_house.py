@@ -11,7 +11,6 @@ import types
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeGuard
 
 import pytest
 
@@ -25,21 +24,21 @@ class Trees(Mapping[str, ast.Module]):
     """Files by their paths from the root, each parsed once, when it is looked at: every worker collects this file."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._paths = [path.relative_to(ROOT).as_posix() for path in paths]
-        self._parsed: dict[str, ast.Module] = {}
+        self._paths = {path.relative_to(ROOT).as_posix(): path for path in paths}
 
     def __getitem__(self, path: str) -> ast.Module:
-        if path not in self._parsed:
-            if path not in self._paths:
-                raise KeyError(path)
-            self._parsed[path] = ast.parse((ROOT / path).read_text("utf-8"))
-        return self._parsed[path]
+        return parsed(self._paths[path])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
 
     def __len__(self) -> int:
         return len(self._paths)
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
 
 
 BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}
@@ -101,15 +100,12 @@ DOUBLES_MAX = 5
 LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 # Tests whose subject is time itself, each with the reason.
+_LANDED = ("growing", "growing_failed", "growing_progress", "growing_looks", "extending")
 SLEEPING_TESTS = {
+    **{f"tests/runtime/test_{name}.py": "virtual time: what has landed when some has passed" for name in _LANDED},
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
-    "tests/runtime/test_growing.py": "virtual time: what is tested is what has landed when some has passed",
-    "tests/runtime/test_growing_failed.py": "virtual time: what is tested is what has landed when some has passed",
-    "tests/runtime/test_growing_progress.py": "virtual time: what is tested is what has landed when some has passed",
-    "tests/runtime/test_growing_looks.py": "virtual time: what is tested is what has landed when some has passed",
-    "tests/runtime/test_extending.py": "virtual time: what is tested is what has landed when some has passed",
     "tests/runtime/test_attendance.py": "virtual time: what is tested is that a lease stays while it passes",
     "tests/runtime/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
     "tests/test_logs.py": "virtual time: leases run out, and questions find nothing, while it passes",
@@ -159,13 +155,8 @@ def imports(path: str, tree: ast.Module) -> Iterator[str]:
 
 
 @functools.cache
-def imported() -> dict[str, set[str]]:
-    """The packages that each file imports."""
-    return {path: {name.split(".")[0] for name in imports(path, tree)} for path, tree in SOURCES.items()}
-
-
 def importers(package: str) -> set[str]:
-    return {path for path, names in imported().items() if package in names}
+    return {path for path, tree in SOURCES.items() if package in {name.split(".")[0] for name in imports(path, tree)}}
 
 
 @functools.cache
@@ -218,11 +209,11 @@ def test_imports_point_one_way() -> None:
     assert {part_of(path) for path in SOURCES} - {""} <= set(LEVEL_OF)
     for path, tree in SOURCES.items():
         part = part_of(path)
-        ours = [name for name in imports(path, tree) if name == "kvflow" or name.startswith("kvflow.")]
-        for name in ours if part else []:  # the public names come from everywhere
+        for name in imports(path, tree) if part else ():  # the public names come from everywhere
             target = part_of(name)
-            assert target in LEVEL_OF or part in PROGRAMS, f"{path} imports {name}"
-            if target in LEVEL_OF:
+            if name.split(".")[0] == "kvflow" and target not in LEVEL_OF:
+                assert part in PROGRAMS, f"{path} imports {name}"
+            elif name.split(".")[0] == "kvflow":
                 below = LEVEL_OF[target] < LEVEL_OF[part]
                 assert below or target == part, f"{path} ({part}) imports {name} ({target})"
 
@@ -300,12 +291,9 @@ def file_of(name: str) -> str:
 
 def imported_to_run(path: str) -> Iterator[str]:
     """Without what is imported for its type only."""
-    body = [
-        node
-        for node in PROGRAM_FILES[path].body
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))
-    ]
-    return imports(path, ast.Module(body=body, type_ignores=[]))
+    body = PROGRAM_FILES[path].body
+    needed = [node for node in body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    return imports(path, ast.Module(body=needed, type_ignores=[]))
 
 
 def test_nothing_can_run_code_from_a_message() -> None:
@@ -369,15 +357,9 @@ def test_public_modules_name_what_they_define_or_hand_on(module: str) -> None:
     place = ROOT / module.replace(".", "/")
     tree = SOURCES[(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).relative_to(ROOT).as_posix()]
     bound = {name for node in nodes(tree) for name in _names_bound(node)}
-    (names,) = (ast.literal_eval(node.value) for node in tree.body if _binds_all(node))
+    (names,) = (ast.literal_eval(node.value) for node in tree.body if "__all__" in _names_bound(node))  # type: ignore[attr-defined]
     assert set(names) <= bound
     assert len(names) == len(set(names)), "ruff sorts them"
-
-
-def _binds_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
-    return isinstance(node, ast.Assign) and [target.id for target in node.targets if isinstance(target, ast.Name)] == [
-        "__all__"
-    ]
 
 
 def _names_bound(node: ast.AST) -> Iterator[str]:
@@ -483,21 +465,15 @@ def test_the_library_leaves_the_hosts_threads_and_lock_alone() -> None:
         assert meddling(SOURCES[path]) == [], path
 
 
+MEDDLING = {"sched_setaffinity", "sched_setscheduler", "sched_yield", "setpriority", "setswitchinterval"}
+
+
 def meddling(tree: ast.AST) -> list[int]:
     """Lines that name what is not the library's to use."""
     found = set()
     for node in nodes(tree):
         match node:
-            case (
-                ast.Attribute(value=ast.Name("time"), attr="sleep")
-                | ast.Attribute(
-                    attr="sched_setaffinity"
-                    | "sched_setscheduler"
-                    | "sched_yield"
-                    | "setpriority"
-                    | "setswitchinterval"
-                )
-            ):
+            case ast.Attribute(value=of, attr=name) if name in MEDDLING or f"{text_of(of)}.{name}" == "time.sleep":
                 found.add(node.lineno)
             case ast.ImportFrom(module="time", names=names) if any(one.name == "sleep" for one in names):
                 found.add(node.lineno)
@@ -517,10 +493,9 @@ def test_what_tests_of_other_engines_import_of_ours_exists() -> None:
     """They run in environments of their own, seldom; a name that has moved shows here."""
     seen = 0
     for path, tree in APART.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("kvflow", "tests"):
-                there = defined_by(str(node.module))
-                missing = {one.name for one in node.names} - there
+                missing = {one.name for one in node.names} - defined_by(str(node.module))
                 assert not missing, f"{path}:{node.lineno}: {node.module} has no {sorted(missing)}"
                 seen += 1
     assert seen > 50
@@ -531,18 +506,14 @@ def defined_by(module: str) -> set[str]:
     at = ROOT.joinpath(*module.split("."))
     file = at / "__init__.py" if at.is_dir() else at.with_suffix(".py")
     found = {one.stem for one in at.iterdir()} if at.is_dir() else set[str]()
-    if not file.exists():
-        return found
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    for node in nodes(parsed(file)) if file.exists() else ():
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                found.add(node.name)
-            case ast.Import() | ast.ImportFrom():
-                found |= {(one.asname or one.name).split(".")[0] for one in node.names}
-            case ast.Name(ctx=ast.Store()):
-                found.add(node.id)
-            case ast.Constant(value=str(text)):
-                found.add(text)  # names of `__getattr__`
+            case ast.AsyncFunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Constant(value=str(name)):
+                found.add(name)  # texts are names of `__getattr__`
+            case ast.Import(names=names):
+                found |= {(one.asname or one.name).split(".")[0] for one in names}
+            case _:
+                found |= set(_names_bound(node))
     return found
 
 
@@ -574,8 +545,7 @@ def test_no_logger_is_told_text_from_outside_bare() -> None:
 
 def marked_thorough(node: ast.AST) -> bool:
     """Whether a test or a class of tests stays out of the fast suite; a marked parameter is its test's own matter."""
-    decorators = getattr(node, "decorator_list", [])
-    return any(text_of(decorator) == "pytest.mark.thorough" for decorator in decorators)
+    return "pytest.mark.thorough" in map(text_of, getattr(node, "decorator_list", []))
 
 
 def thorough_of(path: str) -> dict[str, bool]:
@@ -592,9 +562,7 @@ def test_what_is_thorough_names_a_fast_sibling() -> None:
     """Its docstring says "Thorough: see `test_x` of this file", or of the file with that path in tests/."""
     seen = 0
     for path, tree in TESTS.items():
-        marks = [
-            node for node in tree.body if isinstance(node, ast.Assign) and text_of(node.targets[0]) == "pytestmark"
-        ]
+        marks = [node for node in tree.body if "pytestmark" in _names_bound(node)]
         assert not [mark for mark in marks if "thorough" in ast.unparse(mark)], path
         for node in (node for node in nodes(tree) if marked_thorough(node)):
             assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import disaggregated_chat
@@ -88,21 +87,6 @@ def test_what_lies_before_windows_is_not_moved(run_python: RunPython) -> None:
     assert int(table["bytes"].replace(",", "")) <= (blocks + 3 * 5) * block_bytes
 
 
-@pytest.mark.thorough
-def test_names_what_is_not_installed(run_python: RunPython) -> None:
-    """Thorough: see `test_says_what_is_not_installed` of `examples/test_openai_server.py`."""
-    lines = (
-        "import runpy, sys",
-        "sys.modules['rich'] = sys.modules['gguf'] = None",
-        f"sys.path.insert(0, {str(EXAMPLES)!r})",
-        f"runpy.run_path({str(CHAT)!r}, run_name='__main__')",
-    )
-    demo = run_python("-c", "\n".join(lines))
-    assert demo.returncode == 2
-    assert demo.stderr.startswith("error: not installed: rich, gguf.")
-    assert "pip install '.[examples]'" in demo.stderr
-
-
 @pytest.mark.parametrize(
     ("option", "value", "least"),
     [("--tokens", "1", 2), ("--block-size", "0", 1)],
@@ -124,36 +108,9 @@ def test_the_engines_of_several_ranks_run_as_they_stand(run_python: RunPython) -
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert shown.stderr == ""
     assert "✓ same text: 24 tokens equal to one process's own" in shown.stdout
-    one, four = tables_of(shown.stdout)
-    assert [row.sources for row in one] == [["prefill-tp2/0", "prefill-tp2/1"]]
-    assert [row.sources for row in four] == [[f"prefill-tp2/{rank // 2}"] for rank in range(4)]
-    # Four ranks together have read what the one rank has.
-    assert sum(row.size for row in four) == one[0].size > 0
-    assert all(row.text == "✓ equal" for row in (*one, *four))
-
-
-@dataclass
-class Row:
-    """What the table says of one rank."""
-
-    sources: list[str]
-    size: int
-    text: str
-
-
-def tables_of(output: str) -> list[list[Row]]:
-    """The tables of ranks; a line without a rank goes on with the sources of the rank above."""
-    tables = []
-    for table in re.findall(r"^├─[─┼]+┤\n(.*?)^╰", output, flags=re.DOTALL | re.MULTILINE):
-        rows: list[Row] = []
-        for line in table.splitlines():
-            rank, source, _, size, _, _, text = (cell.strip() for cell in line.split("│")[1:-1])
-            if rank:
-                rows.append(Row([source], int(size.replace(",", "")), text))
-            else:
-                rows[-1].sources.append(source)
-        tables.append(rows)
-    return tables
+    assert shown.stdout.count("✓ equal") == 1 + 4
+    for source in ("prefill-tp2/0", "prefill-tp2/1"):  # of the one rank once, of the four twice
+        assert shown.stdout.count(source) == 1 + 2
 
 
 @pytest.mark.usefixtures("smollm2_packages")

@@ -59,30 +59,6 @@ class TestBlockPool:
         assert BlockPool(64, shuffle_seed=0).allocate(8) != BlockPool(64, shuffle_seed=1).allocate(8)
 
 
-class TestPages:
-    @given(
-        block_size=st.integers(min_value=1, max_value=5),
-        cuts=st.sets(st.integers(min_value=1, max_value=12), max_size=4),
-        seed=st.integers(min_value=0, max_value=99),
-    )
-    def test_what_is_written_in_pieces_is_read_in_order(self, block_size: int, cuts: set[int], seed: int) -> None:
-        token_count = 13
-        shape = CacheShape(block_count=40, kv_head_count=2, block_size=block_size, head_dim=4)
-        cache = PagedKVCache(["layer"], shape, dtype=torch.float32)
-        cache.tensors["layer"].fill_(torch.nan)
-        block_ids = BlockPool(40, shuffle_seed=seed).allocate(blocks_for(token_count, block_size))
-        pages = cache.pages(block_ids)
-        keys = torch.arange(token_count * 8, dtype=torch.float32).view(token_count, 2, 4)
-        bounds = [0, *sorted(cuts), token_count]
-        for start, end in pairwise(bounds):
-            pages.write("layer", start, keys[start:end], -keys[start:end])
-        read_keys, read_values = pages.read("layer", token_count)
-        assert torch.equal(read_keys, keys.transpose(0, 1))
-        assert torch.equal(read_values, -keys.transpose(0, 1))
-        untouched = sorted(set(range(40)) - set(block_ids))
-        assert cache.tensors["layer"][:, untouched].isnan().all()
-
-
 class TestSampling:
     # Not of subnormal numbers: a library in the same process may have torch take them for 0.
     @example(logits=[-8.496598081819727e-17, 0.0], position=0)
@@ -221,32 +197,6 @@ class TestEngine:
             answers = await asyncio.gather(*(answer_of(engine, prompt, 12) for prompt in prompts))
             assert answers == [tiny.greedy(prompt, 12) for prompt in prompts]
             assert (engine.statistics().blocks_free, engine.statistics().blocks_used) == (12, 0)
-
-    async def test_company_does_not_change_what_is_drawn(self, tiny: Model, model: WatchedModel) -> None:
-        samplings = [Sampling(temperature=1.5, seed=seed) for seed in range(4)]
-        async with engine_of(model, batch_size=4, block_count=64) as engine:
-            alone = [await answer_of(engine, PROMPT, 12, sampling) for sampling in samplings]
-            together = await asyncio.gather(
-                *(answer_of(engine, PROMPT, 12, sampling) for sampling in (*samplings, GREEDY))
-            )
-        assert together == [*alone, tiny.greedy(PROMPT, 12)]
-        assert len({tuple(answer) for answer in together}) == 5
-
-    async def test_decode_continues_from_blocks_that_another_engine_filled(
-        self, tiny: Model, model: WatchedModel
-    ) -> None:
-        async with (
-            engine_of(model, shuffle_seed=1) as prefill,
-            engine_of(model, shuffle_seed=2) as decode,
-            prefill.reserve(len(PROMPT)) as theirs,
-            decode.reserve(len(PROMPT) + 20) as ours,
-        ):
-            first = await prefill.prefill(PROMPT, theirs)
-            for name, cache in decode.kv_caches.items():
-                cache[:, ours[: len(theirs)]] = prefill.kv_caches[name][:, theirs]
-            decoding = decode.decode(first, position=len(PROMPT), block_ids=ours, max_tokens=19)
-            async with aclosing(decoding) as tokens:
-                assert [first, *[token async for token in tokens]] == tiny.greedy(PROMPT, 20)
 
     async def test_a_cancelled_request_keeps_its_blocks_until_its_step_has_ended(self, model: WatchedModel) -> None:
         model.gate.clear()

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ import zmq
 import zmq.asyncio
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
 from tests_support import PATIENT, WAIT_S, altered, limited
 
@@ -95,16 +95,30 @@ class Footprint:
 class Report:
     """What was sent, what came of it, and what the process held before and after."""
 
-    mode: Mode
     sent: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    honest_loads: int = 0
-    honest_handshakes: int = 0
+    honest: Counter[str] = field(default_factory=Counter)
+    """Loads and handshakes that had nothing to do with it; none has failed."""
     listener: Any = None
     serving: Any = None
     before: Footprint | None = None
     after: Footprint | None = None
     seconds: float = 0.0
+
+    @property
+    def honest_loads(self) -> int:
+        return self.honest["loads"]
+
+    @property
+    def honest_handshakes(self) -> int:
+        return self.honest["new readers"]
+
+    def __str__(self) -> str:
+        counts = {name: getattr(self, name) for name in ("sent", "honest", "errors")}
+        counts |= {name: msgspec.to_builtins(getattr(self, name)) for name in ("listener", "serving")}
+        told = [f"{name:9} " + ", ".join(f"{some} {one}" for one, some in of.items()) for name, of in counts.items()]
+        head = f"== {sum(self.sent.values())} hostile messages in {self.seconds:.0f} s"
+        return "\n".join([head, *told, f"before    {self.before}", f"after     {self.after}"])
 
 
 class Recorder(InprocTransport):
@@ -263,7 +277,7 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
 # --- honest work
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Scene:
     """Who takes part."""
 
@@ -283,7 +297,7 @@ async def work_honestly(on: Scene, report: Report) -> None:
         if report.honest_loads % 10 == 1:
             async with engine(on.newcomer, on.network, 0.0) as fresh:
                 await load_honestly(on, fresh, report)
-                report.honest_handshakes += 1
+                report.honest["new readers"] += 1
 
 
 async def load_honestly(on: Scene, reader: Engine, report: Report) -> None:
@@ -297,7 +311,7 @@ async def load_honestly(on: Scene, reader: Engine, report: Report) -> None:
         assert await lease is LeaseOutcome.READ
     finally:
         lease.revoke()
-    report.honest_loads += 1
+    report.honest["loads"] += 1
 
 
 @contextlib.asynccontextmanager
@@ -318,25 +332,16 @@ async def scene(mode: Mode) -> AsyncIterator[Scene]:
                 engine(config_of(mode, "reader", keys), network, 0.0) as reader,
                 engine(victim_config, network, 0.0) as victim,
             ):
-                yield Scene(
-                    mode=mode,
-                    producer=producer,
-                    reader=reader,
-                    victim=victim,
-                    newcomer=config_of(mode, "newcomer", keys),
-                    network=network,
-                    attackers=attackers,
-                )
+                yield Scene(mode, producer, reader, victim, config_of(mode, "newcomer", keys), network, attackers)
             for one in (producer, reader, victim):
                 assert_quiet(one.runtime.statistics())
 
 
 async def fuzz(messages: int, seed: int, mode: Mode) -> Report:
     """Send that many messages of all kinds; raises if anything is not as it must be."""
-    started_s = time.monotonic()
-    report = Report(mode)
+    started_s, report = time.monotonic(), Report()
     async with scene(mode) as on:
-        await attack(on, f"{seed} warm", messages // 10, Report(mode))
+        await attack(on, f"{seed} warm", messages // 10, Report())
         async with asyncio.TaskGroup() as group:
             work = group.create_task(work_honestly(on, report))
             while report.honest_handshakes == 0:
@@ -387,11 +392,9 @@ async def attack(on: Scene, seed: str, messages: int, report: Report) -> None:
 async def send(on: Scene, seed: str, count: int) -> int:
     """Messages over ZeroMQ from one attacker."""
     server_key = await key_of(on.producer) if on.mode is Mode.CURVE else b""
-    local = on.producer.cache.local
-    bytes_max = REQUEST_BYTES_MAX
-    fingerprint = local.compatibility.fingerprint()
-    port = port_of(on.producer)
-    return await run(on, send_messages, seed, port, fingerprint, local.cache_shares, bytes_max, count, server_key)
+    local, port = on.producer.cache.local, port_of(on.producer)
+    about = (local.compatibility.fingerprint(), local.cache_shares, REQUEST_BYTES_MAX, count, server_key)
+    return await run(on, send_messages, seed, port, *about)
 
 
 async def run(on: Scene, attacker: Callable[..., int], *arguments: Any) -> int:
@@ -402,28 +405,17 @@ def port_of(producer: Engine) -> int:
     return int(producer.runtime.address.rpartition(":")[2])
 
 
-def lines(report: Report) -> Iterator[str]:
-    """The report as text."""
-    yield f"== {report.mode}: {report.seconds:.0f} s, {sum(report.sent.values())} in all"
-    yield "sent      " + ", ".join(f"{count} {name}" for name, count in report.sent.items())
-    for name in ("listener", "serving"):
-        values = msgspec.to_builtins(getattr(report, name))
-        yield f"{name:9} " + ", ".join(f"{key} {value}" for key, value in values.items())
-    for name, count in sorted(report.errors.items()):
-        yield f"          {count} {name}"
-    yield f"honest    {report.honest_loads} loads, {report.honest_handshakes} new readers, none failed"
-    yield f"before    {report.before}"
-    yield f"after     {report.after}"
+def options(description: str | None, messages: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--messages", type=int, default=messages, help="of all kinds")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--messages", type=int, default=20_000, help="of all kinds, over the three modes")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    given = options(__doc__, 20_000)
     for mode, share in ((Mode.UNLIMITED, 0.7), (Mode.LIMITS, 0.2), (Mode.CURVE, 0.1)):
-        for line in lines(asyncio.run(fuzz(int(options.messages * share), options.seed, mode))):
-            print(line, flush=True)
+        print(mode, asyncio.run(fuzz(int(given.messages * share), given.seed, mode)), flush=True)
 
 
 if __name__ == "__main__":

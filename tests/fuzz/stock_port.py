@@ -10,16 +10,14 @@ lease, nobody's lease ends by a forged word, and afterwards nothing has grown.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import multiprocessing
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +25,7 @@ from typing import Any
 import torch
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
 from stock_engines import HASH, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
 from tests_support import PATIENT, WAIT_S, limited
@@ -40,26 +38,14 @@ from kvflow.stock import StockPeers, ask_rank
 from kvflow.testing import assert_quiet
 from tests.fuzz.attackers import send_messages, send_streams
 from tests.fuzz.mutants import mutant, stock_text
-from tests.fuzz.side_channel import Footprint
+from tests.fuzz.side_channel import Footprint, Report, options
 
 VERSION = "0.32.0"
 PEERS = StockPeers(hashes=(HASH,), serve_version=VERSION, attn_backend_name="CPU_ATTN", region_names=NAMES)
 BLOCKS = 16
 ATTACKERS = 2
+Load = Callable[[dict[str, Any]], Awaitable[None]]
 AT_ONCE = 50  # notifications between two looks at them
-
-
-@dataclass(slots=True)
-class Report:
-    """What was sent, what came of it, and what the process held before and after."""
-
-    sent: Counter[str] = field(default_factory=Counter)
-    honest: Counter[str] = field(default_factory=Counter)
-    listener: Any = None
-    serving: Any = None
-    before: Footprint | None = None
-    after: Footprint | None = None
-    seconds: float = 0.0
 
 
 class Producer:
@@ -76,35 +62,6 @@ class Producer:
         return lease, stock_params(lease.ticket, VERSION)
 
 
-class Ours:
-    """An honest reader of our own make."""
-
-    def __init__(self, runtime: Runtime, cache: dict[str, torch.Tensor]) -> None:
-        self._runtime = runtime
-        self._cache = cache
-
-    async def load(self, params: dict[str, Any]) -> None:
-        report = await self._runtime.load_blocks(LoadRequest("honest", ticket=params, block_ids=[0, 1]))
-        assert report.freshness == "seal"
-        check(self._cache, params)
-
-
-class Theirs:
-    """An honest stock reader."""
-
-    def __init__(self) -> None:
-        self.engine = StockConsumer(BLOCKS)
-
-    async def load(self, params: dict[str, Any]) -> None:
-        if not self.engine.remote:
-            await self.engine.shake_hands(params)
-        await self.engine.read(params, [0, 1])
-        check(self.engine.cache, params)
-
-    def close(self) -> None:
-        self.engine.close()
-
-
 def check(cache: dict[str, torch.Tensor], params: dict[str, Any]) -> None:
     """That the right bytes have landed; the next load has to bring its own."""
     for layer, tensor in enumerate(cache.values()):
@@ -114,36 +71,48 @@ def check(cache: dict[str, torch.Tensor], params: dict[str, Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def our_reader(name: str) -> AsyncIterator[Ours]:
+async def our_reader() -> AsyncIterator[Load]:
+    """An honest reader of our own make."""
     cache = stock_cache(BLOCKS)
-    async with Runtime(replace(PATIENT, engine_id=name, model="/m")) as runtime:
+    async with Runtime(replace(PATIENT, engine_id="reader", model="/m")) as runtime:
         await runtime.register_kv_caches(cache, layout_of(cache))
-        yield Ours(runtime, cache)
+
+        async def load(params: dict[str, Any]) -> None:
+            report = await runtime.load_blocks(LoadRequest("honest", ticket=params, block_ids=[0, 1]))
+            assert report.freshness == "seal"
+            check(cache, params)
+
+        yield load
         assert_quiet(runtime.statistics())
 
 
 @contextlib.asynccontextmanager
-async def stock_reader() -> AsyncIterator[Theirs]:
-    made = Theirs()
-    try:
-        yield made
-    finally:
-        made.close()
+async def stock_reader() -> AsyncIterator[Load]:
+    """An honest stock reader."""
+
+    async def load(params: dict[str, Any]) -> None:
+        if not engine.remote:
+            await engine.shake_hands(params)
+        await engine.read(params, [0, 1])
+        check(engine.cache, params)
+
+    with contextlib.closing(StockConsumer(BLOCKS)) as engine:
+        yield load
 
 
 async def work_honestly(producer: Producer, report: Report) -> None:
     """Readers of both kinds in turn, now and then new ones; a load that fails ends the fuzz."""
     rng = Random(5)
-    kinds: dict[str, Callable[[], Any]] = {"ours": lambda: our_reader("reader"), "stock": stock_reader}
+    kinds = {"ours": our_reader, "stock": stock_reader}
     while True:
         async with contextlib.AsyncExitStack() as stack:
             readers = {kind: await stack.enter_async_context(make()) for kind, make in kinds.items()}
             for turn in range(10):
-                for kind, reader in readers.items():
+                for kind, load in readers.items():
                     lease, params = producer.offer(f"honest-{turn}", rng.sample(range(BLOCKS), 2))
                     try:
                         async with asyncio.timeout(WAIT_S):
-                            await reader.load(params)
+                            await load(params)
                             assert await lease is LeaseOutcome.READ
                     finally:
                         lease.revoke()
@@ -217,8 +186,8 @@ async def attack(producer: Producer, attackers: ProcessPoolExecutor, seed: str, 
     """All attackers at once, until they are done."""
     runtime, some = producer.runtime, max(count // 10, 1)
     local = runtime._supervisor.cache.local  # type: ignore[union-attr]
-    bytes_max = REQUEST_BYTES_MAX
-    about = (local.compatibility.fingerprint(), local.cache_shares, bytes_max, (count - 2 * some) // ATTACKERS, b"")
+    each = (count - 2 * some) // ATTACKERS
+    about = (local.compatibility.fingerprint(), local.cache_shares, REQUEST_BYTES_MAX, each, b"")
 
     def run(attacker: Callable[..., int], *arguments: Any) -> asyncio.Future[int]:
         return asyncio.get_running_loop().run_in_executor(attackers, attacker, *arguments)
@@ -231,27 +200,9 @@ async def attack(producer: Producer, attackers: ProcessPoolExecutor, seed: str, 
     report.sent["tcp streams"] += await streams
 
 
-def lines(report: Report) -> Iterator[str]:
-    """The report as text."""
-    yield f"{sum(report.sent.values())} hostile messages in {report.seconds:.0f} s, of them " + shown(report.sent)
-    yield "honest, none failed: " + shown(report.honest)
-    yield f"listener: {report.listener}"
-    yield f"serving: {report.serving}"
-    yield f"before: {report.before}"
-    yield f"after:  {report.after}"
-
-
-def shown(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--messages", type=int, default=100_000, help="of all kinds")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    for line in lines(asyncio.run(fuzz(options.messages, options.seed))):
-        print(line, flush=True)
+    given = options(__doc__, 100_000)
+    print(asyncio.run(fuzz(given.messages, given.seed)))
 
 
 if __name__ == "__main__":

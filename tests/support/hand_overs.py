@@ -14,14 +14,13 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvflow import (
     CacheGroup,
-    CacheLayout,
     Config,
     Lease,
     LeaseOutcome,
@@ -199,6 +198,19 @@ async def run(
     With `compute` the leases are opened and loads begun before anything is computed; with `extends` the leases have
     no blocks before they are given some.
     """
+    async with _both(case, world) as (producers, consumers):
+        leases = serve(case, producers, None if compute is None else 0, extends=extends)
+        reports = await _load(case, producers, consumers, leases, compute)
+        await _all_read(leases)
+        _check_books(producers, consumers, reports)
+        names = [f"{rank}{rank.runtime.address}" for rank in producers]
+    for rank, report in zip(consumers, reports, strict=True):
+        _check_report(case, rank, report, names)
+
+
+@asynccontextmanager
+async def _both(case: HandOver, world: World | None) -> AsyncIterator[tuple[list[_Rank], list[_Rank]]]:
+    """The ranks of the producer, which hold the prompt, and of the consumer, which must have it afterwards."""
     async with AsyncExitStack() as stack:
         replicas = await open_producer(stack, case, world)
         producers = replicas[case.parts[0].producer.dp_rank]
@@ -208,17 +220,11 @@ async def run(
         theirs = [cache for rank in itertools.chain(*replicas) for cache in rank.caches]
         before = [cache.snapshot() for cache in theirs]
         consumers = await open_engine(stack, case, 1, world)
-        leases = serve(case, producers, None if compute is None else 0, extends=extends)
-        reports = await _load(case, producers, consumers, leases, compute)
-        await _all_read(leases)
-        _check_books(producers, consumers, reports)
-        names = [f"{rank}{rank.runtime.address}" for rank in producers]
+        yield producers, consumers
     for rank in itertools.chain(*replicas, consumers):
         assert_closed(rank.runtime.statistics())
     assert before == [cache.snapshot() for cache in theirs], "the producer was written to"
     _check_bytes(case, producers, consumers)
-    for rank, report in zip(consumers, reports, strict=True):
-        _check_report(case, rank, report, names)
 
 
 async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> None:
@@ -230,17 +236,10 @@ async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> Non
     offered = min(case.num_tokens, len(case.parts[0].offered) * case.parts[0].producer.block_size)
     case = replace(case, num_tokens=offered)
     keys = prefix_keys(range(offered + 3), 1)
-    async with AsyncExitStack() as stack:
-        replicas = await open_producer(stack, case, world)
-        producers = replicas[case.parts[0].producer.dp_rank]
+    async with _both(case, world) as (producers, consumers):
         shelves = [_Shelf(case, keys[offered - 1]) for _ in producers]
         for rank, shelf in zip(producers, shelves, strict=True):
             rank.runtime.share(shelf, pinned_blocks_max=1 << 20)
-            for cache, ids in zip(rank.caches, case.ids(0), strict=True):
-                cache.pattern.fill(ids)
-        theirs = [cache for rank in itertools.chain(*replicas) for cache in rank.caches]
-        before = [cache.snapshot() for cache in theirs]
-        consumers = await open_engine(stack, case, 1, world)
         leases = serve(case, producers)
         introduction = ticket_of(replace(case, named=()), leases)
         for lease in leases:
@@ -257,9 +256,8 @@ async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> Non
         if every_rank:
             (offer,) = await consumers[0].runtime.seek_prefix(replace(request, every_rank=True))
             load = LoadRequest("request", offer.ticket, case.request_ids(1))
-            reports = [
-                one.tokens for one in await asyncio.gather(*(rank.runtime.load_blocks(load) for rank in consumers))
-            ]
+            loads = await asyncio.gather(*(rank.runtime.load_blocks(load) for rank in consumers))
+            reports = [one.tokens for one in loads]
         else:
             pulls = await asyncio.gather(*(rank.runtime.pull_prefix(request) for rank in consumers))
             assert {one.num_tokens for one in pulls} == {offered}, pulls
@@ -274,8 +272,6 @@ async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> Non
             assert cache.serving.statistics.expired == 0
         await asyncio.sleep(0)  # a lease tells who waits for its end in the next turn
         assert not any(shelf.pinned for shelf in shelves)
-    assert before == [cache.snapshot() for cache in theirs], "the producer was written to"
-    _check_bytes(case, producers, consumers)
 
 
 class _Shelf:
@@ -367,7 +363,10 @@ async def open_engine(
 def _groups_of(case: HandOver, side: int, caches: Sequence[RankCache]) -> list[CacheGroup]:
     if case.merged[side]:
         layers = {f"{at}.{name}": tensor for at, cache in enumerate(caches) for name, tensor in cache.tensors.items()}
-        layouts = [renamed(cache.layout, f"{at}.") for at, cache in enumerate(caches)]
+        layouts = [
+            replace(cache.layout, layer_names=tuple(f"{at}.{name}" for name in cache.layout.layer_names))
+            for at, cache in enumerate(caches)
+        ]
         return [CacheGroup("all", layers, layouts)]
     return [
         CacheGroup(
@@ -381,11 +380,6 @@ def _groups_of(case: HandOver, side: int, caches: Sequence[RankCache]) -> list[C
         )
         for at, (part, cache) in enumerate(zip(case.parts, caches, strict=True))
     ]
-
-
-def renamed(layout: CacheLayout, prefix: str) -> CacheLayout:
-    """The layout of layers whose names have something in front, so that they are different from all others."""
-    return replace(layout, layer_names=tuple(prefix + name for name in layout.layer_names))
 
 
 def _config(engine: Engine, place: Place, side: int, paths: Paths, world: World | None) -> Config:
@@ -439,18 +433,11 @@ async def _load(
         loads = [rank.runtime.start_load(request) for rank in consumers]
         if compute is not None:
             await compute(producers, leases)
-        ends = await asyncio.gather(*(_awaited(load) for load in loads), return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        return ends
+        await asyncio.gather(*loads, return_exceptions=True)
+        return [await load for load in loads]
     step = -1 if case.arrival is Arrival.REVERSED else 1
     reports = [await rank.runtime.load_blocks(request) for rank in consumers[::step]]
     return reports[::step]
-
-
-async def _awaited(load: Awaitable[LoadReport]) -> LoadReport:
-    return await load
 
 
 async def _all_read(leases: list[Lease]) -> None:
