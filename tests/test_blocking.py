@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import inspect
 import subprocess
 import sys
@@ -83,10 +84,7 @@ class Pair:
         return load
 
     def perform(self) -> None:
-        async def perform(_: asynchronous.Runtime) -> None:
-            self.made[1].perform()
-
-        on_loop(self.consumer, perform)
+        call_on_loop(self.consumer, self.made[1].perform)
 
 
 def load_request(lease: Lease, **changes: Any) -> LoadRequest:
@@ -95,6 +93,13 @@ def load_request(lease: Lease, **changes: Any) -> LoadRequest:
 
 def on_loop(runtime: Runtime, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, Any]]) -> Any:
     return runtime.start(work).result(WAIT_S)
+
+
+def call_on_loop(runtime: Runtime, work: Callable[[], Any]) -> Any:
+    async def call(_: asynchronous.Runtime) -> Any:
+        return work()
+
+    return on_loop(runtime, call)
 
 
 @contextlib.contextmanager
@@ -208,25 +213,20 @@ async def address(runtime: asynchronous.Runtime) -> str:
     return runtime.address
 
 
-def test_a_lease_is_revoked_from_any_thread(pair: Pair) -> None:
-    lease = pair.offer()
-    assert (lease.state, lease.done) == (LeaseState.OFFERED, False)
-    assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
-    assert (lease.state, lease.done) == (LeaseState.REVOKED, True)
-    with pytest.raises(LeaseExpired):
-        pair.load(lease)
-
-
-def test_a_lease_is_restarted_from_any_thread(pair: Pair) -> None:
+def test_a_lease_is_restarted_and_revoked_from_any_thread(pair: Pair) -> None:
     lease = pair.offer()
     entry = lease._lease._entry
     before_s = entry.expires_s
     lease.restart(1e6)
     lease.restart()  # told in order
+    assert (lease.state, lease.done) == (LeaseState.OFFERED, False)
     assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
+    assert (lease.state, lease.done) == (LeaseState.REVOKED, True)
     assert entry.expires_s > before_s + 1e5
     with pytest.raises(RequestError, match="ttl_s"):
         lease.restart(0.0)
+    with pytest.raises(LeaseExpired):
+        pair.load(lease)
 
 
 @TWICE
@@ -397,9 +397,6 @@ def test_a_runtime_that_was_never_opened_is_closed_without_a_thread() -> None:
 
 
 def test_what_cannot_be_opened_leaves_no_thread(opened: Runtime) -> None:
-    async def address(inner: asynchronous.Runtime) -> str:
-        return inner.address
-
     second = Runtime(replace(PLAIN, listen=on_loop(opened, address)))
     with pytest.raises(ConfigError, match="cannot bind"):
         second.open()
@@ -411,10 +408,7 @@ def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread(opened: Runtime
     lease = opened.serve_blocks(OFFER)
     waiting = opened.start(wait_forever)
 
-    async def die(_: asynchronous.Runtime) -> None:
-        asyncio.get_running_loop().call_soon(sys.exit, "killed by a test")
-
-    opened.start(die)
+    call_on_loop(opened, lambda: asyncio.get_running_loop().call_soon(sys.exit, "killed by a test"))
     for pending in (waiting, lease.outcome):
         with pytest.raises((RuntimeBroken, RuntimeClosed, concurrent.futures.CancelledError)):
             pending.result(WAIT_S)
@@ -423,16 +417,10 @@ def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread(opened: Runtime
 
 
 def test_whatever_work_raises_belongs_to_who_waits(opened: Runtime) -> None:
-    async def leave(_: asynchronous.Runtime) -> None:
-        raise SystemExit(3)
-
-    async def serve_from_within(_: asynchronous.Runtime) -> None:
-        opened.serve_blocks(OFFER)
-
     with pytest.raises(SystemExit):
-        on_loop(opened, leave)
+        call_on_loop(opened, lambda: sys.exit(3))
     with pytest.raises(UsageError, match="wait for itself"):
-        on_loop(opened, serve_from_within)
+        call_on_loop(opened, lambda: opened.serve_blocks(OFFER))
     assert opened.statistics().state is RuntimeState.OPEN
 
 
@@ -461,12 +449,9 @@ def test_who_would_wait_for_itself_is_told() -> None:
         load = pair.consumer.start_load(load_request(lease))
 
         for name, wait in WAITS.items():
-
-            async def from_within(_: asynchronous.Runtime, wait: Callable[..., object] = wait) -> None:
-                wait(pair, lease, load)
-
+            runtime = pair.consumer if name.startswith("Load") else pair.producer
             with pytest.raises(UsageError, match="wait for itself"):
-                on_loop(pair.consumer if name.startswith("Load") else pair.producer, from_within)
+                call_on_loop(runtime, functools.partial(wait, pair, lease, load))
             assert (lease.state, load.done, len(lease.block_ids)) == (LeaseState.OFFERED, False, 2), name
         assert lease.revoke().wait(WAIT_S) == "revoked"
         with pytest.raises(LeaseExpired):
@@ -566,41 +551,43 @@ def test_a_forgotten_runtime_does_not_keep_the_process() -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "False"])
 
 
-def test_a_restore_whose_bytes_do_not_stop_is_waited_for(tmp_path: Path) -> None:
-    cache, layout = small_cache()
-    mover = HeldMover()
-    network = InprocNetwork()
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[tuple[Runtime, dict[str, torch.Tensor], HeldMover]]:
+    """A runtime with a store, its cache full of 3, and what moves its blocks."""
+    (cache, layout), mover, network = small_cache(fill=3.0), HeldMover(), InprocNetwork()
     world = World(
         transport=lambda _, name: InprocTransport(name, network), files=lambda _, name: Files(name, lambda: mover)
     )
     with Runtime(replace(PLAIN, store_dir=tmp_path, cancel_grace_s=0.01), world=world) as runtime:
         runtime.register_kv_caches(cache, layout)
-        runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8))
-        mover.gate.clear()
-        with pytest.raises(DeadlineExceeded) as caught:
-            runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8, deadline_s=0.05))
-        held = caught.value.quarantine
-        assert held is not None
-        assert (held.request_id, held.block_ids, held.safe) == ("r", (5, 4), False)
-        mover.gate.set()
-        held.settled()
-        assert held.safe
-    assert_closed(runtime.statistics())
-
-
-def test_blocks_are_saved_and_restored(tmp_path: Path) -> None:
-    cache, layout = small_cache(fill=3.0)
-    world = World(transport=lambda _, name: InprocTransport(name, InprocNetwork()))
-    with Runtime(replace(PLAIN, store_dir=tmp_path), world=world) as runtime:
-        runtime.register_kv_caches(cache, layout)
         assert runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8)).blocks == 2
-        assert runtime.is_stored("key")
-        for tensor in cache.values():
-            tensor.zero_()
-        assert runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8)).tokens == 8
-        assert all((tensor[:, [4, 5]] == 3.0).all() and not tensor[:, :4].any() for tensor in cache.values())
-        with pytest.raises(NotStored):
-            runtime.restore_blocks(RestoreRequest("r", "other", [5, 4], 8))
-        with pytest.raises(RequestError, match="deadline_s"):
-            runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8, deadline_s=-1.0))
+        yield runtime, cache, mover
     assert_closed(runtime.statistics())
+
+
+def test_a_restore_whose_bytes_do_not_stop_is_waited_for(
+    stored: tuple[Runtime, dict[str, torch.Tensor], HeldMover],
+) -> None:
+    runtime, _, mover = stored
+    mover.gate.clear()
+    with pytest.raises(DeadlineExceeded) as caught:
+        runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8, deadline_s=0.05))
+    held = caught.value.quarantine
+    assert held is not None
+    assert (held.request_id, held.block_ids, held.safe) == ("r", (5, 4), False)
+    mover.gate.set()
+    held.settled()
+    assert held.safe
+
+
+def test_blocks_are_saved_and_restored(stored: tuple[Runtime, dict[str, torch.Tensor], HeldMover]) -> None:
+    runtime, cache, _ = stored
+    assert runtime.is_stored("key")
+    for tensor in cache.values():
+        tensor.zero_()
+    assert runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8)).tokens == 8
+    assert all((tensor[:, [4, 5]] == 3.0).all() and not tensor[:, :4].any() for tensor in cache.values())
+    with pytest.raises(NotStored):
+        runtime.restore_blocks(RestoreRequest("r", "other", [5, 4], 8))
+    with pytest.raises(RequestError, match="deadline_s"):
+        runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8, deadline_s=-1.0))

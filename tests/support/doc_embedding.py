@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -61,15 +61,12 @@ class Embedded:
     def transport(self) -> InprocTransport:
         return self._cluster.transport(self.runtime.config.engine_id)
 
-    @property
-    def prefill(self) -> Callable[[SimpleNamespace], Coroutine[Any, Any, Names]]:
-        prefill: Callable[[SimpleNamespace], Coroutine[Any, Any, Names]] = self.names["prefill"]
-        return prefill
+    async def prefill(self, request: SimpleNamespace) -> Names:
+        params: Names = await self.names["prefill"](request)
+        return params
 
-    @property
-    def decode(self) -> Callable[[SimpleNamespace], Coroutine[Any, Any, None]]:
-        decode: Callable[[SimpleNamespace], Coroutine[Any, Any, None]] = self.names["decode"]
-        return decode
+    async def decode(self, request: SimpleNamespace) -> None:
+        await self.names["decode"](request)
 
     @property
     def background(self) -> set[asyncio.Task[None]]:

@@ -41,6 +41,13 @@ def offer(engine: TestEngine, request_id: str = "req-1") -> kvflow.Lease:
     return engine.runtime.serve_blocks(ServeRequest(request_id, block_ids=BLOCKS, num_tokens=TOKENS))
 
 
+def in_one_process(patch: pytest.MonkeyPatch) -> None:
+    """Runtimes that have threads read from each other without NIXL."""
+    network = InprocNetwork()
+    world = World(transport=lambda _, name: InprocTransport(name, network))
+    patch.setattr(kvflow.blocking, "Runtime", partial(kvflow.blocking.Runtime, world=world))
+
+
 @asynccontextmanager
 async def nothing(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
     """For pages whose python blocks, if there are any, need nothing."""
@@ -70,9 +77,7 @@ async def security(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIt
 @asynccontextmanager
 async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
     """Rank 0 of an engine of two ranks, of which rank 1 has introduced itself already; a connector's module."""
-    network = InprocNetwork()
-    world = World(transport=lambda _, name: InprocTransport(name, network))
-    patch.setattr(kvflow.blocking, "Runtime", partial(kvflow.blocking.Runtime, world=world))
+    in_one_process(patch)
     module = types.ModuleType("my_engine.kvflow_connector")
     vars(module)["KVFlowConnector"] = ConnectorWorker
     patch.setitem(sys.modules, "my_engine", types.ModuleType("my_engine"))
@@ -121,9 +126,7 @@ async def asyncio_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) ->
 @asynccontextmanager
 async def synchronous_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
     """The same, with runtimes that have threads."""
-    network = InprocNetwork()
-    world = World(transport=lambda _, name: InprocTransport(name, network))
-    patch.setattr(kvflow.blocking, "Runtime", partial(kvflow.blocking.Runtime, world=world))
+    in_one_process(patch)
     names: Names = {}
     yield names
     assert names["outcome"] is LeaseOutcome.READ

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import zmq
 import zmq.asyncio
+from tests_support import WAIT_S, until
 
 from kvflow import prefix_keys
 from kvflow.core.prefix.events import BlockStored, KVEvent, encode_batch
 from kvflow.kv_events import EventSource, PrefixMap
 
-WAIT_S = 60
+__all__ = ["END", "WAIT_S", "KnownMap", "ScriptedPublisher", "stored", "until"]
+
 END = b"\xff" * 8
 
 
@@ -30,13 +32,6 @@ class KnownMap(PrefixMap):
         """Whether the prompt of these tokens is known as a whole."""
         found = dict(self.holders(prefix_keys(numbers, 1), 1))
         return found.get("engine") == len(numbers)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Step the loop until it holds."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 class ScriptedPublisher:

@@ -117,9 +117,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     **dict.fromkeys(_TEXTS, lambda: [None, *_no_text()]),
     "str | None": _no_text,
     "str | PathLike[str] | None": lambda: [
-        *(value for value in _no_text() if not isinstance(value, Path)),
-        "a\0b",
-        Path("a\0b"),
+        *("a\0b", Path("a\0b"), *(value for value in _no_text() if not isinstance(value, Path))),
     ],
     "Limits": lambda: [*_odd(), None, 0, "", [], {}, {"peers_max": 1}, [("peers_max", 1)]],
     "Mapping[str, str]": lambda: [
@@ -142,15 +140,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "Ranks": lambda: [None, *_no_texts(), (None,), ({},), (Hostile(),)],
     "KVCaches": lambda: [None, *_odd(), 0, "", [], {}, {"l": 0}, {1: torch.zeros(1)}, HostileDict(), _generator()],
     "CacheLayout | StateLayout | Sequence[CacheLayout]": lambda: [
-        None,
-        *_odd(),
-        0,
-        "",
-        [],
-        (),
-        [None],
-        {},
-        _generator(),
+        *(None, *_odd(), 0, "", [], (), [None], {}, _generator()),
     ],
     "tuple[GroupFacts, ...]": lambda: [None, *_odd(), 0, "a", [0], (None,), ({},), (Hostile(),), {}, _generator()],
     "DeviceEvent | None": lambda: [*_odd(), 0, True, "", [], {}, _generator()],
