@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,12 +34,13 @@ def wrong_for_anything() -> list[Any]:
     return [*odd, *lists, *sizes, *arrays, "\ud800", {"kv": [1 << 70]}, {"\ud800": [3]}, {"no": [3]}, [[3], [5]], True]
 
 
-VERBS = {
-    (method, parameter): 4 if method == "advance" else None
+FIRST = {"advance": {"num_tokens": 4}}
+"""What has to be said with the other parameters of a verb."""
+VERBS = [
+    (method, parameter)
     for method in ("advance", "complete", "extend", "fail", "restart")
     for parameter in list(inspect.signature(getattr(Lease, method)).parameters)[1:]
-}
-"""Each parameter, and what the verb's first one has to be."""
+]
 
 
 def test_all_verbs_are_looked_at() -> None:
@@ -49,11 +50,6 @@ def test_all_verbs_are_looked_at() -> None:
         for name, method in inspect.getmembers(kind, inspect.isroutine):
             if not name.startswith("_") and name not in takes:
                 assert len(inspect.signature(method).parameters) == 1, f"{kind.__name__}.{name}"
-
-
-def say(lease: Any, method: str, parameter: str, value: object) -> None:
-    first = {"num_tokens": 4} if method == "advance" else {}
-    getattr(lease, method)(**{**first, parameter: value})
 
 
 @asynccontextmanager
@@ -77,11 +73,21 @@ async def test_what_cannot_be_said_of_a_lease_changes_nothing(method: str, param
         for value in wrong_for_anything():
             before = (lease.block_tables, lease.state, pair.offered)
             with pytest.raises(InvalidInput) as caught:
-                say(lease, method, parameter, value)
+                getattr(lease, method)(**{**FIRST.get(method, {}), parameter: value})
             assert (lease.block_tables, lease.state, pair.offered) == before
             assert str(caught.value).isprintable()
             assert "'req'" in str(caught.value)
             assert len(str(caught.value)) < 500
+
+
+LATE: dict[str, list[Any]] = {
+    "advance": [4],
+    "extend": [[2]],
+    "complete": [],
+    "fail": ["again"],
+    "restart": [9.0],
+    "revoke": [],
+}
 
 
 @in_virtual_time
@@ -91,17 +97,9 @@ async def test_a_lease_that_is_over_hears_nothing() -> None:
         for end in ("revoke", "fail"):
             lease = pair.writer.serve_blocks(ServeRequest(end, BLOCKS[:1], TOKENS, computed_tokens=0))
             getattr(lease, end)()
-            late: dict[str, Callable[[], object]] = {
-                "advance": lambda lease=lease: lease.advance(4),
-                "extend": lambda lease=lease: lease.extend([2]),
-                "complete": lambda lease=lease: lease.complete(),
-                "fail": lambda lease=lease: lease.fail("again"),
-                "restart": lambda lease=lease: lease.restart(9.0),
-                "revoke": lambda lease=lease: lease.revoke(),
-            }
             outcome = await lease
-            for verb in late.values():
-                verb()
+            for verb, said in LATE.items():
+                getattr(lease, verb)(*said)
             await asyncio.sleep(0)
             assert await lease is outcome
             assert pair.offered.free == pair.offered.total

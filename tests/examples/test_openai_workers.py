@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import disaggregated.neighbours
+import httpx2
 import msgspec
 import pytest
 from disaggregated.decode import DecodeWorker
@@ -217,22 +218,11 @@ async def test_a_prompt_that_can_never_fit_is_refused(workers: Workers) -> None:
 async def posted(workers: Workers, tiny: Model) -> tuple[int, Failure | None]:
     """Status of the prefill worker's answer as the router gets it, and the failure in it."""
     settings = WorkerSettings(name="prefill-0", role="prefill", host="", port=0, checkpoint=tiny.checkpoint)
-    app = worker_app(settings, workers.prefill_side.engine, workers.prefill_side.runtime, workers.prefill_side.metrics)
-    sent: list[MutableMapping[str, Any]] = []
-    coming = [{"type": "http.request", "body": request_of().written()}]
-
-    async def receive() -> dict[str, Any]:
-        if not coming:
-            await asyncio.Event().wait()  # the client stays
-        return coming.pop()
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/prefill", "query_string": b"", "headers": []}
-    await prefill_app(app, workers.prefill)(scope, receive, send)
-    status, body = sent[0]["status"], b"".join(message["body"] for message in sent[1:])
-    return status, None if status == 200 else Failure.read(body)
+    side = workers.prefill_side
+    app = prefill_app(worker_app(settings, side.engine, side.runtime, side.metrics), workers.prefill)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://worker") as client:
+        answer = await client.post("/prefill", content=request_of().written())
+    return answer.status_code, None if answer.status_code == 200 else Failure.read(answer.content)
 
 
 async def test_what_is_our_own_fault_leaves_a_traceback(

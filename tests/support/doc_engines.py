@@ -6,9 +6,7 @@ page's blocks have made of them. Whatever a page takes from here its text explai
 
 from __future__ import annotations
 
-import http.server
 import sys
-import threading
 import types
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -17,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from doc_embedding import BLOCKS, SIZE, Names, embedded, kv_caches
@@ -160,35 +159,21 @@ async def vllm(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterat
 
 @asynccontextmanager
 async def server(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """The openai package's client; the page's address is somebody who answers one word, in the server's own shapes."""
+    """The openai package's client; at the page's address somebody answers one word, in the server's own shapes."""
     patch.syspath_prepend(str(ROOT / "examples"))
     from openai_server.dialects import Chat
     from openai_server.parameters import ChatRequest
 
-    class OneWord(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            ChatRequest.model_validate_json(self.rfile.read(int(self.headers["Content-Length"])))
-            chat = Chat()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            for piece in (*chat.opening(), chat.piece("Rayleigh", None), chat.piece("", "stop")):
-                self.wfile.write(f"data: {piece.model_dump_json()}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
+    def one_word(request: httpx2.Request) -> httpx2.Response:
+        assert request.url == "http://127.0.0.1:8000/v1/chat/completions"
+        ChatRequest.model_validate_json(request.content)
+        chat = Chat()
+        pieces = (*chat.opening(), chat.piece("Rayleigh", None), chat.piece("", "stop"))
+        lines = [f"data: {said}\n\n" for said in (*(piece.model_dump_json() for piece in pieces), "[DONE]")]
+        return httpx2.Response(200, headers={"Content-Type": "text/event-stream"}, text="".join(lines))
 
-    with ExitStack() as stack:
-        listening = stack.enter_context(http.server.HTTPServer(("127.0.0.1", 0), OneWord))
-        serving = threading.Thread(target=listening.serve_forever)
-        serving.start()
-        stack.callback(serving.join)
-        stack.callback(listening.shutdown)
-
-        def client(base_url: str, api_key: str) -> openai.OpenAI:
-            here = base_url.replace(":8000/", f":{listening.server_port}/")
-            return stack.enter_context(openai_client(base_url=here, api_key=api_key, max_retries=0))
-
-        openai_client = openai.OpenAI
-        patch.setattr(openai, "OpenAI", client)
+    with httpx2.Client(transport=httpx2.MockTransport(one_word)) as client:
+        patch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=client))
         yield {}
 
 
