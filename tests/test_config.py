@@ -66,10 +66,16 @@ def test_a_limit_is_above_zero_and_of_what_can_be_held_or_waited_for(name: str) 
     for value in [*wrong, *([2_000_000_000] if name in TIMES else [])]:
         with pytest.raises(ConfigError, match=rf"^{name}: .*{value!r}"):
             with_limit(name, value)
-    if name in ("loads_max", "leases_max"):
-        assert with_limit(name, 1 << 24) == 1 << 24
-        with pytest.raises(ConfigError, match=f"^{name}: expected a whole number from 1 to {1 << 24}, got 16777217"):
-            with_limit(name, 16777217)
+
+
+@each(
+    ("name", "most", "above"),
+    [("loads_max", 1 << 24, (1 << 24) + 1), ("leases_max", 1 << 24, (1 << 24) + 1), ("seal_hold_s", 60.0, 60.5)],
+)
+def test_what_no_memory_holds_and_no_reader_waits_for_is_refused(name: str, most: float, above: float) -> None:
+    assert with_limit(name, most) == most
+    with pytest.raises(ConfigError, match=f"^{name}: expected .* to {most:.8g}, got {above}"):
+        with_limit(name, above)
 
 
 @pytest.mark.parametrize("name", ["scratch", "staging"])

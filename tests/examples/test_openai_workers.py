@@ -377,6 +377,8 @@ async def test_what_a_neighbour_has_computed_is_loaded(sides: list[Neighbour], t
     assert await one.prefill(LONG) == tiny.greedy(LONG, 1)[0]
     assert await other.prefill(LONG, one.address) == tiny.greedy(LONG, 1)[0]
     assert (one.computed, other.computed) == (23, 3)
+    assert await other.prefill(LONG[:20], one.address, name="whole") == tiny.greedy(LONG[:20], 1)[0]
+    assert other.computed == 3 + 4, "of a prompt in whole blocks the last token is computed"
     turn = [*LONG[:20], 9, 8, 7, 6, 5]
     assert await one.prefill(turn, other.address) == tiny.greedy(turn, 1)[0]
     assert one.computed == 23 + 5, "from blocks that the other one has loaded itself"
