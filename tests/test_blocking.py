@@ -220,6 +220,8 @@ def test_a_lease_is_restarted_and_revoked_from_any_thread(pair: Pair) -> None:
     lease.restart(1e6)
     lease.restart()  # told in order
     assert (lease.state, lease.done) == (LeaseState.OFFERED, False)
+    at_once = call_on_loop(pair.producer, lambda: (lease._lease.revoke().state, lease.done))
+    assert at_once == (LeaseState.REVOKED, False), "a reader may still read its blocks"
     assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
     assert (lease.state, lease.done) == (LeaseState.REVOKED, True)
     assert entry.expires_s > before_s + 1e5

@@ -82,22 +82,22 @@ TINY = {
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A random Llama with two query heads per KV head."""
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).eval()
-    directory = tmp_path_factory.mktemp("tiny")
-    write_llama(model, directory)
-    return Model(directory, partial(greedy_answer, model))
+    return random_model(tmp_path_factory, transformers.LlamaForCausalLM, transformers.LlamaConfig(**TINY))
 
 
 @pytest.fixture(scope="session")
 def tiny_windowed(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """The same as a Mistral, each of whose layers attends to a window of four tokens."""
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     config = transformers.MistralConfig(**TINY, head_dim=8, sliding_window=4, attn_implementation="eager")
-    model = transformers.MistralForCausalLM(config).eval()
-    directory = tmp_path_factory.mktemp("windowed")
-    write_llama(model, directory, window=4, full_attention_every=4)
+    windows = {"window": 4, "full_attention_every": 4}
+    return random_model(tmp_path_factory, transformers.MistralForCausalLM, config, **windows)
+
+
+def random_model(tmp_path_factory: pytest.TempPathFactory, kind: Any, config: Any, **more: Any) -> Model:
+    torch.manual_seed(0)
+    model, directory = kind(config).eval(), tmp_path_factory.mktemp("tiny")
+    write_llama(model, directory, **more)
     return Model(directory, partial(greedy_answer, model))
 
 

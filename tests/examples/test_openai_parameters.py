@@ -133,14 +133,6 @@ def test_what_asks_for_nothing_or_has_nothing_to_do_with_the_answer_is_taken() -
     )
 
 
-@pytest.mark.parametrize(
-    ("stop", "stops"),
-    [(None, ()), ("a", ("a",)), ([], ()), (["a", "\n"], ("a", "\n")), (list("abcd"), tuple("abcd"))],
-)
-def test_stop_is_a_string_or_some(stop: object, stops: tuple[str, ...]) -> None:
-    assert chat(stop=stop).stop == completion(stop=stop).stop == stops
-
-
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0}, {"temperature": None, "top_p": 0.1, "seed": 4}])
 def test_without_a_temperature_it_is_greedy(parameters: dict[str, Any]) -> None:
     assert chat(**parameters).drawn_sampling() == GREEDY
@@ -154,12 +146,11 @@ def test_with_one_it_is_what_is_asked_for_and_a_seed_that_nobody_gives_is_anothe
     assert request.drawn_sampling().seed != request.drawn_sampling().seed
 
 
-@pytest.mark.parametrize(("prompt", "one"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([], [])])
-def test_one_prompt_in_any_form(prompt: object, one: object) -> None:
-    assert completion(prompt=prompt).prompt == one
-
-
-@pytest.mark.parametrize("content", ["aa", [TEXT, TEXT]], ids=["text", "parts"])
-def test_a_message_is_a_text_or_parts_of_one(content: object) -> None:
-    (message,) = chat(messages=said(content)).messages
-    assert message.for_template() == {"role": "user", "content": "aa"}
+def test_one_thing_in_several_forms() -> None:
+    for stop, stops in ((None, ()), ("a", ("a",)), ([], ()), (["a", "\n"], ("a", "\n")), (list("abcd"), tuple("abcd"))):
+        assert chat(stop=stop).stop == completion(stop=stop).stop == stops
+    for prompt, one in (("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([], [])):
+        assert completion(prompt=prompt).prompt == one
+    for content in ("aa", [TEXT, TEXT]):
+        (message,) = chat(messages=said(content)).messages
+        assert message.for_template() == {"role": "user", "content": "aa"}

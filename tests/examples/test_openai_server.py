@@ -185,11 +185,13 @@ def ask(question: Question) -> list[dict[str, str]]:
     return [{"role": "user", "content": question.text}]
 
 
-def pieces_of(client: openai.OpenAI, question: Question, **parameters: Any) -> list[Piece]:
-    """A streamed answer, whatever way it is asked for."""
+def streamed_of(client: openai.OpenAI, question: Question, **parameters: Any) -> Piece:
+    """A streamed answer, whatever way it is asked for, put together."""
     create, asked = arguments_of(client, question)
-    choices = [chunk.choices[0] for chunk in create(**asked, stream=True, **parameters)]
-    return [Piece((one.delta.content or "") if question.chat else one.text, one.finish_reason) for one in choices]
+    *earlier, last = [chunk.choices[0] for chunk in create(**asked, stream=True, **parameters)]
+    assert {one.finish_reason for one in earlier} <= {None}
+    texts = [(one.delta.content or "") if question.chat else one.text for one in (*earlier, last)]
+    return Piece("".join(texts), last.finish_reason)
 
 
 def whole_of(client: openai.OpenAI, question: Question, **parameters: Any) -> Piece:
@@ -199,23 +201,17 @@ def whole_of(client: openai.OpenAI, question: Question, **parameters: Any) -> Pi
     return Piece(choice.message.content if question.chat else choice.text, choice.finish_reason)
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
-    *earlier, last = pieces
-    assert {piece.finish_reason for piece in earlier} <= {None}
-    return Piece("".join(piece.text for piece in pieces), last.finish_reason)
-
-
 def test_a_service_of_a_tiny_model_answers_as_one_process_does(tiny_chat: Path, one_thread: None) -> None:
     """The whole service, one worker of each kind: a completion, a stream, a stop, an error, health, and its end."""
     alone = Alone(ChatTokenizer(tiny_chat), uvloop.run(tokens_alone(tiny_chat, [FRANCE, SUM], 12)))
     with service(tiny_chat, workers_each=1) as running, client_of(running) as client:
         text = alone(FRANCE, 12)
         assert whole_of(client, FRANCE, max_tokens=12) == Piece(text, "length")
-        assert joined(pieces_of(client, FRANCE, max_tokens=12)) == Piece(text, "length")
+        assert streamed_of(client, FRANCE, max_tokens=12) == Piece(text, "length")
         assert whole_of(client, SUM, max_tokens=12).text == alone(SUM, 12)
         stopped = Piece(text[: text.index(text[6:8])], "stop")
         assert whole_of(client, FRANCE, max_tokens=12, stop=text[6:8]) == stopped
-        assert joined(pieces_of(client, FRANCE, max_tokens=12, stop=[text[6:8], "no such text"])) == stopped
+        assert streamed_of(client, FRANCE, max_tokens=12, stop=[text[6:8], "no such text"]) == stopped
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.completions.create(model="gpt-7", prompt="a")
         running.until_idle()
@@ -286,7 +282,7 @@ class TestService:
         right = TextStream(alone.tokenizer, tokens).text
         assert right != alone(question, 12)
         assert {whole_of(client, question, **parameters, max_tokens=12).text for _ in range(3)} == {right}
-        assert joined(pieces_of(client, question, **parameters, max_tokens=12)).text == right
+        assert streamed_of(client, question, **parameters, max_tokens=12).text == right
 
     def test_tokens_are_counted_up_to_the_stop_string(self, client: openai.OpenAI, alone: Alone) -> None:
         stop = alone(COUNTING, 40)[12:14]

@@ -13,7 +13,7 @@ import torch
 from paged_engine import LlamaModel, ModelConfig, all_reduce
 from paged_engine.all_reduce import AllReduce, RankLostError, connected_ranks
 from paged_engine.cache import BlockId, CacheShape, PagedKVCache
-from paged_engine.sharding import Shard, divisible_kv_heads, padded, take_shard
+from paged_engine.sharding import Shard, divisible_kv_heads, take_shard
 from paged_engine.weights import read_checkpoint
 from tests_support import WAIT_S
 from tiny_model import PROMPT, Model
@@ -91,12 +91,6 @@ class TestShards:
             take_shard(*whole, shard)
         with pytest.raises(ValueError, match=r"tp_rank: 2 is not in 0\.\.1"):
             Shard(tp_rank=2, tp_size=2)
-
-    def test_padding_leaves_the_original_alone(self, whole: Whole) -> None:
-        shapes = {name: weight.shape for name, weight in whole[1].items()}
-        config, _ = padded(*whole, 8)
-        assert (config.kv_head_count, whole[0].kv_head_count) == (8, KV_HEADS)
-        assert {name: weight.shape for name, weight in whole[1].items()} == shapes
 
     @pytest.mark.parametrize(
         ("kv_heads", "tp_sizes", "wanted"), [(3, (2, 1, 4), 4), (3, (1, 1), 3), (3, (3, 2), 6), (8, (2, 4), 8)]
