@@ -22,7 +22,7 @@ from kvflow.bench.loads import PlannedLoad, SettingsError
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import TargetRow, Verdict
 from tests.bench.flow.link import Link, require_cables
-from tests.bench.flow.ranks import Prefill, Schedule, open_producer, open_reader
+from tests.bench.flow.ranks import FlowProducer, FlowReader, Prefill, Schedule, open_rank
 from tests.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
 from tests.bench.flow.scenario import Flow, _hand_over, _open
 
@@ -210,8 +210,8 @@ def networks_of_children() -> set[int]:
 @pytest.mark.nixl
 def test_a_prompt_over_the_cable_and_a_reader_that_is_killed(cables: None) -> None:
     ranks = [
-        RankProcess("producer", partial(open_producer, Link.GBIT, SMALL.model)),
-        RankProcess("reader", partial(open_reader, Link.GBIT, SMALL.model)),
+        RankProcess("producer", partial(open_rank, FlowProducer, Link.GBIT, SMALL.model)),
+        RankProcess("reader", partial(open_rank, FlowReader, Link.GBIT, SMALL.model)),
     ]
     with open_children(ranks, Link.GBIT.environment) as children:
         _open(Link.GBIT, children)
