@@ -12,18 +12,17 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
 import kvflow
 from kvflow.bench.cache import BenchCache, CacheShape
-from kvflow.bench.child import RankProcess
-from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError, Ticket, scattered, share_out
+from kvflow.bench.loads import Fabric, PlannedLoad, Ticket
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread
+from tests.bench.pairs import hand_over, numbers, open_reader, pair_of, requests, scattered_loads
 
 _LAYERS = 8
 _LEGEND = "Loads one after the other beside turns of the loop that never end; 0: no such task."
@@ -58,25 +57,14 @@ class NeverIdle:
         return CacheShape(layers=_LAYERS, blocks=self.loads * self.blocks + 1).checked("--loads, --blocks")
 
     def sets(self) -> Sequence[RankSet]:
-        ranks = [
-            RankProcess("producer", partial(open_producer, config_of("bench-producer"), self.shape)),
-            RankProcess("reader", partial(open_reader, self.shape)),
-        ]
-        note = f"{len(self.cases)} cases"
+        ranks, note = pair_of(partial(open_reader, Reader), self.shape), f"{len(self.cases)} cases"
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=Fabric.SHM.environment)]
 
     def _turns(self, children: Children) -> Iterator[Turn]:
         for index, case in enumerate([(0.0, 5.0), *self.cases]):  # the first one connects
-            yield Turn(key=case if index else "connect", run=partial(self._run, children, index, *case))
-
-    def _run(self, children: Children, index: int, turn_ms: float, interval_ms: float) -> list[float]:
-        name, count = f"never idle {index}", self.loads * self.blocks
-        ids = [scattered(f"{name} {side}", self.shape.blocks, count) for side in ("local", "remote")]
-        loads = share_out(name, [self.blocks] * self.loads, *ids)
-        tickets = children["producer"].run(EngineProducer.offer, loads)
-        found = children["reader"].run(Reader.load, loads, tickets, turn_ms / 1e3, interval_ms / 1e3)
-        children["producer"].run(EngineProducer.settle)
-        return found
+            loads = scattered_loads(f"never idle {index}", self.shape, [self.blocks] * self.loads)
+            run = partial(hand_over, children, Reader.load, loads, *case)
+            yield Turn(key=case if index else "connect", run=run)
 
     def judge(self, samples: Samples) -> Outcome:
         taken = samples.of(list)
@@ -87,31 +75,22 @@ class NeverIdle:
         return Outcome(results={"cases": rows}, legend=_LEGEND, targets=[])
 
 
-def numbers(option: str, text: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError as error:
-        raise SettingsError(f"{option}: expected numbers and commas, got {text!r}") from error
-
-
 class Reader:
     """The process that loads beside a task that is never idle."""
 
-    def __init__(self, runtime: kvflow.Runtime) -> None:
+    def __init__(self, runtime: kvflow.Runtime, _: BenchCache) -> None:
         self._runtime = runtime
 
     async def load(
-        self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket], turn_s: float, interval_s: float
+        self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket], turn_ms: float, interval_ms: float
     ) -> list[float]:
         """How long each load took."""
         took_s = []
-        with switch_interval(interval_s):
-            turns = asyncio.create_task(take_turns(turn_s)) if turn_s else None
-            for load, ticket in zip(loads, tickets, strict=True):
+        with switch_interval(interval_ms / 1e3):
+            turns = asyncio.create_task(take_turns(turn_ms / 1e3)) if turn_ms else None
+            for request in requests(loads, tickets):
                 begun_s = time.perf_counter()
-                await self._runtime.load_blocks(
-                    kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)
-                )
+                await self._runtime.load_blocks(request)
                 took_s.append(time.perf_counter() - begun_s)
             if turns is not None:
                 turns.cancel()
@@ -134,9 +113,3 @@ def switch_interval(interval_s: float) -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before_s)
-
-
-@contextlib.asynccontextmanager
-async def open_reader(shape: CacheShape) -> AsyncIterator[Reader]:
-    async with open_runtime(config_of("bench-reader"), BenchCache(shape)) as runtime:
-        yield Reader(runtime)

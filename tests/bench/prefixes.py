@@ -10,18 +10,20 @@ import asyncio
 import secrets
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import uvloop
 
 from kvflow import Config, LoadRequest, PrefixRequest, ServeRequest, prefix_keys
+from kvflow.bench.clocks import loop_ticker
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import at_most
 from kvflow.core.protocol import codec, messages
+from kvflow.runtime.prefix.sharing import SharedPrefixes
 from kvflow.testing import BlockShelf, CacheSize
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.base import Transport
@@ -30,8 +32,9 @@ from kvflow.transport.factory import make_transport
 _TOKENS = 16
 _SIZE = CacheSize(layers=2, num_blocks=2048, block_size=_TOKENS, kv_heads=8, head_size=64)
 _BASE = Config(engine_id="any", transport="nixl", drain_timeout_s=2.0)
-_LAG_EVERY_S = 1e-3
+_WARM = 10
 _PATIENCE_S = 10.0
+_UNKNOWN = [1] * _TOKENS
 _LEGEND = (
     "One process over NIXL. one block: medians, and the pull as a share of the load and a question for what is not "
     "there. question: time of the holder's loop for one of 1,000 keys that it all has. nonsense: keys that "
@@ -89,167 +92,122 @@ class Prefixes:
         return [RankSet(note="prefixes", turns=self._turns)]
 
     def _turns(self, _: Children) -> Iterator[Turn]:
-        yield Turn(key="beside", run=partial(uvloop.run, self._beside()))
-        yield Turn(key="question", run=partial(uvloop.run, self._question()))
-        yield Turn(key="many", run=partial(uvloop.run, self._many()))
-        yield Turn(key="nonsense", run=partial(uvloop.run, self._nonsense()))
+        parts: dict[str, tuple[int, Callable[..., Coroutine[Any, Any, object]]]] = {
+            "one block": (1, self._beside),
+            "question": (1, self._question),
+            "at once": (3, self._many),
+            "nonsense": (1, self._nonsense),
+        }
+        for name, (holders, measure) in parts.items():
+            yield Turn(key=name, run=partial(_among, holders, measure))
 
     def judge(self, samples: Samples) -> Outcome:
-        (found,) = (taken for _, (taken,) in samples.of(_Samples).items() if taken.pairs)
-        question = next(taken.questions for _, (taken,) in samples.of(_Samples).items() if taken.questions)
-        times = [(one.load_s, one.miss_s, one.pull_s) for one in found.pairs]
-        load_s, miss_s, pull_s = (statistics.median(some) for some in zip(*times, strict=True))
-        (many,) = samples.of(ManyPulls)["many"]
+        (block,) = samples.of(PairedTimes)["one block"]
+        (question,) = samples.of(QuestionTime)["question"]
+        (many,) = samples.of(ManyPulls)["at once"]
         (nonsense,) = samples.of(Nonsense)["nonsense"]
-        question_s = statistics.median(one.seconds for one in question)
+        ratio = block.pull_s / (block.load_s + block.miss_s)
         return Outcome(
-            results={
-                "one block": [PairedTimes(load_s, miss_s, pull_s)],
-                "question": [QuestionTime(question_s)],
-                "at once": [many],
-                "nonsense": [nonsense],
-            },
+            results={"one block": [block], "question": [question], "at once": [many], "nonsense": [nonsense]},
             legend=_LEGEND,
             targets=[
-                at_most("pull of one block, load + question = 1", 1.3, [(pull_s / (load_s + miss_s), "")]),
-                at_most("question of 1,000 keys, ms", 0.5, [(question_s * 1e3, "")]),
+                at_most("pull of one block, load + question = 1", 1.3, [(ratio, "")]),
+                at_most("question of 1,000 keys, ms", 0.5, [(question.seconds * 1e3, "")]),
                 at_most("pinned after all", 0.0, [(float(many.pinned + nonsense.pinned), "")]),
                 at_most("lag of the holder's loop, ms", 20.0, [(nonsense.lag_s * 1e3, "")]),
             ],
         )
 
-    async def _beside(self) -> _Samples:
-        pairs = []
-        async with _engines(1) as (reader, (holder,)):
-            prompt, shelf = list(range(_TOKENS)), BlockShelf(_TOKENS)
-            shelf.put(prompt, [5])
-            holder.runtime.share(shelf)
-            asked = _request(holder, prompt, [7])
-            missed = replace(_request(holder, [9] * _TOKENS, [8]), request_id="miss")
-            for number in range(self.rounds + 10):
-                lease = holder.runtime.serve_blocks(ServeRequest(f"{number}", [6], _TOKENS))
-                load = LoadRequest(f"{number}", lease.ticket, [9])
-                times = PairedTimes(
-                    await _timed(lambda load=load: reader.runtime.load_blocks(load)),  # type: ignore[misc]
-                    await _timed(lambda: reader.runtime.seek_prefix(missed)),
-                    await _timed(lambda: reader.runtime.pull_prefix(asked)),
+    async def _beside(self, reader: Engine[Transport], holder: Engine[Transport]) -> PairedTimes:
+        prompt, times = list(range(_TOKENS)), []
+        _share(holder, prompt, [5])
+        asked, missed = _request(holder, prompt, [7]), _request(holder, [9] * _TOKENS, [8])
+        for number in range(self.rounds + _WARM):
+            lease = holder.runtime.serve_blocks(ServeRequest(f"{number}", [6], _TOKENS))
+            load = LoadRequest(f"{number}", lease.ticket, [9])
+            times.append(
+                (
+                    await _timed(reader.runtime.load_blocks(load)),
+                    await _timed(reader.runtime.seek_prefix(missed)),
+                    await _timed(reader.runtime.pull_prefix(asked)),
                 )
-                if number >= 10:
-                    pairs.append(times)
-        return _Samples(pairs=pairs)
+            )
+        return PairedTimes(*(statistics.median(some) for some in zip(*times[_WARM:], strict=True)))
 
-    async def _question(self) -> _Samples:
+    async def _question(self, reader: Engine[Transport], holder: Engine[Transport]) -> QuestionTime:
         times, tokens = [], list(range(1000 * _TOKENS))
-        async with _engines(1) as (reader, (holder,)):
-            shelf = BlockShelf(_TOKENS)
-            shelf.put(tokens, range(1000))
-            sharing = holder.runtime.share(shelf, pinned_blocks_max=1000)
-            await reader.runtime.seek_prefix(_request(holder, [1] * _TOKENS, []))
+        _, sharing = _share(holder, tokens, range(1000), 1000)
+        await reader.runtime.seek_prefix(_request(holder, _UNKNOWN, []))
+        cache = holder.runtime._supervisor.cache
+        assert cache is not None, "it is registered"
+        header = codec.our_header(cache.local.compatibility.fingerprint())
+        keys = b"".join(prefix_keys(tokens, _TOKENS))
+        for number in range(self.questions):
+            question = messages.SeekRequest(
+                reader="bench/0.0.0#1",
+                target=cache.local.caller.target,
+                request_id=f"{number}",
+                keys=keys,
+                key_tokens=_TOKENS,
+            )
+            frame = codec.encode(question)
+            begun_s = time.perf_counter()
+            reply = cache.answer(header, codec.decode_request(frame), draining=False)
+            assert isinstance(reply, messages.Offer), reply
+            codec.encode_frames(header, reply)
+            times.append(time.perf_counter() - begun_s)
+            sharing.reclaim(1000)
+            await asyncio.sleep(0)
+        return QuestionTime(statistics.median(times))
+
+    async def _many(self, reader: Engine[Transport], *holders: Engine[Transport]) -> ManyPulls:
+        tokens, blocks = list(range(self.prefix_blocks * _TOKENS)), self.prefix_blocks
+        shelves = [_share(holder, tokens, range(blocks), blocks)[0] for holder in holders]
+        keys, peers = prefix_keys(tokens, _TOKENS), [holder.runtime.address for holder in holders]
+        requests = []
+        for at in range(self.pulls):
+            ids = list(range(at * blocks, (at + 1) * blocks))
+            requests.append(PrefixRequest(f"{at}", keys, _TOKENS, ids, peers, answer_within_s=_PATIENCE_S))
+        for holder in holders:
+            await reader.runtime.seek_prefix(_request(holder, _UNKNOWN, []))
+        begun_s = time.perf_counter()
+        reports = await asyncio.gather(*map(reader.runtime.pull_prefix, requests))
+        took_s = time.perf_counter() - begun_s
+        assert {report.num_tokens for report in reports} == {len(tokens)}, reports
+        for holder in holders:  # its leases have ended, and who waits for them has been told
             cache = holder.runtime._supervisor.cache
             assert cache is not None, "it is registered"
-            header = codec.our_header(cache.local.compatibility.fingerprint())
-            keys = b"".join(prefix_keys(tokens, _TOKENS))
-            for number in range(self.questions):
-                question = messages.SeekRequest(
-                    reader="bench/0.0.0#1",
-                    target=cache.local.caller.target,
-                    request_id=f"{number}",
-                    keys=keys,
-                    key_tokens=_TOKENS,
-                )
-                frame = codec.encode(question)
-                begun_s = time.perf_counter()
-                reply = cache.answer(header, codec.decode_request(frame), draining=False)
-                assert isinstance(reply, messages.Offer), reply
-                codec.encode_frames(header, reply)
-                times.append(QuestionTime(time.perf_counter() - begun_s))
-                sharing.reclaim(1000)
-                await asyncio.sleep(0)
-        return _Samples(questions=times)
-
-    async def _many(self) -> ManyPulls:
-        tokens, blocks = list(range(self.prefix_blocks * _TOKENS)), self.prefix_blocks
-        async with _engines(3) as (reader, holders):
-            shelves = [BlockShelf(_TOKENS) for _ in holders]
-            for holder, shelf in zip(holders, shelves, strict=True):
-                shelf.put(tokens, range(blocks))
-                holder.runtime.share(shelf, pinned_blocks_max=blocks)
-            peers = [holder.runtime.address for holder in holders]
-            keys = prefix_keys(tokens, _TOKENS)
-            requests = [
-                PrefixRequest(
-                    f"{at}",
-                    keys,
-                    _TOKENS,
-                    list(range(at * blocks, (at + 1) * blocks)),
-                    peers,
-                    answer_within_s=_PATIENCE_S,
-                )
-                for at in range(self.pulls)
-            ]
-            for holder in holders:
-                await reader.runtime.seek_prefix(_request(holder, [1] * _TOKENS, []))
-            begun_s = time.perf_counter()
-            reports = await asyncio.gather(*map(reader.runtime.pull_prefix, requests))
-            took_s = time.perf_counter() - begun_s
-            assert {report.num_tokens for report in reports} == {len(tokens)}, reports
-            await _unpinned(holders)
-            pinned = sum(+shelf.pins.total() for shelf in shelves)
+            await cache.serving.drained()
+        await asyncio.sleep(0)
+        pinned = sum(+shelf.pins.total() for shelf in shelves)
         return ManyPulls(self.pulls, len({report.source for report in reports}), took_s, pinned)
 
-    async def _nonsense(self) -> Nonsense:
-        async with _engines(1) as (reader, (holder,)):
-            shelf = BlockShelf(_TOKENS)
-            shelf.put(list(range(64 * _TOKENS)), range(64))
-            sharing = holder.runtime.share(shelf)
-            lag = asyncio.ensure_future(_lag())
+    async def _nonsense(self, reader: Engine[Transport], holder: Engine[Transport]) -> Nonsense:
+        _, sharing = _share(holder, list(range(64 * _TOKENS)), range(64))
+        lags_s: list[float] = []
+        async with loop_ticker(lags_s):
             begun_s = time.perf_counter()
-            for number in range(-(-self.unknown_keys // 1000)):
-                asked = replace(
-                    _request(holder, [1] * _TOKENS, []),
-                    request_id=f"{number}",
-                    keys=[secrets.token_bytes(32) for _ in range(1000)],
-                    answer_within_s=_PATIENCE_S,
-                )
+            for _ in range(-(-self.unknown_keys // 1000)):
+                keys, peers = [secrets.token_bytes(32) for _ in range(1000)], [holder.runtime.address]
+                asked = PrefixRequest("nonsense", keys, _TOKENS, [], peers, answer_within_s=_PATIENCE_S)
                 assert not await reader.runtime.seek_prefix(asked)
             took_s = time.perf_counter() - begun_s
-            lag.cancel()
-            await asyncio.wait([lag])
-            return Nonsense(self.unknown_keys, took_s, max(_LAGS, default=0.0), sharing.pinned_blocks)
+        return Nonsense(self.unknown_keys, took_s, max(lags_s, default=0.0), sharing.pinned_blocks)
 
 
-_LAGS: list[float] = []
-
-
-async def _lag() -> None:
-    """By how much a timer is late, until cancelled."""
-    loop = asyncio.get_running_loop()
-    _LAGS.clear()
-    while True:
-        due_s = loop.time() + _LAG_EVERY_S
-        await asyncio.sleep(_LAG_EVERY_S)
-        _LAGS.append(loop.time() - due_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Samples:
-    pairs: list[PairedTimes] = field(default_factory=list)
-    questions: list[QuestionTime] = field(default_factory=list)
-
-
-async def _timed(work: Callable[[], Awaitable[object]]) -> float:
+async def _timed(work: Awaitable[object]) -> float:
     begun_s = time.perf_counter()
-    await work()
+    await work
     return time.perf_counter() - begun_s
 
 
-async def _unpinned(holders: Sequence[Engine[Transport]]) -> None:
-    """Wait until every holder's leases have ended, and who waits for them has been told."""
-    for holder in holders:
-        cache = holder.runtime._supervisor.cache
-        assert cache is not None, "it is registered"
-        await cache.serving.drained()
-    await asyncio.sleep(0)
+def _share(
+    holder: Engine[Transport], tokens: Sequence[int], block_ids: Sequence[int], pinned_max: int | None = None
+) -> tuple[BlockShelf, SharedPrefixes]:
+    """These tokens are in those blocks."""
+    shelf = BlockShelf(_TOKENS)
+    shelf.put(tokens, block_ids)
+    return shelf, holder.runtime.share(shelf, pinned_blocks_max=pinned_max)
 
 
 def _request(holder: Engine[Transport], tokens: Sequence[int], block_ids: list[int]) -> PrefixRequest:
@@ -257,11 +215,13 @@ def _request(holder: Engine[Transport], tokens: Sequence[int], block_ids: list[i
     return PrefixRequest("one", keys, _TOKENS, block_ids, [peer], answer_within_s=_PATIENCE_S)
 
 
-@asynccontextmanager
-async def _engines(holders: int) -> AsyncIterator[tuple[Engine[Transport], list[Engine[Transport]]]]:
-    async with AsyncExitStack() as stack:
-        made = [
-            await stack.enter_async_context(open_engine(f"engine-{number}", _BASE, make_transport, size=_SIZE))
-            for number in range(holders + 1)
-        ]
-        yield made[0], made[1:]
+def _among(holders: int, measure: Callable[..., Coroutine[Any, Any, object]]) -> object:
+    """A reader and so many holders, on a loop of their own."""
+
+    async def run() -> object:
+        async with AsyncExitStack() as stack:
+            opening = [open_engine(f"engine-{at}", _BASE, make_transport, size=_SIZE) for at in range(holders + 1)]
+            engines = [await stack.enter_async_context(engine) for engine in opening]
+            return await measure(*engines)
+
+    return uvloop.run(run())

@@ -20,20 +20,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import kvflow
 from kvflow.bench.busy import busy_ranks
 from kvflow.bench.cache import BenchCache, CacheShape, compared
-from kvflow.bench.child import BenchError, RankProcess
+from kvflow.bench.child import BenchError
 from kvflow.bench.clocks import loop_ticker
-from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError, Ticket, scattered, share_out
+from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError, Ticket
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread, TargetRow, at_most
 from kvflow.transport.base import Event, ReadEnded
 from kvflow.transport.nixl.agents import NixlAgents
 from kvflow.transport.nixl.loop import NixlTransport
 from kvflow.transport.nixl.mailbox import Mailbox
+from tests.bench.pairs import hand_over, open_reader, pair_of, requests, scattered_loads
 
 ALONE_CPU_US_MAX = 150.0
 BURST_S_MAX = 0.4
@@ -56,7 +57,7 @@ _LEGEND = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Hops:
     """Per load, the seconds of each step in the order of `_HOPS`, and of the load."""
 
@@ -64,7 +65,7 @@ class Hops:
     loads_s: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Threads:
     """Some loads: CPU seconds by thread, and how late the loop was."""
 
@@ -75,7 +76,7 @@ class Threads:
     checked_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Functions:
     """Some loads under the profiler: name, calls, and seconds of its own."""
 
@@ -134,11 +135,7 @@ class Profile:
     def sets(self) -> Sequence[RankSet]:
         if min(self.alone, self.burst) < 2:
             raise SettingsError(f"--alone, --burst: at least 2, got {self.alone} and {self.burst}")
-        ranks = (
-            RankProcess("producer", partial(open_producer, config_of("bench-producer"), self.shape)),
-            RankProcess("reader", partial(open_profiled, self.shape)),
-            *busy_ranks(self.busy_cores),
-        )
+        ranks = [*pair_of(open_profiled, self.shape), *busy_ranks(self.busy_cores)]
         note, environment = f"{self.transport}: {self.rounds} rounds", self.transport.environment
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]
 
@@ -152,15 +149,10 @@ class Profile:
         }
         return Outcome(results=results, legend=_LEGEND, targets=targets(alone, burst, self.burst))
 
-    def loads_of(self, count: int, name: str) -> tuple[PlannedLoad, ...]:
-        """One-block loads that share no block."""
-        ids = (scattered(f"{name} {side}", self.shape.blocks, count) for side in ("local", "remote"))
-        return share_out(name, [1] * count, *ids)
-
     def _turns(self, children: Children) -> Iterator[Turn]:
         def turn(key: str, step: Callable[..., Any], count: int, index: int) -> Turn:
-            loads = self.loads_of(count, f"{key} {index}")
-            return Turn(key=key, run=partial(_run, children, step, loads), note=f"{key}: {count} loads")
+            loads = scattered_loads(f"{key} {index}", self.shape, [1] * count)
+            return Turn(key=key, run=partial(hand_over, children, step, loads), note=f"{key}: {count} loads")
 
         yield turn("warm up", ProfiledReader.one_by_one, min(self.alone, 100), 0)
         for index in range(self.rounds):
@@ -215,25 +207,17 @@ def targets(alone: ThreadRow, burst: ThreadRow, loads: int) -> list[TargetRow]:
     ]
 
 
-def _run(children: Children, step: Callable[..., Coroutine[Any, Any, Any]], loads: Sequence[PlannedLoad]) -> Any:
-    tickets = children["producer"].run(EngineProducer.offer, loads)
-    result = children["reader"].run(step, loads, tickets)
-    children["producer"].run(EngineProducer.settle)
-    return result
-
-
 # --- in the process that loads
 
 
 @contextlib.asynccontextmanager
 async def open_profiled(shape: CacheShape) -> AsyncIterator[ProfiledReader]:
-    cache = BenchCache(shape)
     stamps = Stamps()
     with stamps.taken():
-        async with open_runtime(config_of("bench-reader"), cache) as runtime:
+        async with open_reader(partial(ProfiledReader, stamps), shape) as reader:
             gc.collect()
             gc.freeze()
-            yield ProfiledReader(runtime, cache, stamps)
+            yield reader
 
 
 class Stamps:
@@ -267,20 +251,12 @@ class Stamps:
 
             await deliver_to(mailbox, heard)
 
-        stamped = {
-            (NixlTransport, "post_read"): stamped_post_read,
-            (NixlAgents, "post"): stamped_post,
-            (Mailbox, "put"): stamped_put,
-            (Mailbox, "deliver_to"): stamped_deliver_to,
-        }
-        plain = {(owner, name): getattr(owner, name) for owner, name in stamped}
-        for (owner, name), method in stamped.items():
-            setattr(owner, name, method)
-        try:
+        with (
+            patch.object(NixlTransport, "post_read", stamped_post_read),
+            patch.object(NixlAgents, "post", stamped_post),
+            patch.multiple(Mailbox, put=stamped_put, deliver_to=stamped_deliver_to),
+        ):
             yield
-        finally:
-            for (owner, name), method in plain.items():
-                setattr(owner, name, method)
 
     def steps(self, begun_s: float, ended_s: float) -> tuple[float, ...]:
         """The steps of `_HOPS`, of a load of one read that began and ended then."""
@@ -297,45 +273,44 @@ class Stamps:
 class ProfiledReader:
     """The rank of the reader's process."""
 
-    def __init__(self, runtime: kvflow.Runtime, cache: BenchCache, stamps: Stamps) -> None:
+    def __init__(self, stamps: Stamps, runtime: kvflow.Runtime, cache: BenchCache) -> None:
+        self._stamps = stamps
         self._runtime = runtime
         self._cache = cache
-        self._stamps = stamps
 
     async def one_by_one(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Threads:
-        async def load() -> None:
-            for request in requests:
-                await self._runtime.load_blocks(request)
-
-        requests = _requests(loads, tickets)
-        return await self._measured(load, loads)
+        wanted = requests(loads, tickets)
+        return await self._measured(partial(self._load_each, wanted), loads)
 
     async def at_once(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Threads:
         async def load() -> None:
-            await asyncio.gather(*map(self._runtime.load_blocks, requests))
+            await asyncio.gather(*map(self._runtime.load_blocks, wanted))
 
-        requests = _requests(loads, tickets)
+        wanted = requests(loads, tickets)
         return await self._measured(load, loads)
 
     async def hops(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Hops:
         steps_s, loads_s = [], []
-        for request in _requests(loads, tickets):
+        for request in requests(loads, tickets):
             begun_s = time.perf_counter()
             await self._runtime.load_blocks(request)
             ended_s = time.perf_counter()
             steps_s.append(self._stamps.steps(begun_s, ended_s))
             loads_s.append(ended_s - begun_s)
-        return Hops(steps_s=steps_s, loads_s=loads_s)
+        return Hops(steps_s, loads_s)
 
     async def functions(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Functions:
-        requests, profiler = _requests(loads, tickets), cProfile.Profile()
+        wanted, profiler = requests(loads, tickets), cProfile.Profile()
         profiler.enable()
-        for request in requests:
-            await self._runtime.load_blocks(request)
+        await self._load_each(wanted)
         profiler.disable()
         stats: Mapping[tuple[str, int, str], tuple[int, int, float, float, object]] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
         found = [(_name_of(*where), calls, own_s) for where, (_, calls, own_s, _, _) in stats.items()]
-        return Functions(loads=len(loads), found=found)
+        return Functions(len(loads), found)
+
+    async def _load_each(self, wanted: Sequence[kvflow.LoadRequest]) -> None:
+        for request in wanted:
+            await self._runtime.load_blocks(request)
 
     async def _measured(self, load: Callable[[], Coroutine[Any, Any, None]], loads: Sequence[PlannedLoad]) -> Threads:
         local_ids, remote_ids = compared(loads, check_all=True)
@@ -349,18 +324,7 @@ class ProfiledReader:
             seconds = time.perf_counter() - begun_s
             cpu_s = {name: sum(map(time.clock_gettime, some)) - before_s[name] for name, some in clocks.items()}
         checked_bytes = self._cache.check(local_ids, remote_ids)
-        return Threads(
-            loads=len(loads),
-            seconds=seconds,
-            cpu_s=cpu_s,
-            lag_max_s=max(lags_s, default=0.0),
-            checked_bytes=checked_bytes,
-        )
-
-
-def _requests(loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> list[kvflow.LoadRequest]:
-    both = zip(loads, tickets, strict=True)
-    return [kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids) for load, ticket in both]
+        return Threads(len(loads), seconds, cpu_s, max(lags_s, default=0.0), checked_bytes)
 
 
 def _thread_clocks() -> dict[str, list[int]]:

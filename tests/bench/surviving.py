@@ -8,11 +8,10 @@ is compared. Beside that: the same prompt in one load, and in two halves from bo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -20,13 +19,15 @@ from typing import Annotated, NamedTuple
 
 import kvflow
 from kvflow.bench.cache import BenchCache, CacheShape
-from kvflow.bench.child import BenchError, Child, RankProcess
-from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
+from kvflow.bench.child import BenchError, Child
+from kvflow.bench.engine import EngineProducer
 from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread
+from tests.bench.pairs import open_reader, pair_of
 
 _LAYERS = 8
+_SOURCES = ("first", "second")
 _LEGEND = (
     "Added time is that of the load beyond the median one from a healthy first source. All bytes of each load were "
     "compared. Split: two halves from two producers at once, as a ratio of speed to one load of all."
@@ -54,39 +55,21 @@ class Reader:
         self._runtime = runtime
         self._cache = cache
 
-    async def survive(self, load: PlannedLoad, tickets: Sequence[Ticket]) -> Survived:
-        self._cache.poison(load.local_ids, range(_LAYERS))
-        start_s = time.perf_counter()
-        report = await self._runtime.load_blocks(kvflow.LoadRequest(load.request_id, list(tickets), load.local_ids))
-        seconds = time.perf_counter() - start_s
-        self.check(load)
-        return Survived(seconds, tuple(one.outcome for one in report.attempts))
-
-    async def both(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> float:
-        """Several loads at once."""
+    async def load(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket | list[Ticket]]) -> Survived:
+        """Loads at once, each by a ticket or by several; every byte is compared."""
         for load in loads:
-            self._cache.poison(load.local_ids, range(_LAYERS))
+            self._cache.poison(load.local_ids)
         start_s = time.perf_counter()
-        requests = [
-            kvflow.LoadRequest(load.request_id, ticket, load.local_ids)
-            for load, ticket in zip(loads, tickets, strict=True)
-        ]
-        await asyncio.gather(*map(self._runtime.load_blocks, requests))
+        reports = await asyncio.gather(
+            *(
+                self._runtime.load_blocks(kvflow.LoadRequest(load.request_id, ticket, load.local_ids))
+                for load, ticket in zip(loads, tickets, strict=True)
+            )
+        )
         seconds = time.perf_counter() - start_s
         for load in loads:
-            self.check(load)
-        return seconds
-
-    def check(self, load: PlannedLoad) -> None:
-        size = self._cache.shape.block_size
-        self._cache.check(load.local_ids, load.remote_ids, remote_block_size=size, layers=range(_LAYERS))
-
-
-@contextlib.asynccontextmanager
-async def open_reader(config: kvflow.Config, shape: CacheShape) -> AsyncIterator[Reader]:
-    cache = BenchCache(shape)
-    async with open_runtime(config, cache) as runtime:
-        yield Reader(runtime, cache)
+            self._cache.check(load.local_ids, load.remote_ids)
+        return Survived(seconds, tuple(one.outcome for report in reports for one in report.attempts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,41 +117,29 @@ class Surviving:
         return CacheShape(layers=_LAYERS, blocks=self.blocks).checked("--size-mb")
 
     def sets(self) -> Sequence[RankSet]:
-        environment = self.transport.environment
-        healthy = RankSet(
-            note=f"{self.transport}: healthy", ranks=self._ranks(), turns=self._healthy, environment=environment
-        )
-        struck = [
-            RankSet(
-                note=f"{self.transport}: moment {at + 1} of {self.moments}",
-                ranks=self._ranks(),
-                turns=partial(self._struck, at / self.moments),
-                environment=environment,
-            )
-            for at in range(self.moments)
+        turns = {"healthy": self._healthy}
+        for at in range(self.moments):
+            turns[f"moment {at + 1} of {self.moments}"] = partial(self._struck, at / self.moments)
+        ranks = pair_of(partial(open_reader, Reader), self.shape, _SOURCES)
+        return [
+            RankSet(note=f"{self.transport}: {note}", ranks=ranks, turns=some, environment=self.transport.environment)
+            for note, some in turns.items()
         ]
-        return [healthy, *struck]
 
     def judge(self, samples: Samples) -> Outcome:
-        found, times = samples.of(Survived), samples.of(float)
-        healthy_s = Spread.of([one.seconds for one in found["healthy"]]).p50
+        found = samples.of(Survived)
+        healthy_s, whole, halves = (
+            Spread.of([one.seconds for one in found.pop(name)]) for name in ("healthy", "whole", "halves")
+        )
         rows = []
         for moment, loads in found.items():
-            if moment == "healthy":
-                continue
             if any(one.outcomes[-1:] != ("loaded",) for one in loads):
                 raise BenchError(f"moment {moment}: {loads}")
             spread = Spread.of([one.seconds for one in loads])
             outcomes = "; ".join(", ".join(one.outcomes) for one in loads)
-            rows.append(MomentRow(moment=moment, load_s=spread, added_s=spread.p50 - healthy_s, outcomes=outcomes))
-        whole, halves = (Spread.of(times[name]) for name in ("whole", "halves"))
+            rows.append(MomentRow(moment=moment, load_s=spread, added_s=spread.p50 - healthy_s.p50, outcomes=outcomes))
         split = SplitRow(whole_s=whole, halves_s=halves, ratio=whole.p50 / halves.p50)
         return Outcome(results={"moments": rows, "split": [split]}, legend=_LEGEND, targets=[])
-
-    def _ranks(self) -> Sequence[RankProcess]:
-        names = ("first", "second")
-        producers = [RankProcess(name, partial(open_producer, config_of(name), self.shape)) for name in names]
-        return [*producers, RankProcess("reader", partial(open_reader, config_of("reader"), self.shape))]
 
     def _planned(self, name: str, first: int = 0, stop: int | None = None) -> PlannedLoad:
         ids = tuple(range(self.blocks))[first:stop]
@@ -179,11 +150,13 @@ class Surviving:
         self._warm_up(children)
         for index in range(self.rounds):
             yield Turn(key="healthy", run=partial(self._survive, children, f"healthy {index}", None))
-            for name, loads in {
-                "whole": [self._planned(f"whole {index}")],
-                "halves": [self._planned(f"half {index} a", 0, half), self._planned(f"half {index} b", half)],
-            }.items():
-                yield Turn(key=name, run=partial(self._both, children, loads))
+            whole = {"first": self._planned(f"whole {index}")}
+            halves = {
+                "first": self._planned(f"half {index} a", 0, half),
+                "second": self._planned(f"half {index} b", half),
+            }
+            for name, loads in (("whole", whole), ("halves", halves)):
+                yield Turn(key=name, run=partial(self._load, children, loads))
 
     def _struck(self, moment: float, children: Children) -> Iterator[Turn]:
         healthy_s = self._warm_up(children)
@@ -191,36 +164,30 @@ class Surviving:
 
     def _warm_up(self, children: Children) -> float:
         """Both are connected, and have a history; how long a load from the first one takes."""
-        took_s = 0.0
-        for name in ("second", "first", "first"):
-            load = self._planned(f"warm up {name} {took_s}")
-            tickets = children[name].run(EngineProducer.offer, [load])
-            took_s = children["reader"].run(Reader.both, [load], tickets)
-            children[name].run(EngineProducer.settle)
-        return took_s
+        for index, name in enumerate(("second", "first", "first")):
+            last = self._load(children, {name: self._planned(f"warm up {index}")})
+        return last.seconds
 
-    def _both(self, children: Children, loads: Sequence[PlannedLoad]) -> float:
-        producers = [children[name] for name in ("first", "second")][: len(loads)]
-        tickets = [
-            producer.run(EngineProducer.offer, [load])[0] for producer, load in zip(producers, loads, strict=True)
-        ]
-        took_s = children["reader"].run(Reader.both, loads, tickets)
-        for producer in producers:
-            producer.run(EngineProducer.settle)
-        return took_s
+    def _load(self, children: Children, loads: dict[str, PlannedLoad]) -> Survived:
+        """At once, each from its producer."""
+        tickets = [children[name].run(EngineProducer.offer, [load])[0] for name, load in loads.items()]
+        found = children["reader"].run(Reader.load, list(loads.values()), tickets)
+        for name in loads:
+            children[name].run(EngineProducer.settle)
+        return found
 
     def _survive(self, children: Children, name: str, after_s: float | None) -> Survived:
         """A load of both tickets; its first source meets its fate so long after its beginning, if it does."""
-        load, (first, second) = self._planned(name), (children["first"], children["second"])
-        tickets = [producer.run(EngineProducer.offer, [load])[0] for producer in (first, second)]
-        wait = children["reader"].start(Reader.survive, load, tickets)
+        load, sources = self._planned(name), [children[source] for source in _SOURCES]
+        tickets = [source.run(EngineProducer.offer, [load])[0] for source in sources]
+        wait = children["reader"].start(Reader.load, [load], [tickets])
         if after_s is not None:
             time.sleep(after_s)
-            self._strike(first)
+            self._strike(sources[0])
+            return wait()
         survived = wait()
-        if after_s is None:
-            for producer in (first, second):
-                producer.run(EngineProducer.settle)
+        for source in sources:
+            source.run(EngineProducer.settle)
         return survived
 
     def _strike(self, child: Child) -> None:

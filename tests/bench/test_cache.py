@@ -86,6 +86,8 @@ def test_what_was_never_written_and_what_was_poisoned_fail() -> None:
     assert cache.check([1], [1]) == cache.shape.block_size_bytes
     with pytest.raises(WrongBytes, match="layer 0 K: block 2"):
         cache.check([2], [2])
+    cache.write([2])
+    assert cache.check([2], [2]) == cache.shape.block_size_bytes
 
 
 @pytest.mark.parametrize("name", CUTS)

@@ -10,7 +10,7 @@ from kvflow.bench.targets import Verdict
 from tests.bench.fleet.channel import Costs
 from tests.bench.fleet.life import run_fleet
 from tests.bench.fleet.memory import measure_memory
-from tests.bench.fleet.results import MemorySample, PhaseResult
+from tests.bench.fleet.results import MemoryResult, PhaseResult
 from tests.bench.fleet.scenario import FleetBench
 from tests.bench.fleet.traffic import FleetShape
 
@@ -39,7 +39,7 @@ def test_a_peer_takes_less_than_50_kib_whatever_was_loaded_from_it() -> None:
 def test_a_fleet_is_judged(phases: dict[str, PhaseResult]) -> None:
     samples = Samples()
     samples.add(12, list(phases.values()))
-    samples.add(("memory", 24), MemorySample(peers=24, layers=80, connected_bytes=2e4, loaded_bytes=6e4))
+    samples.add(("memory", 24), MemoryResult(peers=24, layers=80, connected_bytes=20_000, loaded_bytes=60_000))
     outcome = FleetBench().judge(samples)
     assert [target.verdict for target in outcome.targets] == [Verdict.PASS, Verdict.FAIL]
     assert outcome.targets[1].where == "24 peers"

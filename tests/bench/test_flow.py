@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,18 +10,19 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import pytest
+from tests_support import each
 
-from kvflow.bench.cache import BenchCache, WrongBytes
 from kvflow.bench.child import BenchError, RankProcess, open_children
 from kvflow.bench.loads import PlannedLoad, SettingsError
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import TargetRow, Verdict
 from tests.bench.flow.link import Link, require_cables
-from tests.bench.flow.ranks import Prefill, Schedule, open_producer, open_reader
+from tests.bench.flow.ranks import FlowProducer, FlowReader, Prefill, Schedule, open_rank
 from tests.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
 from tests.bench.flow.scenario import Flow, _hand_over, _open
 
@@ -90,27 +92,51 @@ def test_the_chunks_of_a_prompt_are_all_of_it() -> None:
     load = PlannedLoad(request_id="r", local_ids=tuple(range(8)), remote_ids=(3, 1, 4, 15, 9, 2, 6, 5))
     prefill = Prefill(load=load, chunks=4, chunk_s=0.0, grows=True)
     assert [prefill.blocks_of(chunk) for chunk in range(4)] == [(3, 1), (4, 15), (9, 2), (6, 5)]
-    assert prefill.num_tokens == 128
     last = prefill.last_chunk()
-    assert (last.chunks, last.load.local_ids, last.load.remote_ids) == (1, (6, 7), prefill.blocks_of(3))
+    assert (prefill.num_tokens, last.chunks, last.load.local_ids, last.load.remote_ids) == (128, 1, (6, 7), (6, 5))
 
 
 def test_leases_grow_in_one_step_or_spread_over_it() -> None:
     spread, in_step = (Schedule(leases=4, advances=2, every_s=0.02, in_step=in_step) for in_step in (False, True))
     assert [spread.due_s(1, lease) for lease in range(4)] == pytest.approx([0.025, 0.03, 0.035, 0.04])
     assert [in_step.due_s(1, lease) for lease in range(4)] == pytest.approx([0.04] * 4)
-    assert spread.half_s == in_step.half_s == pytest.approx(0.02)
-
-
-def test_what_is_written_block_by_block_is_what_a_producer_holds() -> None:
-    cache = BenchCache(SMALL.model)
-    cache.write([3, 1])
-    assert cache.check([3, 1], [3, 1]) == 2 * SMALL.model.block_size_bytes
-    with pytest.raises(WrongBytes):
-        cache.check([2], [2])
 
 
 # --- from samples to verdicts
+
+
+WHOLE, LATE = HandOver(0.0, 1.0, 1.0, 2.0), HandOver(0.0, 3.0, 0.0, 3.33)
+SLOWER = HandOver(0.0, 0.0, 0.0, 1.04)
+MANY_OF_NONE = {"many": Many([0.1], 0.5, 0.5, []), "growth": Growth.NONE}
+
+
+@each(
+    ("given", "verdicts"),
+    [
+        # The verdicts: start, saved of what is possible, lower by; no pace; lag, the reader's CPU, the producer's.
+        ({}, "PP- - PPP"),
+        ({"changed": {Way.FLOWING: LATE}}, "FP- - PPP"),
+        ({"changed": {Way.FLOWING: LATE._replace(loaded_s=3.4)}}, "FF- - PPP"),
+        # A prompt whose wire time is a third of its prefill can save less than a quarter, however it is moved.
+        ({"changed": {Way.WHOLE: WHOLE, Way.FLOWING: HandOver(0.0, 1.0, 0.0, 1.35)}}, "FPP - PPP"),
+        ({"changed": {Way.WHOLE: WHOLE, Way.FLOWING: HandOver(0.0, 1.0, 0.0, 1.45)}}, "FFF - PPP"),
+        # Over shared memory nothing gets slower.
+        ({"case": SHM}, "--- P PPP"),
+        ({"case": SHM, "changed": {Way.FLOWING_AT_ONCE: SLOWER}}, "--- F PPP"),
+        ({"case": SHM, "changed": {Way.COMPUTED: SLOWER}}, "--- F PPP"),
+        ({"changed": {Way.COMPUTED: SLOWER}}, "PP- - PPP"),
+        ({"many": QUIET._replace(lags_s=[0.001] * 98 + [0.003] * 2)}, "PP- - FPP"),
+        ({"many": QUIET._replace(reader_cpu=0.16)}, "PP- - PFP"),
+        ({"many": QUIET._replace(producer_cpu=0.11)}, "PP- - PPF"),
+        (MANY_OF_NONE, "PP- - ---"),
+    ],
+)
+def test_what_is_promised(given: dict[str, Any], verdicts: str) -> None:
+    rows = judged(**given)
+    names = ("start", "of what is possible", "lower by", "no pace", "lag", "reader", "producer")
+    assert [name in row.target for name, row in zip(names, rows, strict=True)] == [True] * 7
+    letters = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.NOT_MEASURED: "-"}
+    assert "".join(letters[row.verdict] for row in rows) == verdicts.replace(" ", "")
 
 
 def judged(
@@ -128,52 +154,8 @@ def judged(
     return list(Flow().judge(samples).targets)
 
 
-def verdicts(rows: list[TargetRow]) -> dict[str, Verdict]:
-    names = ("start", "of what is possible", "lower by", "no pace", "lag", "reader", "producer")
-    assert len(rows) == len(names)
-    for row, name in zip(rows, names, strict=True):
-        assert name in row.target
-    return {name: row.verdict for name, row in zip(names, rows, strict=True)}
-
-
-def test_what_is_promised_of_a_slow_link() -> None:
-    rows = judged()
-    assert [row.measured for row in rows[:2]] == pytest.approx([0.25 / (1.3 * 0.25 + 0.002), 1.0])
-    found = verdicts(rows)
-    assert (found["start"], found["of what is possible"]) == (Verdict.PASS, Verdict.PASS)
-    assert found["no pace"] is Verdict.NOT_MEASURED
-    late = HandOver(0.0, 3.0, 0.0, 3.33)
-    found = verdicts(judged(changed={Way.FLOWING: late}))
-    assert (found["start"], found["of what is possible"]) == (Verdict.FAIL, Verdict.PASS)
-    assert verdicts(judged(changed={Way.FLOWING: late._replace(loaded_s=3.4)}))["of what is possible"] is Verdict.FAIL
-
-
-@pytest.mark.parametrize(("loaded_s", "verdict"), [(1.35, Verdict.PASS), (1.45, Verdict.FAIL)])
-def test_an_absolute_saving_is_judged_where_overlap_can_bring_it(loaded_s: float, verdict: Verdict) -> None:
-    """A prompt whose wire time is a third of its prefill can save less than a quarter, however it is moved."""
-    assert verdicts(judged())["lower by"] is Verdict.NOT_MEASURED
-    whole, flowing = HandOver(0.0, 1.0, 1.0, 2.0), HandOver(0.0, 1.0, 0.0, loaded_s)
-    assert verdicts(judged(changed={Way.WHOLE: whole, Way.FLOWING: flowing}))["lower by"] is verdict
-
-
-@pytest.mark.parametrize("way", [Way.FLOWING_AT_ONCE, Way.COMPUTED])
-def test_over_shared_memory_nothing_gets_slower(way: Way) -> None:
-    assert verdicts(judged(SHM))["no pace"] is Verdict.PASS
-    slower = {way: HandOver(0.0, 0.0, 0.0, 1.04)}
-    assert verdicts(judged(SHM, slower))["no pace"] is Verdict.FAIL
-    assert verdicts(judged(changed=slower))["no pace"] is Verdict.NOT_MEASURED
-
-
-def test_many_loads_cost_little() -> None:
-    def found(**changed: Any) -> list[Verdict]:
-        return [row.verdict for row in judged(many=QUIET._replace(**changed))[4:]]
-
-    assert found() == [Verdict.PASS] * 3
-    assert found(lags_s=[0.001] * 98 + [0.003] * 2) == [Verdict.FAIL, Verdict.PASS, Verdict.PASS]
-    assert found(reader_cpu=0.16) == [Verdict.PASS, Verdict.FAIL, Verdict.PASS]
-    assert found(producer_cpu=0.11) == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]
-    idle = judged(many=Many([0.1], 0.5, 0.5, []), growth=Growth.NONE)
-    assert [row.verdict for row in idle[4:]] == [Verdict.NOT_MEASURED] * 3
+def test_a_start_is_measured_in_what_it_may_take_and_a_saving_in_what_is_possible() -> None:
+    assert [row.measured for row in judged()[:2]] == pytest.approx([0.25 / (1.3 * 0.25 + 0.002), 1.0])
 
 
 def test_rounds_that_are_not_complete_are_an_error() -> None:
@@ -186,21 +168,22 @@ def test_rounds_that_are_not_complete_are_an_error() -> None:
 # --- the cable
 
 
-def test_a_machine_without_the_tools_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
-    with pytest.raises(SettingsError, match=r"--link 1gbit: needs ip, tc, .* this machine has no tc"):
-        SMALL.sets()
-    assert Flow().links == (Link.SHM, Link.TCP)
-
-
-def test_a_machine_without_the_rights_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 1, "", "unshare: unshare failed: Operation not permitted\n")
-
-    monkeypatch.setattr(shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(subprocess, "run", refused)
-    with pytest.raises(SettingsError, match=r"--link 1gbit: needs root, .*: unshare: .* Operation not permitted"):
-        SMALL.sets()
+@each(
+    ("missing", "code", "message"),
+    [
+        ("tc", 0, r"--link 1gbit: needs ip, tc, .* this machine has no tc"),
+        ("", 1, r"--link 1gbit: needs root, .*: unshare: .* Operation not permitted"),
+    ],
+)
+def test_a_machine_without_the_tools_or_the_rights_says_so(missing: str, code: int, message: str) -> None:
+    refused = subprocess.CompletedProcess("", code, "", "unshare: unshare failed: Operation not permitted\n")
+    with (
+        patch.object(shutil, "which", lambda tool: None if tool == missing else tool),
+        patch.object(subprocess, "run", lambda *_, **__: refused),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            SMALL.sets()
+        assert Flow().links == (Link.SHM, Link.TCP)
 
 
 @pytest.fixture
@@ -217,30 +200,18 @@ def cables() -> Iterator[None]:
 
 def networks_of_children() -> set[int]:
     """The networks, as the kernel numbers them, of processes that descend from this one; not ours."""
-    parents: dict[int, int] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            stat = Path(f"/proc/{name}/stat").read_text(encoding="ascii")
-        except OSError:  # it has gone
-            continue
-        parents[int(name)] = int(stat.rpartition(")")[2].split()[1])
-    family = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
     found = set()
-    for pid in family:
-        try:
-            found.add(os.stat(f"/proc/{pid}/ns/net").st_ino)
-        except OSError:  # it has gone, or is no more than its exit code
-            continue
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):  # it has gone, or is no more than its exit code
+            found.add(os.stat(f"/proc/{child.pid}/ns/net").st_ino)
     return found - {os.stat("/proc/self/ns/net").st_ino}
 
 
 @pytest.mark.nixl
 def test_a_prompt_over_the_cable_and_a_reader_that_is_killed(cables: None) -> None:
     ranks = [
-        RankProcess("producer", partial(open_producer, Link.GBIT, SMALL.model)),
-        RankProcess("reader", partial(open_reader, Link.GBIT, SMALL.model)),
+        RankProcess("producer", partial(open_rank, FlowProducer, Link.GBIT, SMALL.model)),
+        RankProcess("reader", partial(open_rank, FlowReader, Link.GBIT, SMALL.model)),
     ]
     with open_children(ranks, Link.GBIT.environment) as children:
         _open(Link.GBIT, children)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -10,9 +9,9 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call, patch
 
 import pytest
 import torch
@@ -193,54 +192,27 @@ def test_work_of_the_device_that_stands_for_a_stream_is_late_and_in_order() -> N
     device.close()
 
 
-class Cuda:
-    """What `CudaDevice` uses of torch.cuda, written down in its order. It proves nothing of CUDA."""
-
-    def __init__(self) -> None:
-        self.told: list[object] = []
-        self.current = "default"
-
-    def set_device(self, number: int) -> None:
-        self.told.append(f"device {number}")
-
-    def default_stream(self) -> str:
-        return "default"
-
-    def Stream(self) -> str:  # noqa: N802
-        return "own"
-
-    @contextlib.contextmanager
-    def stream(self, stream: str) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def _sleep(self, cycles: int) -> None:
-        self.told.append(f"sleep of {cycles} on {self.current}")
-
-    def Event(self, **_: bool) -> Cuda:  # noqa: N802
-        return self
-
-    def record(self, stream: str = "current") -> None:
-        self.told.append(f"record on {stream}")
-
-    def synchronize(self) -> None:
-        self.told.append("synchronize")
-
-    def elapsed_time(self, _: object) -> float:
-        return 50.0
-
-
-@each(("own_stream", "name"), [(False, "default"), (True, "own")])
-def test_work_of_a_cuda_device_is_launched_behind_its_pause_and_before_its_event(own_stream: bool, name: str) -> None:
-    cuda = Cuda()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "cuda", cuda)
+@each("own_stream", [False, True])
+def test_work_of_a_cuda_device_is_launched_behind_its_pause_and_before_its_event(own_stream: bool) -> None:
+    """As torch.cuda is told in its order, which proves nothing of CUDA."""
+    cuda = MagicMock()
+    cuda.Event.return_value.elapsed_time.return_value = 50.0
+    with patch.object(torch, "cuda", cuda):
         device = open_device("cuda:1", own_stream=own_stream)
-        assert cuda.told[0] == "device 1"
-        cuda.told.clear()
-        assert device.launch(lambda: cuda.told.append(f"work on {cuda.current}"), 0.1) is cuda
-    assert cuda.told == [f"sleep of 200000000 on {name}", f"work on {name}", f"record on {name}"]
+        assert cuda.mock_calls[0] == call.set_device(1)
+        cuda.reset_mock()
+        event = device.launch(cuda.work, 0.1)
+    stream = cuda.Stream.return_value if own_stream else cuda.default_stream.return_value
+    assert event is cuda.Event.return_value
+    assert cuda.mock_calls == [
+        call.Event(),
+        call.stream(stream),
+        call.stream().__enter__(),
+        call._sleep(200_000_000),
+        call.work(),
+        call.Event().record(stream),
+        call.stream().__exit__(None, None, None),
+    ]
 
 
 async def test_an_engine_fills_blocks_behind_what_its_device_was_told_before() -> None:

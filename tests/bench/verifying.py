@@ -14,9 +14,10 @@ from typing import Annotated
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError
 from kvflow.bench.engine import LoadResult, RankPair, pair_ranks
-from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
+from tests.bench.pairs import scattered_loads
 
 SPEED_RATIO_MIN = 0.5
 _LEGEND = (
@@ -89,10 +90,10 @@ class Verifying:
 
     def planned(self, size: str, turn: str) -> PlannedLoad:
         """The load of a turn: both of a round move blocks that are scattered alike."""
-        name, count, blocks = f"{size} {turn}", self.blocks[size], self.shape.blocks
+        name = f"{size} {turn}"
         seed = name.removesuffix(" True").removesuffix(" False")
-        local_ids, remote_ids = (scattered(f"{seed} {side}", blocks, count) for side in ("local", "remote"))
-        return PlannedLoad(request_id=name, local_ids=local_ids, remote_ids=remote_ids)
+        (load,) = scattered_loads(name, self.shape, [self.blocks[size]], seed=seed)
+        return load
 
     def _result(self, size: str, plain: Sequence[LoadResult], verified: Sequence[LoadResult]) -> SizeResult:
         size_bytes = self.blocks[size] * self.shape.block_size_bytes

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import psutil
 
 from kvflow import Config, Limits, Runtime
+from kvflow.runtime.runtime import RuntimeStatistics
 from kvflow.stock import StockPeers, Terms
 from kvflow.testing import assert_closed, assert_quiet
 from tests.endurance.caches import Cache
@@ -107,9 +109,9 @@ class Homes:
             await home.open()
 
     async def close(self) -> None:
-        for home in self._homes.values():
+        for name, home in self._homes.items():
             await home.runtime.aclose()
-            self._check(lambda home=home: assert_closed(home.runtime.statistics()))  # type: ignore[misc]
+            self._note(name, _wrong(assert_closed, home))
 
     async def upset(self, name: str, how: str) -> None:
         """Do something to a runtime; it works again when this returns."""
@@ -121,7 +123,7 @@ class Homes:
             case "reopen":
                 await home.runtime.drain(0.1)
                 await home.runtime.aclose()
-                self._check(lambda: assert_closed(home.runtime.statistics()))
+                self._note(name, _wrong(assert_closed, home))
                 home.runtime = _new_runtime(home.config)
                 await home.open()
             case _:
@@ -130,11 +132,10 @@ class Homes:
     async def settle(self) -> None:
         """Wait until nothing is under way, then look at the books and at every block."""
         for name, home in self._homes.items():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_WAIT_S):
-                    while not _quiet(home.runtime):
-                        await asyncio.sleep(0.02)
-            self._check(lambda home=home: assert_quiet(home.runtime.statistics()), name)  # type: ignore[misc]
+            until_s = time.monotonic() + _WAIT_S
+            while (wrong := _wrong(assert_quiet, home)) and time.monotonic() < until_s:
+                await asyncio.sleep(0.02)
+            self._note(name, wrong)
             home.cache.check_all_free()
             self.errors += home.cache.errors
             home.cache.errors.clear()
@@ -154,16 +155,15 @@ class Homes:
                         cut += 1
         return cut
 
-    def _check(self, check: Callable[[], None], name: str = "") -> None:
-        try:
-            check()
-        except AssertionError as error:
-            self.errors.append(f"{name}: {error}")
+    def _note(self, name: str, wrong: str) -> None:
+        if wrong:
+            self.errors.append(f"{name}: {wrong}")
 
 
-def _quiet(runtime: Runtime) -> bool:
+def _wrong(check: Callable[[RuntimeStatistics], None], home: Home) -> str:
+    """What the check says of the books of a runtime; "" if they are right."""
     try:
-        assert_quiet(runtime.statistics())
-    except AssertionError:
-        return False
-    return True
+        check(home.runtime.statistics())
+    except AssertionError as error:
+        return str(error) or "an assertion fails"
+    return ""

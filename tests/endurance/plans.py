@@ -24,7 +24,6 @@ LONG_TTL_S, SHORT_TTL_S = 10.0, 3.0
 TOKENS_MAX = {"stock": 40, STOCK_WIRE: 40}  # blocks of four tokens
 _TOKENS_MAX = 120
 _SOON_S = 0.01
-Table = tuple[tuple[int, ...], ...]
 
 
 class End(StrEnum):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from tests.support.engine import HANDSHAKE_S, LOAD_DEADLINE_S
+from tests.support.engine import BLOCK_BYTES, HANDSHAKE_S, LOAD_DEADLINE_S, EngineSetup
 from tests.support.engine_process import Call, EngineProcess
 from tests.support.verbs import EngineError
 
 BLOCKS = list(range(32))
+SETUP: dict[str, Any] = {"config": {"cancel_grace_s": 0.1}, "limits": {"slice_bytes_max": BLOCK_BYTES}}
+"""Of engines to which something happens: a slice is a block, and who is cancelled does not wait for long."""
+PRODUCER = EngineSetup(engine_id="producer", fill=1.0, steered=True, **SETUP)
+CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, steered=True, **SETUP)
 
 
 def start_load(consumer: EngineProcess, request_id: str, ticket: Mapping[str, object]) -> Call:

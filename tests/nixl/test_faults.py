@@ -8,14 +8,18 @@ its point; so no host is too slow.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import pytest
 
 from tests.nixl.hand_over import (
     BLOCKS,
+    CONSUMER,
+    PRODUCER,
     assert_healthy,
     hand_over,
     how_it_ended,
@@ -23,16 +27,13 @@ from tests.nixl.hand_over import (
     pass_handshake,
     start_load,
 )
-from tests.support.engine import BLOCK_BYTES, LEASE_TTL_S, EngineSetup
+from tests.support.engine import LEASE_TTL_S
 from tests.support.engine_process import Call, EngineProcess, Engines
 from tests.support.verbs import EngineError
 
 pytestmark = pytest.mark.nixl
 
 SLICES_BEFORE_FAULT = 8
-LIMITS, GRACE = {"slice_bytes_max": BLOCK_BYTES}, {"cancel_grace_s": 0.1}
-PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=GRACE, limits=LIMITS, steered=True)
-CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=GRACE, limits=LIMITS, steered=True)
 
 
 MET_BEFORE = pytest.mark.parametrize(
@@ -56,40 +57,29 @@ class Moment(StrEnum):
     AFTER = "after"
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A fault, and how a load that is under way then may end: "loaded" or the type of its error, by transport."""
+FAILED, EXPIRED, LATE = ("TransferFailed",), ("LeaseExpired",), ("DeadlineExceeded",)
+# Over shared memory a reader copies by itself, but UCX may still wait for a word from a stopped producer.
+LATE_OR_NOT = ("loaded", "DeadlineExceeded")
+
+
+class Case(NamedTuple):
+    """A fault, and when it happens to whom."""
 
     victim: Victim
     fault: Fault
     moment: Moment
-    shm: tuple[str, ...] = ()
-    tcp: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.victim}-{self.fault}-{self.moment}"
 
     def expected(self, transport: str) -> tuple[str, ...]:
-        return {"shm": self.shm, "tcp": self.tcp}[transport]
+        """How a load that is under way then may end: "loaded" or the type of its error."""
+        if self.victim is Victim.CONSUMER:
+            return EXPIRED
+        return FAILED if self.fault is Fault.KILLED else LATE_OR_NOT if transport == "shm" else LATE
 
 
-FAILED, EXPIRED, LATE = ("TransferFailed",), ("LeaseExpired",), ("DeadlineExceeded",)
-# Over shared memory a reader copies by itself, but UCX may still wait for a word from a stopped producer.
-LATE_OR_NOT = ("loaded", "DeadlineExceeded")
-CASES = [
-    Case(Victim.PRODUCER, Fault.KILLED, Moment.BEFORE, shm=FAILED, tcp=FAILED),
-    Case(Victim.PRODUCER, Fault.KILLED, Moment.DURING, shm=FAILED, tcp=FAILED),
-    Case(Victim.PRODUCER, Fault.KILLED, Moment.AFTER),
-    Case(Victim.PRODUCER, Fault.STOPPED, Moment.BEFORE, shm=LATE_OR_NOT, tcp=LATE),
-    Case(Victim.PRODUCER, Fault.STOPPED, Moment.DURING, shm=LATE_OR_NOT, tcp=LATE),
-    Case(Victim.PRODUCER, Fault.STOPPED, Moment.AFTER),
-    Case(Victim.CONSUMER, Fault.KILLED, Moment.BEFORE),
-    Case(Victim.CONSUMER, Fault.KILLED, Moment.DURING),
-    Case(Victim.CONSUMER, Fault.KILLED, Moment.AFTER),
-    Case(Victim.CONSUMER, Fault.STOPPED, Moment.BEFORE, shm=EXPIRED, tcp=EXPIRED),
-    Case(Victim.CONSUMER, Fault.STOPPED, Moment.DURING, shm=EXPIRED, tcp=EXPIRED),
-    Case(Victim.CONSUMER, Fault.STOPPED, Moment.AFTER),
-]
+CASES = list(itertools.starmap(Case, itertools.product(Victim, Fault, Moment)))
 
 
 @pytest.mark.parametrize(

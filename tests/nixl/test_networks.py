@@ -9,6 +9,8 @@ import pytest
 
 from tests.nixl.hand_over import (
     BLOCKS,
+    CONSUMER,
+    PRODUCER,
     assert_healthy,
     hand_over,
     how_it_ended,
@@ -17,14 +19,9 @@ from tests.nixl.hand_over import (
     start_load,
 )
 from tests.nixl.networks import Cable, cable
-from tests.support.engine import BLOCK_BYTES, EngineSetup
 from tests.support.engine_process import EngineProcess, Engines
 
 pytestmark = pytest.mark.nixl
-
-LIMITS, GRACE = {"slice_bytes_max": BLOCK_BYTES}, {"cancel_grace_s": 0.1}
-PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=GRACE, limits=LIMITS)
-CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=GRACE, limits=LIMITS, steered=True)
 
 
 @pytest.fixture
@@ -44,8 +41,9 @@ def apart(engines: Engines, hosts: Cable) -> list[EngineProcess]:
     """A producer on one host; a consumer and a spare on the other."""
     there = {"host": hosts.producer_host, "namespace": hosts.producer_side}
     here = {"host": hosts.consumer_host, "namespace": hosts.consumer_side}
-    spare = replace(PRODUCER, engine_id="spare", fill=7.0)
-    return engines.start(replace(PRODUCER, **there), replace(CONSUMER, **here), replace(spare, **here))
+    producer = replace(PRODUCER, steered=False)
+    spare = replace(producer, engine_id="spare", fill=7.0)
+    return engines.start(replace(producer, **there), replace(CONSUMER, **here), replace(spare, **here))
 
 
 @pytest.mark.parametrize("posted_before", [0, 8], ids=["before a read", "during a read"])

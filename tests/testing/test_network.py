@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,73 +30,76 @@ SIZE = 64
 
 @dataclass
 class Node:
-    """A host with one agent, its memory, and what its poller has been told."""
+    """A host with one agent, its memory, and what its poller has been told, and when."""
 
     host: SimHost
     transport: InprocTransport
     memory: np.ndarray
     events: list[tuple[float, Event]] = field(default_factory=list)
 
+    async def serve(self, opened: asyncio.Event) -> None:
+        await self.transport.open()
+        span, use = Span(address=self.memory.ctypes.data, size_bytes=SIZE), MemoryUse.SERVED | MemoryUse.READ_INTO
+        await self.transport.register([span], HOST, self.memory, use)
+        opened.set()
+        loop = asyncio.get_running_loop()
+        await self.transport.run(lambda event: self.events.append((loop.time(), event)))
 
-@dataclass
-class Setup:
-    loop: VirtualLoop
-    network: Network
-    landings: list[tuple[float, int]] = field(default_factory=list)
-    """When how many bytes landed."""
+
+class Net:
+    """A network with its weather, and on it a reader that knows a target whose memory is full of 7."""
+
+    reader: Node
+    target: Node
+
+    def __init__(self) -> None:
+        self.loop = virtual_loop()
+        self.network = Network(self.loop, random.Random(1), lambda *_: None, self._landed)
+        self.landings: list[int] = []
+        """How many bytes landed at once."""
+
+    def _landed(self, _: SimFlight, rows: list[Row]) -> None:
+        self.landings.append(sum(size for _, _, size in rows))
 
     async def node(self, name: str) -> Node:
-        life = Life(self.loop, name)
-        host = SimHost(name, f"tcp://{name}", life)
-        transport = self.network.attach(host, name)
-        memory = np.zeros(SIZE, dtype=np.uint8)
-        node = Node(host, transport, memory)
-
-        async def serve() -> None:
-            await transport.open()
-            await transport.register(
-                [Span(address=memory.ctypes.data, size_bytes=SIZE)],
-                HOST,
-                memory,
-                MemoryUse.SERVED | MemoryUse.READ_INTO,
-            )
-            opened.set()
-            await transport.run(lambda event: node.events.append((self.loop.time(), event)))
-
-        opened = asyncio.Event()
-        life.task(serve(), name=f"poller of {name}")
+        host, opened = SimHost(name, f"tcp://{name}", Life(self.loop, name)), asyncio.Event()
+        node = Node(host, self.network.attach(host, name), np.zeros(SIZE, dtype=np.uint8))
+        host.life.task(node.serve(opened), name=f"poller of {name}")
         await opened.wait()
         return node
 
-    def landed(self, _: SimFlight, rows: list[Row]) -> None:
-        self.landings.append((self.loop.time(), sum(size for _, _, size in rows)))
+    def read(self) -> None:
+        """Post a read of four pieces."""
+        offsets = range(0, SIZE, 16)
+        local, remote = (
+            [node.memory.ctypes.data + offset for offset in offsets] for node in (self.reader, self.target)
+        )
+        pieces = Descriptors.of(local=local, remote=remote, sizes=[16] * 4, local_device=HOST, remote_device=HOST)
+        self.reader.transport.post_read(AgentName("target"), pieces)
+
+    def kill(self, node: Node) -> None:
+        node.host.life.kill()
+        self.network.detach(node.host)
+
+    def seen(self) -> tuple[bool, list[type | None]]:
+        """Whether the bytes are there, and the error of each read that the reader has heard of."""
+        errors = [event.error for _, event in self.reader.events if isinstance(event, ReadEnded)]
+        return bool((self.reader.memory == 7).all()), [error and type(error) for error in errors]
 
 
-def read(reader: Node, target: Node) -> None:
-    """Post a read of four pieces."""
-    offsets = range(0, SIZE, 16)
-    reader.transport.post_read(
-        AgentName("target"),
-        Descriptors.of(
-            local=[reader.memory.ctypes.data + offset for offset in offsets],
-            remote=[target.memory.ctypes.data + offset for offset in offsets],
-            sizes=[16] * len(offsets),
-            local_device=HOST,
-            remote_device=HOST,
-        ),
-    )
+async def begin(**weather: float) -> Net:
+    net = Net()
+    net.network.weather = Weather(**weather)
+    net.reader, net.target = await net.node("reader"), await net.node("target")
+    net.target.memory[:] = 7
+    await net.reader.transport.add_peer(await net.target.transport.metadata())
+    return net
 
 
-async def begin(**weather: float) -> tuple[Setup, Node, Node]:
-    """A network with this weather, and on it a reader that knows a target whose memory is full of 7."""
+def virtual_loop() -> VirtualLoop:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    setup = Setup(loop, Network(loop, random.Random(1), lambda *_: None, lambda *args: setup.landed(*args)))
-    setup.network.weather = Weather(**weather)
-    reader, target = await setup.node("reader"), await setup.node("target")
-    target.memory[:] = 7
-    await reader.transport.add_peer(await target.transport.metadata())
-    return setup, reader, target
+    return loop
 
 
 async def pass_time(seconds: float) -> None:
@@ -106,121 +110,111 @@ async def pass_time(seconds: float) -> None:
 
 @in_virtual_time
 async def test_a_torn_read_sees_memory_at_several_moments() -> None:
-    setup, reader, target = await begin(torn_share=1.0, read_s=0.01)
+    net = await begin(torn_share=1.0, read_s=0.01)
     seen_mixed = False
     for _ in range(20):
-        setup.landings.clear()
-        target.memory[:] = 7
-        read(reader, target)
-        while not setup.landings:
+        net.landings.clear()
+        net.target.memory[:] = 7
+        net.read()
+        while not net.landings:
             await pass_time(1e-5)
-        target.memory[:] = 8
+        net.target.memory[:] = 8
         await pass_time(1.0)
-        seen_mixed = seen_mixed or set(reader.memory.tolist()) == {7, 8}
-        assert sum(size for _, size in setup.landings) == SIZE
+        seen_mixed = seen_mixed or set(net.reader.memory.tolist()) == {7, 8}
+        assert sum(net.landings) == SIZE
     assert seen_mixed
 
 
+Fate = Callable[[Net], object]
+FATES: dict[str, tuple[Fate, Fate, tuple[bool, list[type | None]], tuple[bool, list[type | None]]]] = {
+    # What befalls a read, and what ends that; what is seen of it before and after.
+    "its link is cut": (
+        lambda net: net.network.cut(net.reader.host, net.target.host),
+        lambda net: net.network.heal(),
+        (False, []),
+        (True, [None]),
+    ),
+    "its source stands still": (
+        lambda net: net.target.host.life.freeze(),
+        lambda net: net.target.host.life.thaw(),
+        (True, [None]),
+        (True, [None]),
+    ),
+    "its reader stands still": (
+        lambda net: net.reader.host.life.freeze(),
+        lambda net: net.reader.host.life.thaw(),
+        (True, []),
+        (True, [None]),
+    ),
+    "its source dies": (
+        lambda net: net.kill(net.target),
+        lambda net: net.target.host.life.bury(),
+        (False, [PeerGone]),
+        (False, [PeerGone]),
+    ),
+    "its reader dies": (
+        lambda net: net.kill(net.reader),
+        lambda net: net.reader.host.life.bury(),
+        (False, []),
+        (False, []),
+    ),
+}
+
+
+@each("fate", FATES)
 @in_virtual_time
-async def test_a_read_stands_still_while_a_link_is_cut() -> None:
-    setup, reader, target = await begin()
-    setup.network.cut(reader.host, target.host)
-    read(reader, target)
+async def test_what_befalls_a_read(fate: str) -> None:
+    strike, end, before, after = FATES[fate]
+    net = await begin(read_s=0.01)
+    net.read()
+    strike(net)
     await pass_time(100.0)
-    assert reader.events == []
-    assert not reader.memory.any()
-    setup.network.heal()
+    assert net.seen() == before
+    assert (net.landings == []) == (not before[0])
+    end(net)
     await pass_time(1.0)
-    assert (reader.memory == 7).all()
-
-
-@in_virtual_time
-async def test_a_read_from_a_frozen_process_goes_on() -> None:
-    _, reader, target = await begin()
-    target.host.life.freeze()
-    read(reader, target)
-    await pass_time(1.0)
-    assert (reader.memory == 7).all()
-    target.host.life.thaw()
-
-
-@in_virtual_time
-async def test_a_frozen_reader_gets_its_bytes_and_hears_of_them_later() -> None:
-    _, reader, target = await begin()
-    read(reader, target)
-    reader.host.life.freeze()
-    await pass_time(5.0)
-    assert (reader.memory == 7).all()
-    assert reader.events == []
-    reader.host.life.thaw()
-    await pass_time(1.0)
-    assert len(reader.events) == 1
-
-
-@in_virtual_time
-async def test_a_read_from_a_process_that_dies_fails() -> None:
-    setup, reader, target = await begin(read_s=0.01)
-    read(reader, target)
-    target.host.life.kill()
-    setup.network.detach(target.host)
-    await pass_time(1.0)
-    ((_, event),) = reader.events
-    assert isinstance(event, ReadEnded)
-    assert isinstance(event.error, PeerGone)
-    target.host.life.bury()
-
-
-@in_virtual_time
-async def test_nothing_lands_in_a_process_that_is_dead() -> None:
-    setup, reader, target = await begin(read_s=0.01)
-    read(reader, target)
-    reader.host.life.kill()
-    setup.network.detach(reader.host)
-    await pass_time(1.0)
-    assert not reader.memory.any()
-    assert setup.landings == []
-    reader.host.life.bury()
+    assert net.seen() == after
 
 
 @in_virtual_time
 async def test_a_read_that_fails_lands_in_part_at_most() -> None:
-    setup, reader, target = await begin(failed_share=1.0, torn_share=1.0)
+    net = await begin(failed_share=1.0, torn_share=1.0)
     for _ in range(20):
-        read(reader, target)
+        net.read()
     await pass_time(1.0)
-    assert len(reader.events) == 20
-    assert all(isinstance(event, ReadEnded) and event.error is not None for _, event in reader.events)
-    assert sum(size for _, size in setup.landings) < 20 * SIZE
+    assert len(net.reader.events) == 20
+    assert None not in net.seen()[1]
+    assert sum(net.landings) < 20 * SIZE
 
 
 @each(("weather", "expected"), [({}, 10), ({"lost_share": 1.0}, 0), ({"repeated_share": 1.0}, 20)])
 @in_virtual_time
 async def test_notifications(weather: dict[str, float], expected: int) -> None:
-    _, reader, target = await begin(**weather)
+    net = await begin(**weather)
     for number in range(10):
-        reader.transport.notify(AgentName("target"), bytes([number]))
+        net.reader.transport.notify(AgentName("target"), bytes([number]))
     await pass_time(1.0)
-    assert len(target.events) == expected
+    assert len(net.target.events) == expected
 
 
 @in_virtual_time
 async def test_late_notifications_change_places() -> None:
-    _, reader, target = await begin(late_share=0.5, late_s=0.1)
+    net = await begin(late_share=0.5, late_s=0.1)
     for number in range(20):
-        reader.transport.notify(AgentName("target"), bytes([number]))
+        net.reader.transport.notify(AgentName("target"), bytes([number]))
     await pass_time(1.0)
-    order = [event.payload[0] for _, event in target.events if isinstance(event, Notified)]
+    order = [event.payload[0] for _, event in net.target.events if isinstance(event, Notified)]
     assert sorted(order) == list(range(20))
     assert order != sorted(order)
 
 
 @in_virtual_time
 async def test_a_stalled_poller_hears_later() -> None:
-    _, reader, target = await begin()
-    reader.host.poller_stalled_until_s = 3.0
-    read(reader, target)
+    net = await begin()
+    net.reader.host.poller_stalled_until_s = 3.0
+    net.read()
     await pass_time(5.0)
-    ((when_s, _),) = reader.events
+    ((when_s, _),) = net.reader.events
     assert when_s == 3.0
 
 
@@ -229,55 +223,54 @@ async def test_a_stalled_poller_hears_later() -> None:
 QUESTION = messages.ClockRequest(reader="reader", target=messages.Target("target", 0, 0, 0))
 
 
-async def ask(setup: Setup, node: Node) -> object:
+async def ask(net: Net) -> object:
     config = Config(engine_id="any", handshake_timeout_s=0.5)
-    asker = InprocSideChannel(setup.network.exchange, config, send=send_through(setup.network, node.host))
+    asker = InprocSideChannel(net.network.exchange, config, send=send_through(net.network, net.reader.host))
     return await asker.ask("tcp://target:5600", QUESTION, fingerprint=b"")
 
 
-async def start_listener(setup: Setup, node: Node) -> None:
-    """Answers every question about the clock."""
-    config = Config(engine_id="target", listen=f"{node.host.address}:5600")
+async def begin_listening() -> Net:
+    """The target answers every question about the clock."""
+    net = await begin()
+    config = Config(engine_id="target", listen=f"{net.target.host.address}:5600")
 
     async def serve() -> None:
-        channel = InprocSideChannel(setup.network.exchange, config)
+        channel = InprocSideChannel(net.network.exchange, config)
         listener = await channel.listen(lambda header, request: messages.ClockShown(incarnation="1", clock_s=1.0))
         await listener.serve()
 
-    node.host.life.task(serve())
+    net.target.host.life.task(serve())
     await pass_time(0.1)
+    return net
 
 
-@each("how", ["unanswered", "cut", "frozen"])
+SILENT: dict[str, Fate] = {
+    "unanswered": lambda net: setattr(net.network, "weather", Weather(unanswered_share=1.0)),
+    "cut": lambda net: net.network.cut(net.reader.host, net.target.host),
+    "frozen": lambda net: net.target.host.life.freeze(),
+}
+
+
+@each("how", SILENT)
 @in_virtual_time
 async def test_no_answer_takes_as_long_as_a_handshake_may(how: str) -> None:
-    setup, reader, target = await begin()
-    await start_listener(setup, target)
-    match how:
-        case "unanswered":
-            setup.network.weather = Weather(unanswered_share=1.0)
-        case "cut":
-            setup.network.cut(reader.host, target.host)
-        case _:
-            target.host.life.freeze()
-    begun_s = setup.loop.time()
+    net = await begin_listening()
+    SILENT[how](net)
+    begun_s = net.loop.time()
     with pytest.raises(PeerUnreachable, match=r"no answer within 0\.5 s"):
-        await ask(setup, reader)
-    assert setup.loop.time() - begun_s == pytest.approx(0.5)
-    target.host.life.thaw()
+        await ask(net)
+    assert net.loop.time() - begun_s == pytest.approx(0.5)
+    net.target.host.life.thaw()
 
 
 @in_virtual_time
 async def test_a_garbled_answer_is_no_answer_of_ours() -> None:
-    setup, reader, target = await begin()
-    await start_listener(setup, target)
-    setup.network.weather = Weather(garbled_share=1.0)
+    net = await begin_listening()
+    net.network.weather = Weather(garbled_share=1.0)
     found: set[str] = set()
     for _ in range(20):
         try:
-            reply = await ask(setup, reader)
+            found.add(type(await ask(net)).__name__)
         except ProtocolError:
             found.add("no message")
-        else:
-            found.add(type(reply).__name__)
     assert found == {"no message", "NoLease"}

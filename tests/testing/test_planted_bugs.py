@@ -67,24 +67,25 @@ def pattern(engine: Engine) -> PatternCache:
 # --- the obvious tests
 
 
-async def offers_stay(cluster: InprocCluster, kind: type[Engine]) -> None:
-    prefill, decode = kind("prefill", world=cluster.world()), Engine("decode", world=cluster.world())
+def hand_over(prefill: Engine, decode: Engine) -> Coroutine[Any, Any, object]:
+    return decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+
+
+async def offers_stay(prefill: Engine, decode: Engine) -> None:
     with watch_offers(prefill.runtime, pattern(prefill)):
         async with prefill, decode:
-            await decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+            await hand_over(prefill, decode)
 
 
-async def blocks_come_back(cluster: InprocCluster, kind: type[Engine]) -> None:
-    prefill, decode = kind("prefill", world=cluster.world()), Engine("decode", world=cluster.world())
+async def blocks_come_back(prefill: Engine, decode: Engine) -> None:
     with blocks_watched(prefill), blocks_watched(decode):
         async with prefill, decode:
-            await decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+            await hand_over(prefill, decode)
 
 
-async def blocks_are_loaded(cluster: InprocCluster, kind: type[Engine]) -> None:
-    prefill, decode = Engine("prefill", world=cluster.world()), kind("decode", world=cluster.world())
+async def blocks_are_loaded(prefill: Engine, decode: Engine) -> None:
     async with prefill, decode:
-        await decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+        await hand_over(prefill, decode)
         assert_blocks_equal(pattern(decode), [0, 1], pattern(prefill), [0, 1], num_tokens=len(PROMPT))
 
 
@@ -95,37 +96,48 @@ def cancelled_anywhere(kind: type[Engine]) -> int:
         prefill, decode = Engine("prefill", world=cluster.world()), kind("decode", world=cluster.world())
         with blocks_watched(prefill), blocks_watched(decode):
             async with prefill, decode:
-                yield decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+                yield hand_over(prefill, decode)
 
     return cancel_everywhere(scenario)
 
 
 # --- what they find
 
-Test = Callable[[InprocCluster, type[Engine]], Coroutine[Any, Any, None]]
+Test = Callable[[Engine, Engine], Coroutine[Any, Any, None]]
 
 SLOT = r"engine 'prefill', layer 'layers\.0', K, block 0, slot 0"
 FOUND = [
-    (offers_stay, FreesEarly, SLOT + r": token 0 of request 'request' was overwritten before its lease was over"),
+    (
+        offers_stay,
+        FreesEarly,
+        Engine,
+        SLOT + r": token 0 of request 'request' was overwritten before its lease was over",
+    ),
     (
         blocks_come_back,
         FreesEarly,
+        Engine,
         r"engine 'prefill' .*: block 0 was freed at .*\(_free_after\) while it is leased to readers; "
         r"it was taken at .*toy_engine\.py:\d+ \(prefill\)",
     ),
     (
         blocks_are_loaded,
+        Engine,
         LoadsIntoWrongBlocks,
         r"engine 'decode', layer 'layers\.0', K, block 0, slot 0 head 0 is not token 0 of the prompt, as in " + SLOT,
     ),
 ]
 
 
-@pytest.mark.parametrize(("test", "bug", "message"), FOUND)
-def test_a_planted_bug_is_found(test: Test, bug: type[Engine], message: str) -> None:
-    run_virtual(test(InprocCluster(), Engine))
+@pytest.mark.parametrize(("test", "prefill", "decode", "message"), FOUND)
+def test_a_planted_bug_is_found(test: Test, prefill: type[Engine], decode: type[Engine], message: str) -> None:
+    async def run(prefill: type[Engine], decode: type[Engine]) -> None:
+        cluster = InprocCluster()
+        await test(prefill("prefill", world=cluster.world()), decode("decode", world=cluster.world()))
+
+    run_virtual(run(Engine, Engine))
     with pytest.raises(AssertionError, match=message):
-        run_virtual(test(InprocCluster(), bug))
+        run_virtual(run(prefill, decode))
 
 
 def test_a_release_that_is_forgotten_is_found_wherever_the_engine_is_cancelled() -> None:

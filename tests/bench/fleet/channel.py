@@ -36,8 +36,6 @@ class _Connection:
 
     port: Port
     asked: set[_Question] = field(default_factory=set)
-    proven: bool = False
-    """Whether it has brought an answer, so that others may use it."""
     open: bool = True
 
 
@@ -96,7 +94,6 @@ class Wires:
     def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, limits: Limits, costs: Costs) -> None:
         self.exchange = Exchange()
         self.ports: dict[str, Port] = {}
-        self.questions = 0
         self.loop = loop
         self.rng = rng
         self.limits = limits
@@ -123,7 +120,6 @@ class _Asker:
 
     def send(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         """See `InprocSideChannel`."""
-        self._wires.questions += 1
         self._ask(_Question(address, frames, answered))
 
     def _ask(self, question: _Question) -> None:

@@ -20,19 +20,19 @@ from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.pair import CacheSize, TestEngine
 from kvflow.testing.virtual_loop import run_virtual
-from tests.bench.fleet.results import MemorySample
+from tests.bench.fleet.results import MemoryResult
 
 _BLOCK_SIZE = 16
 _WARM = 1
 _SETTLED_S = 100.0  # virtual: until no timer is left of what has ended
 
 
-def measure_memory(peers: int, layers: int) -> MemorySample:
+def measure_memory(peers: int, layers: int) -> MemoryResult:
     """Let one rank meet so many others, one after the other, and load from each."""
     return run_virtual(_measure(peers, layers))
 
 
-async def _measure(peers: int, layers: int) -> MemorySample:
+async def _measure(peers: int, layers: int) -> MemoryResult:
     cluster, size = InprocCluster(), CacheSize(layers, _BLOCK_SIZE, _BLOCK_SIZE, "HND", 1, 4)
     limits = Limits(leases_max=64, peers_max=peers + _WARM, peer_idle_s=1e6)
     config = Config(engine_id="any", lease_ttl_s=3000.0, limits=limits)
@@ -54,7 +54,8 @@ async def _measure(peers: int, layers: int) -> MemorySample:
             loaded = await _allocated()
         finally:
             tracemalloc.stop()
-    return MemorySample(peers=peers, layers=layers, connected_bytes=connected / peers, loaded_bytes=loaded / peers)
+    each = [round(size_bytes / peers) for size_bytes in (connected, loaded)]
+    return MemoryResult(peers=peers, layers=layers, connected_bytes=each[0], loaded_bytes=each[1])
 
 
 async def _connect(reader: TestEngine, engines: list[TestEngine]) -> None:

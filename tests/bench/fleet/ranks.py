@@ -6,7 +6,7 @@ import asyncio
 import enum
 import random
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from tests.bench.fleet.channel import Wires
 
 SIZE = CacheSize(layers=1, num_blocks=64, block_size=4, kv_heads=1, head_size=4)
 TTL_S = 5.0
+LIMITS = Limits(leases_max=256)
+"""The defaults, but for what only takes memory here."""
 
 
 class Role(enum.StrEnum):
@@ -73,7 +75,7 @@ class Process:
 class FleetRank:
     """An engine of one rank at one address; it comes back there after it went."""
 
-    def __init__(self, role: Role, number: int, around: Surroundings, limits: Limits) -> None:
+    def __init__(self, role: Role, number: int, around: Surroundings) -> None:
         self.name = f"{role}-{number}"
         self.host = f"{'p' if role is Role.PREFILL else 'd'}{number}"
         self.config = Config(
@@ -81,7 +83,7 @@ class FleetRank:
             listen=f"tcp://{self.host}:5600",
             transport="inproc",
             lease_ttl_s=TTL_S,
-            limits=limits,
+            limits=LIMITS,
         )
         self.process: Process | None = None
         self.lives = 0
@@ -178,8 +180,3 @@ class FleetRank:
 async def first_of(*futures: asyncio.Future[Any]) -> None:
     """Wait until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
-
-def limits_of(**changes: int | float) -> Limits:
-    """Those of a fleet: defaults, but for what only takes memory here."""
-    return replace(Limits(leases_max=256), **changes)  # type: ignore[arg-type]

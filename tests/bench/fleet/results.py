@@ -34,14 +34,4 @@ class MemoryResult:
     layers: int
     connected_bytes: int
     loaded_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySample:
-    """Bytes for each peer."""
-
-    peers: int
-    layers: int
-    connected_bytes: float
-    loaded_bytes: float
     """After loads of every length that the last block of a prompt can have."""

@@ -10,7 +10,7 @@ from typing import Annotated
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import at_most
-from tests.bench.fleet.results import MemoryResult, MemorySample, PhaseResult
+from tests.bench.fleet.results import MemoryResult, PhaseResult
 
 _LEGEND = (
     "Real runtimes in virtual time; bytes take no time, connections and answers are modelled. right, lost (with a rank "
@@ -59,14 +59,14 @@ class FleetBench:
         shape = FleetShape(prefill=size, decode=size, peers=min(self.peers, size), hot=min(self.hot, size))
         return run_fleet(shape, Costs(answer_s=self.answer_ms / 1e3), self.rate)
 
-    def _measure_memory(self, size: int) -> MemorySample:
+    def _measure_memory(self, size: int) -> MemoryResult:
         from tests.bench.fleet.memory import measure_memory
 
         return measure_memory(size, self.layers)
 
     def judge(self, samples: Samples) -> Outcome:
         phases = [row for rows in samples.of(list).values() for row in rows[0]]
-        memory = [_memory(taken[0]) for taken in samples.of(MemorySample).values()]
+        memory = [taken[0] for taken in samples.of(MemoryResult).values()]
         failed = [(float(row.failed + row.wrong), f"{row.ranks}, {row.phase}") for row in phases]
         most = [(row.loaded_bytes / 1024, f"{row.peers} peers") for row in memory]
         return Outcome(
@@ -74,12 +74,3 @@ class FleetBench:
             legend=_LEGEND,
             targets=[at_most("honest loads that fail", 0, failed), at_most("KiB for each peer", 50, most)],
         )
-
-
-def _memory(sample: MemorySample) -> MemoryResult:
-    return MemoryResult(
-        peers=sample.peers,
-        layers=sample.layers,
-        connected_bytes=round(sample.connected_bytes),
-        loaded_bytes=round(sample.loaded_bytes),
-    )

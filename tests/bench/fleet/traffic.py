@@ -19,7 +19,7 @@ from kvflow.errors import KVFlowError
 from kvflow.runtime.load.requests import LoadRequest
 from kvflow.testing.virtual_loop import VirtualLoop
 from tests.bench.fleet.channel import Costs, Wires
-from tests.bench.fleet.ranks import FleetRank, Process, Role, Surroundings, first_of, limits_of
+from tests.bench.fleet.ranks import LIMITS, FleetRank, Process, Role, Surroundings, first_of
 
 HOP_S = 0.002
 RESTART_S = 1.0
@@ -55,17 +55,16 @@ class Loads:
 class Fleet:
     """The ranks, and a router that knows which are in service."""
 
-    def __init__(self, shape: FleetShape, costs: Costs, **limits: int | float) -> None:
+    def __init__(self, shape: FleetShape, costs: Costs) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop), "a fleet lives in virtual time"
         self.loop = loop
         self.rng = random.Random(shape.seed)
         self.shape = shape
-        bounds = limits_of(**limits)
-        self.wires = Wires(loop, self.rng, bounds, costs)
+        self.wires = Wires(loop, self.rng, LIMITS, costs)
         around = Surroundings(loop, self.wires)
-        self.prefill = [FleetRank(Role.PREFILL, number, around, bounds) for number in range(shape.prefill)]
-        self.decode = [FleetRank(Role.DECODE, number, around, bounds) for number in range(shape.decode)]
+        self.prefill = [FleetRank(Role.PREFILL, number, around) for number in range(shape.prefill)]
+        self.decode = [FleetRank(Role.DECODE, number, around) for number in range(shape.decode)]
         hot, rest = self.prefill[: shape.hot], self.prefill[shape.hot :]
         count = min(shape.peers - shape.hot, len(rest))
         self.mates = {one.name: [*hot, *self.rng.sample(rest, count)] for one in self.decode}

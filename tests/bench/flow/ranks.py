@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import kvflow
 from kvflow.bench.cache import BenchCache, CacheShape, compared
@@ -25,6 +25,7 @@ from tests.bench.flow.link import Link, enter_own_network, plug_in
 
 BLOCK_SIZE = 16
 _SETTLE_S = 30.0
+RankT = TypeVar("RankT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,19 +109,13 @@ class Watched(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def open_producer(link: Link, shape: CacheShape) -> AsyncIterator[FlowProducer]:
+async def open_rank(
+    kind: Callable[[Link, CacheShape, contextlib.AsyncExitStack], RankT], link: Link, shape: CacheShape
+) -> AsyncIterator[RankT]:
     if link is Link.GBIT:
         enter_own_network()
     async with contextlib.AsyncExitStack() as stack:
-        yield FlowProducer(link, shape, stack)
-
-
-@contextlib.asynccontextmanager
-async def open_reader(link: Link, shape: CacheShape) -> AsyncIterator[FlowReader]:
-    if link is Link.GBIT:
-        enter_own_network()
-    async with contextlib.AsyncExitStack() as stack:
-        yield FlowReader(link, shape, stack)
+        yield kind(link, shape, stack)
 
 
 async def _open(

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.loads import PlannedLoad, SettingsError, scattered, share_out
+from kvflow.bench.loads import PlannedLoad, SettingsError
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from tests.bench.flow import results
 from tests.bench.flow.link import Link, lay_cable, require_cables
@@ -28,10 +28,10 @@ from tests.bench.flow.ranks import (
     FlowReader,
     Prefill,
     Schedule,
-    open_producer,
-    open_reader,
+    open_rank,
 )
 from tests.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
+from tests.bench.pairs import scattered_loads
 
 MODEL = CacheShape(layers=30, blocks=1, kv_heads=3, head_size=64)
 SMALL = CacheShape(layers=1, blocks=1, kv_heads=1, head_size=64)
@@ -115,8 +115,8 @@ class Flow:
             RankSet(
                 note=f"{link}: {name}: starting 2 ranks",
                 ranks=(
-                    RankProcess("producer", partial(open_producer, link, shape)),
-                    RankProcess("reader", partial(open_reader, link, shape)),
+                    RankProcess("producer", partial(open_rank, FlowProducer, link, shape)),
+                    RankProcess("reader", partial(open_rank, FlowReader, link, shape)),
                 ),
                 turns=partial(turns, link),
                 environment=link.environment,
@@ -130,10 +130,8 @@ class Flow:
 
     def planned(self, turn: str, tokens: int) -> tuple[PlannedLoad, PlannedLoad]:
         """What wakes everybody up, and the prompt. Equal rounds move the same blocks, whatever the way."""
-        counts, blocks = (_WAKE, tokens // BLOCK_SIZE), self.model.blocks
-        seed = f"{turn.partition(',')[0]} {tokens}"
-        local_ids, remote_ids = (scattered(f"{seed} {side}", blocks, sum(counts)) for side in ("local", "remote"))
-        wake, prompt = share_out(f"{turn} {tokens}", counts, local_ids, remote_ids)
+        seed, counts = f"{turn.partition(',')[0]} {tokens}", (_WAKE, tokens // BLOCK_SIZE)
+        wake, prompt = scattered_loads(f"{turn} {tokens}", self.model, counts, seed=seed)
         return wake, prompt
 
     def _turns_of_prompts(self, link: Link, children: Children) -> Iterator[Turn]:
@@ -181,9 +179,7 @@ class Flow:
 
     def many_loads(self, turn: str, blocks: int) -> tuple[PlannedLoad, ...]:
         """Loads of so many blocks each, which share none."""
-        count = self.many * blocks
-        ids = [scattered(f"{turn} {side}", self.small.blocks, count) for side in ("local", "remote")]
-        return share_out(turn, [blocks] * self.many, *ids)
+        return scattered_loads(turn, self.small, [blocks] * self.many)
 
 
 # --- what the parent asks of the ranks in a turn
