@@ -6,7 +6,6 @@ Invariant I9: no block that a pull reports as filled ever differs from the block
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,7 +14,6 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError, LoadError, PeerError, RuntimeBroken
-from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.testing.simulator.cache import first_token
@@ -27,7 +25,6 @@ from kvflow.testing.simulator.work import DeviceWork, PullPlan, RankLoad, SimPul
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
-    from kvflow.testing.simulator.simulation import Simulation
 
 _MOMENT_S = 1e-4  # in which each holder's load finds out that the time is over
 
@@ -38,11 +35,11 @@ FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
 class Puller:
     """Pull of one engine by one plan."""
 
-    def __init__(self, simulation: Simulation, engine: SimEngine, plan: PullPlan) -> None:
-        self._simulation = simulation
+    def __init__(self, engine: SimEngine, plan: PullPlan) -> None:
+        self._simulation = engine.simulation
         self._engine = engine
         self._plan = plan
-        self._content = simulation.prompts.content(plan.prompt)
+        self._content = engine.simulation.prompts.content(plan.prompt)
 
     async def run(self) -> int | None:
         """Carry out the plan. Returns the tokens that all ranks have in the end; None if it has failed."""
@@ -104,7 +101,7 @@ class Puller:
         if self._simulation.rng.random() < 0.2 or not engine.running:
             return
         try:
-            bound_s = self._simulation.settings.base.handshake_timeout_s
+            bound_s = self._engine.base.handshake_timeout_s
             with engine.bounded(f"release of {offer.ticket.request_id}", bound_s):
                 await engine.ranks[0].runtime.release_blocks(offer.ticket)
         except KVFlowError as error:
@@ -131,21 +128,20 @@ class Puller:
 
     async def _pull_on(self, rank: SimRank, pull: SimPull) -> Ending:
         """Pull on one rank. Returns its report, judged in the very moment, or what it raised."""
-        plan, engine, base = self._plan, self._engine, self._simulation.settings.base
+        plan, engine = self._plan, self._engine
         request = replace(self._request(given_block_ids(pull.tables)), after=self._event(pull, rank))
         LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
-        deadline_s = base.load_deadline_s if plan.deadline_s is None else plan.deadline_s
         rank.unsure += 0 if plan.rest is None else 2
         try:
-            with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s + _MOMENT_S):
+            with engine.bounded(plan.request_id, engine.load_bound_s(plan.deadline_s) + _MOMENT_S):
                 report = await rank.runtime.pull_prefix(request)
         except (KVFlowError, asyncio.CancelledError) as error:
             if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
                 engine.fail("I4", f"{plan.request_id} raises, though its blocks are safe: {error}")
-            if isinstance(error, KVFlowError) and error.quarantine is None and (unsafe := _unsafe(rank, pull)):
+            if isinstance(error, KVFlowError) and error.quarantine is None and (unsafe := rank.unsafe(pull)):
                 engine.fail("I1", f"{plan.request_id} says that its blocks are safe, not so {unsafe}: {error}")
             return error
-        if unsafe := _unsafe(rank, pull):
+        if unsafe := rank.unsafe(pull):
             engine.fail("I1", f"{plan.request_id} has ended well, but {unsafe} may write to its blocks still")
         rank.loaded += len(report.loads)
         if plan.rest is not None and report.payload != plan.rest.payload and plan.rest.tokens:
@@ -155,7 +151,7 @@ class Puller:
 
     async def _load_on(self, rank: SimRank, pull: SimPull, offer: PrefixOffer) -> Ending:
         """Load an offer on one rank."""
-        plan, engine, base = self._plan, self._engine, self._simulation.settings.base
+        plan, engine = self._plan, self._engine
         request = LoadRequest(
             plan.request_id,
             offer.ticket.to_params(),
@@ -164,9 +160,8 @@ class Puller:
             after=self._event(pull, rank),
         )
         LOAD.set(RankLoad(pull))
-        deadline_s = base.load_deadline_s if plan.deadline_s is None else plan.deadline_s
         try:
-            with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s + _MOMENT_S):
+            with engine.bounded(plan.request_id, engine.load_bound_s(plan.deadline_s) + _MOMENT_S):
                 report = await rank.runtime.load_blocks(request)
         except (KVFlowError, asyncio.CancelledError) as error:
             return error
@@ -248,7 +243,7 @@ class Puller:
         """Wait until no rank's blocks can be written any more, where one says that they can."""
         engine = self._engine
         for rank in list(engine.ranks):
-            for one in _unsafe(rank, pull):
+            for one in rank.unsafe(pull):
                 self._simulation.count("pull: quarantined")
                 try:
                     await one.settled()
@@ -282,13 +277,3 @@ class Puller:
                     engine.shelf.keep(group, path, block).written = True
                     pull.tables[group].remove(block)
         engine.shelf.learn(self._plan.prompt)
-
-
-def _unsafe(rank: SimRank, pull: SimPull) -> list[Load]:
-    """Loads of a rank that have ended, and may still write to blocks of a pull."""
-    taken = set(pull.block_ids)
-    return [
-        one
-        for one in rank.runtime.quarantines
-        if isinstance(one, Load) and not one.safe and {*itertools.chain(*one.block_tables)} & taken
-    ]
