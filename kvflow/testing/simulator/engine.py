@@ -329,7 +329,7 @@ class SimEngine:
     def overwrite_later(self, block_ids: Sequence[int]) -> list[DeviceWork | None]:
         """Write to blocks for who had them before, on each rank, where the model's devices are late."""
         if not self.simulation.settings.model.device:
-            return []
+            return [None] * len(self.ranks)
         before = self.simulation.next_poison()
         return [self.later(partial(rank.cache.poison, before, block_ids)) for rank in self.ranks]
 

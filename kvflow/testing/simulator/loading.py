@@ -98,10 +98,7 @@ async def _load_on_all_ranks(load: SimLoad, ticket: Ticket, plan: LoadPlan) -> l
         priority=priority,
         verify=True if engine.simulation.settings.model.verifies and load.offer.number % 3 == 0 else None,
     )
-    events = load.device or [None] * len(engine.ranks)
-    bodies = [
-        _load_on(rank, load, replace(request, after=event)) for rank, event in zip(engine.ranks, events, strict=True)
-    ]
+    bodies = [_load_on(rank, load, replace(request, after=load.device[rank.index])) for rank in engine.ranks]
     return await engine.carry_out(load, bodies, plan.cancel_after_s)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.cache.groups import GroupKind
@@ -21,7 +22,7 @@ from kvflow.testing.simulator.checks import check_conserved
 from kvflow.testing.simulator.network import LOAD
 from kvflow.testing.simulator.prompts import SPAN
 from kvflow.testing.simulator.shelf import ends
-from kvflow.testing.simulator.work import DeviceWork, PullPlan, RankLoad, SimPull, SimRank, all_over
+from kvflow.testing.simulator.work import PullPlan, RankLoad, SimPull, SimRank, all_over
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
@@ -89,11 +90,7 @@ class Puller:
             await self._release(best)
             return None
         pull = SimPull(plan, engine, self._content, tables, exact=True)
-
-        async def load_on(rank: SimRank, pull: SimPull) -> Ending:
-            return await self._load_on(rank, pull, best)
-
-        return await self._fill(pull, load_on)
+        return await self._fill(pull, partial(self._load_on, best))
 
     async def _release(self, offer: PrefixOffer) -> None:
         """Give an offer back; now and then that is forgotten, and its leases run out."""
@@ -129,7 +126,7 @@ class Puller:
     async def _pull_on(self, rank: SimRank, pull: SimPull) -> Ending:
         """Pull on one rank. Returns its report, judged in the very moment, or what it raised."""
         plan, engine = self._plan, self._engine
-        request = replace(self._request(given_block_ids(pull.tables)), after=self._event(pull, rank))
+        request = replace(self._request(given_block_ids(pull.tables)), after=pull.device[rank.index])
         LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
         rank.unsure += 0 if plan.rest is None else 2
         try:
@@ -149,7 +146,7 @@ class Puller:
         self._check(rank, pull, report.num_tokens, report.source or "nobody")
         return report
 
-    async def _load_on(self, rank: SimRank, pull: SimPull, offer: PrefixOffer) -> Ending:
+    async def _load_on(self, offer: PrefixOffer, rank: SimRank, pull: SimPull) -> Ending:
         """Load an offer on one rank."""
         plan, engine = self._plan, self._engine
         request = LoadRequest(
@@ -157,7 +154,7 @@ class Puller:
             offer.ticket.to_params(),
             given_block_ids(pull.tables),
             deadline_s=plan.deadline_s,
-            after=self._event(pull, rank),
+            after=pull.device[rank.index],
         )
         LOAD.set(RankLoad(pull))
         try:
@@ -168,9 +165,6 @@ class Puller:
         rank.loaded += 1
         self._check(rank, pull, offer.num_tokens, offer.peer)
         return report
-
-    def _event(self, pull: SimPull, rank: SimRank) -> DeviceWork | None:
-        return pull.device[rank.index] if pull.device else None
 
     def _request(self, block_ids: Any) -> PrefixRequest:
         plan = self._plan
@@ -222,22 +216,16 @@ class Puller:
                     engine.judge_refusal(plan.request_id, ending)
                 continue
             told = ending.num_tokens if isinstance(ending, PrefixReport) else plan.cached_tokens + ending.tokens
-            said = [answer.why for answer in ending.answers] if isinstance(ending, PrefixReport) else []
-            engine.note("pull ended", plan.request_id, told, said)
+            answers = ending.answers if isinstance(ending, PrefixReport) else ()
+            engine.note("pull ended", plan.request_id, told, [answer.why for answer in answers])
             simulation.count(f"{what}: {'found' if told > plan.cached_tokens else 'nothing'}")
-            if isinstance(ending, PrefixReport) and sum(answer.num_tokens > 0 for answer in ending.answers) > 1:
+            if sum(answer.num_tokens > 0 for answer in answers) > 1:
                 simulation.count("pull: several holders")
-            if any("another one" not in why and answered for why, answered in self._failed(ending)):
+            if any(one.why and one.num_tokens and "another one" not in one.why for one in answers):
                 simulation.count("pull: a source failed")
             counts.append(told)
         check_conserved(engine)
         return counts if len(counts) == len(endings) else None
-
-    @staticmethod
-    def _failed(ending: Ending) -> list[tuple[str, int]]:
-        if not isinstance(ending, PrefixReport):
-            return []
-        return [(answer.why, answer.num_tokens) for answer in ending.answers if answer.why]
 
     async def _safe(self, pull: SimPull) -> None:
         """Wait until no rank's blocks can be written any more, where one says that they can."""
