@@ -15,9 +15,10 @@ import numbers
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache, partial, wraps
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -71,6 +72,11 @@ def printable(text: str, chars_max: int) -> str:
     cut = text[: chars_max + 1]
     plain = cut if cut.isprintable() else ascii(cut)[1:-1]
     return plain if len(plain) <= chars_max else f"{plain[:chars_max]}..."
+
+
+def few(values: Collection[object], most: int) -> str:
+    """The first of many values, for a message."""
+    return ", ".join(map(str, islice(values, most))) + (", ..." if len(values) > most else "")
 
 
 def said(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvflow import checks
-from kvflow.checks import answer, shown
+from kvflow.checks import answer, few, shown
 from kvflow.core.bounds import Count
 from kvflow.core.cache.tensors import (
     LAYERS_MAX,
@@ -354,5 +354,4 @@ def _shape_text(name: str, layer: LayerCache) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    head = ", ".join(names[:4])
-    return f"{len(names)} ({head}{', ...' if len(names) > 4 else ''})"
+    return f"{len(names)} ({few(names, 4)})"
