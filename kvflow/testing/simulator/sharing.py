@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvflow.testing.simulator import offering
+from kvflow.testing.simulator import offering, prefixes
 from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
-from kvflow.testing.simulator.prefixes import Puller
 from kvflow.testing.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
 from kvflow.testing.simulator.settings import CALM
 from kvflow.testing.simulator.work import PullPlan, SimOffer
@@ -126,7 +125,7 @@ def draw_plan(number: int, reader: SimEngine, holders: Sequence[SimEngine]) -> P
 
 def start(reader: SimEngine, plan: PullPlan) -> None:
     if reader.running:
-        reader.simulation.spawn(reader.life, Puller(reader, plan).run(), plan.request_id)
+        reader.simulation.spawn(reader.life, prefixes.pull(reader, plan), plan.request_id)
 
 
 def perhaps_strike(holder: SimEngine) -> None:
@@ -164,6 +163,6 @@ def pull_one(number: int, holder: SimEngine, reader: SimEngine) -> asyncio.Task[
 
     async def compute_and_pull() -> int | None:
         await simulation.spawn(holder.life, holder.shelf.compute(prompt), f"compute {number}")
-        return await Puller(reader, plan).run()
+        return await prefixes.pull(reader, plan)
 
     return simulation.spawn(reader.life, compute_and_pull(), plan.request_id)
