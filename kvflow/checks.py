@@ -11,13 +11,15 @@ What a value does when it is looked at is its own: an object whose methods raise
 from __future__ import annotations
 
 import difflib
+import enum
 import numbers
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache, partial, wraps
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -35,6 +37,7 @@ ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
 """Function that gives a value back in Python's own type, or raises an error with its name."""
 ValueT = TypeVar("ValueT")
+EnumT = TypeVar("EnumT", bound=enum.Enum)
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
@@ -71,6 +74,11 @@ def printable(text: str, chars_max: int) -> str:
     cut = text[: chars_max + 1]
     plain = cut if cut.isprintable() else ascii(cut)[1:-1]
     return plain if len(plain) <= chars_max else f"{plain[:chars_max]}..."
+
+
+def few(values: Collection[object], most: int) -> str:
+    """The first of many values, for a message."""
+    return ", ".join(map(str, islice(values, most))) + (", ..." if len(values) > most else "")
 
 
 def said(error: BaseException) -> str:
@@ -125,6 +133,14 @@ def _real(value: object) -> float | None:
 def timeout(value: object, what: str, *, error: ErrorKind = RequestError) -> float | None:
     """A bound on waiting: a time, 0 for not at all, or None for as long as it takes."""
     return value if value is None or (type(value) in (int, float) and value == 0) else seconds(value, what, error=error)
+
+
+def member(value: object, what: str, kind: type[EnumT], *, error: ErrorKind = RequestError) -> EnumT:
+    """Check that a value is one of an enum's, or equal to one."""
+    found = answer(partial(kind, value))
+    if found is None:
+        raise error(f"{what}: expected one of {[str(one) for one in kind]}, got {shown(value)}")
+    return found
 
 
 def flag(value: object, what: str, *, error: ErrorKind = RequestError) -> bool:

@@ -12,7 +12,6 @@ is told by whoever is the last to need the ticket.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, others_in
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Keep, Receive, Release, Step
+from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, fire, knows, request_blocks_held
 from kvflow.core.protocol.prompts import check_alike, check_prompt
 from kvflow.core.protocol.ticket import Ticket
@@ -79,7 +79,7 @@ class _Uses:
     """The tickets that have come lately, and their uses."""
 
     def __init__(self) -> None:
-        self._uses: OrderedDict[tuple[str, str], _Use] = OrderedDict()
+        self._uses = Latest[tuple[str, str], _Use](_REMEMBERED_MAX)
         """By engine and request."""
 
     def spend(self, ticket: Ticket) -> bool:
@@ -100,10 +100,7 @@ class _Uses:
     def _noted(self, ticket: Ticket, use: _Use) -> _Use:
         """The use of the ticket so far; `use` if it comes for the first time."""
         key = (ticket.engine_id, ticket.request_id)
-        found = self._uses.setdefault(key, use)
-        self._uses.move_to_end(key)
-        if len(self._uses) > _REMEMBERED_MAX:
-            self._uses.popitem(last=False)
+        found = self._uses[key] = self._uses.get(key, use)
         return found
 
 

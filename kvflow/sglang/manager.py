@@ -8,7 +8,6 @@ in clear, is only part of it.
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import itertools
 import json
@@ -27,6 +26,7 @@ from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
 from kvflow.blocking import Runtime
 from kvflow.config import Config
+from kvflow.core.policy.latest import Latest
 from kvflow.errors import ConfigError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
@@ -91,7 +91,7 @@ class KVFlowManager(CommonKVManager):
         self.serials = itertools.count()
         self.senders: dict[int, Any] = {}
         """Senders by the room that they serve."""
-        self._refused: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._refused = Latest[int, str](_REFUSED_MAX)
         self._rooms_lock = threading.Lock()
         producer = mode == DisaggregationMode.PREFILL
         latent = is_mla or args.is_hybrid_mla_backend
@@ -146,8 +146,6 @@ class KVFlowManager(CommonKVManager):
             wanted = self.transfer_infos.get(room)
             if not wanted:
                 self._refused[room] = reason
-                if len(self._refused) > _REFUSED_MAX:
-                    self._refused.popitem(last=False)
                 return
         self._decline(next(iter(wanted.values())).name, reason)
         self._forget(room)

@@ -54,10 +54,8 @@ async def ask_rank(
     timeout_s = checks.seconds(timeout_s, "timeout_s")
     for name, rank in (("pp_rank", pp_rank), ("tp_rank", tp_rank)):
         checks.whole(rank, name, least=0, most=RANKS_MAX - 1)
-    question, where = (
-        encode_question(pp_rank, tp_rank),
-        f"stock engine {engine_id!r} at {address}" if engine_id else f"stock engine at {address}",
-    )
+    question = encode_question(pp_rank, tp_rank)
+    where = f"stock engine {engine_id!r} at {address}" if engine_id else f"stock engine at {address}"
     try:
         async with asyncio.timeout(timeout_s):
             endpoint = f"tcp://{await Lookups().find(host)}:{port}"

@@ -8,7 +8,6 @@ it is in every ticket whose ranks are asked for their leases.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
+from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.notifications import ReadDone, Renew
@@ -65,14 +65,12 @@ class StockService:
     ) -> None:
         self._clock = context.clock
         self._leases = leases
-        self._hash = pose.compatibility_hash
-        self._ranks = pose.ranks
-        self._on_late_read = pose.on_late_read
+        self._pose = pose
         self._late_reads = 0
         self._warned_s = -math.inf
         config, shown = context.config, encode_metadata(shown_of(ours, metadata, pose), pose.line)
-        self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
-        self._tallies: OrderedDict[str, _Tally] = OrderedDict()
+        pose.ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
+        self._tallies = Latest[str, _Tally](_TALLIES_MAX)
         """Tallies of leases that have been read by some of their readers, by lease id."""
         self.refused = 0
         """Questions that had no answer, and texts that said nothing."""
@@ -80,14 +78,16 @@ class StockService:
     def answer(self, question: bytes) -> list[bytes] | None:
         try:
             asked = decode_question(question)
-            metadata = None if asked.pp_rank else self._ranks.metadata_of(asked.tp_rank)
+            metadata = None if asked.pp_rank else self._pose.ranks.metadata_of(asked.tp_rank)
             if metadata is None:
-                raise WireError(f"pp_rank {asked.pp_rank}, tp_rank {asked.tp_rank}: {self._ranks} has no such rank")
+                raise WireError(
+                    f"pp_rank {asked.pp_rank}, tp_rank {asked.tp_rank}: {self._pose.ranks} has no such rank"
+                )
         except WireError as error:
             self.refused += 1
             logger.info("a stock reader's question has no answer: %s", error)
             return None
-        return encode_answer(self._hash, metadata, self._clock.now_s())
+        return encode_answer(self._pose.compatibility_hash, metadata, self._clock.now_s())
 
     def hears(self, payload: bytes) -> bool:
         if not is_text(payload):
@@ -118,8 +118,6 @@ class StockService:
             self._note_late(heard.request_id)
         else:
             tally = self._tallies.setdefault(lease_id, tally)
-            if len(self._tallies) > _TALLIES_MAX:
-                self._tallies.popitem(last=False)
         if tally.readers != heard.readers:
             self.refused += 1
             logger.info("stock readers of one request say that they are %s, and %s", tally.readers, heard.readers)
@@ -148,9 +146,9 @@ class StockService:
                 request_id[:_NAME_CHARS_SHOWN],
                 self._late_reads,
             )
-        if self._on_late_read is not None:
+        if self._pose.on_late_read is not None:
             try:
-                self._on_late_read(request_id)
+                self._pose.on_late_read(request_id)
             except Exception as error:
                 if says:
                     logger.error("on_late_read failed", exc_info=error)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.latest import Latest
 from kvflow.core.stock.deadline import DeadlineProof, Terms
 from kvflow.core.stock.params import StockTicket
 from kvflow.errors import LeaseExpired
@@ -42,9 +42,9 @@ class Sights:
         self._machine = machine
         self._clock = context.clock
         self._transport = context.transport
-        self._seen: OrderedDict[_Key, Sight | None] = OrderedDict()
+        self._seen = Latest[_Key, Sight | None](_SEEN_MAX)
         """None: its producer was told that it was read, or is not needed. It holds nothing for us any more."""
-        self._met: OrderedDict[tuple[str, str, Rank], tuple[str, float]] = OrderedDict()
+        self._met = Latest[tuple[str, str, Rank], tuple[str, float]](_MET_MAX)
         """The life of each rank, and when it was met, if there was another one before."""
 
     def of(self, ticket: StockTicket) -> Sight:
@@ -54,7 +54,7 @@ class Sights:
         """
         key = (ticket.engine_id, ticket.address, ticket.request_id)
         if key not in self._seen:
-            self._note(key, Sight(key, self._arrived_s(ticket)))
+            self._seen[key] = Sight(key, self._arrived_s(ticket))
         self._seen.move_to_end(key)
         sight = self._seen[key]
         if sight is None:
@@ -63,12 +63,7 @@ class Sights:
 
     def told(self, sight: Sight) -> None:
         """Read nothing for this request from now on."""
-        self._note(sight.key, None)
-
-    def _note(self, key: _Key, sight: Sight | None) -> None:
-        self._seen[key] = sight
-        if len(self._seen) > _SEEN_MAX:
-            self._seen.popitem(last=False)
+        self._seen[sight.key] = None
 
     def deadline_of(self, sight: Sight, peer: Peer, life: str, ticket: StockTicket) -> DeadlineProof:
         """Time until which a rank may be believed for this request.
@@ -91,9 +86,6 @@ class Sights:
         if known != life:
             met_s = self._clock.now_s()
         self._met[key] = life, met_s
-        self._met.move_to_end(key)
-        if len(self._met) > _MET_MAX:
-            self._met.popitem(last=False)
         return met_s
 
     def _unsent(self) -> int:

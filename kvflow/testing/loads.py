@@ -12,6 +12,7 @@ from unittest import mock
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.runtime import Runtime
+from kvflow.testing.watch import checked_at_end
 
 
 class _WatchedLoad(Load):
@@ -128,13 +129,5 @@ def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
         watch.begun(load, f"{caller.f_code.co_filename}:{caller.f_lineno} ({caller.f_code.co_name})")
         return load
 
-    with mock.patch.object(runtime, "start_load", start_watched):
-        try:
-            yield watch
-        except Exception as error:
-            try:
-                watch.assert_none_forgotten()
-            except AssertionError as found:
-                raise found from error
-            raise
-    watch.assert_none_forgotten()
+    with checked_at_end(watch.assert_none_forgotten), mock.patch.object(runtime, "start_load", start_watched):
+        yield watch

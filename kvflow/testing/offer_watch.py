@@ -197,6 +197,6 @@ def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache |
         watch.offer(lease)
         return lease
 
-    final = checked_at_end(watch.assert_unchanged, watch.assert_unchanged)
+    final = checked_at_end(watch.assert_unchanged)
     with runtime.observed_by(watch), mock.patch.object(runtime, "serve_blocks", serve_watched), final:
         yield watch

@@ -31,13 +31,16 @@ class Findings:
 
 
 @contextlib.contextmanager
-def checked_at_end(check: Callable[[], None], after_error: Callable[[], None]) -> Iterator[None]:
-    """Check when the block ends; what is found goes before an error of the engine that came of it."""
+def checked_at_end(check: Callable[[], None], after_error: Callable[[], None] | None = None) -> Iterator[None]:
+    """Check when the block ends; what is found goes before an error of the engine that came of it.
+
+    `after_error` is checked in its place after such an error, where less can be asked for then.
+    """
     try:
         yield
     except Exception as error:
         try:
-            after_error()
+            (after_error or check)()
         except AssertionError as found:
             raise found from error
         raise

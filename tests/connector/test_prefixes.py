@@ -13,11 +13,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvflow.connector.asking import Asking, source_in
+from kvflow.connector.courier import Answered, Happening, Loaded, LoadFailed
 from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
 from kvflow.connector.scheduler import Matched, PagedGroup
 from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import Found, Question, Shelved, Step
-from kvflow.connector.worker import Answered, Happening, Loaded, LoadFailed
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.policy.states import ProducerState
 from kvflow.core.prefix.keys import prefix_keys

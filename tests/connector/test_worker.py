@@ -17,10 +17,12 @@ from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache,
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
+from kvflow.connector.courier import Happening, Loaded, LoadFailed
+from kvflow.connector.offers import OfferEnded
 from kvflow.connector.parameters import name_of, params_of_several, producer_params
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
-from kvflow.connector.worker import ConnectorWorker, Happening, Loaded, LoadFailed, OfferEnded
+from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RequestError, RuntimeClosed, TransferFailed

@@ -211,10 +211,7 @@ def _kind(kind: object, window: object, holds_state: bool, what: str) -> GroupKi
         return GroupKind.STATE
     if kind is None:
         return GroupKind.FULL if window is None else GroupKind.SLIDING
-    found = checks.answer(lambda: GroupKind(kind))  # type: ignore[arg-type]
-    if found is None:
-        raise LayoutError(f"{what}: kind: expected one of {[str(one) for one in GroupKind]}, got {shown(kind)}")
-    return found
+    return checks.member(kind, f"{what}: kind", GroupKind, error=LayoutError)
 
 
 def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout | StateLayout, ...]:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvflow import checks
-from kvflow.checks import answer, shown
+from kvflow.checks import few, shown
 from kvflow.core.bounds import Count
 from kvflow.core.cache.tensors import (
     LAYERS_MAX,
@@ -175,7 +175,7 @@ class CacheLayout:
         block_size = _size(block_size, "block_size")
         order = _order(order, "order")
         name, first = next(iter(kv_caches.items()))
-        chosen = _infer_style(name, first) if style is None else _style_of(style)
+        chosen = _infer_style(name, first) if style is None else _style(style, "style")
         layout = replace(
             _layout_of_layer(name, first, chosen, order, tuple(kv_caches)),
             layer_indices=layer_numbers(tuple(kv_caches), layer_indices),
@@ -249,13 +249,6 @@ def _infer_style(name: str, layer: LayerCache) -> KVStyle:
     )
 
 
-def _style_of(style: object) -> KVStyle:
-    found = answer(partial(KVStyle, style))  # type: ignore[arg-type]
-    if found is None:
-        raise LayoutError(f"style: expected one of {[str(known) for known in KVStyle]}, got {shown(style)}")
-    return found
-
-
 def _order(order: str, what: str) -> str:
     if not isinstance(order, str) or order not in _INNER_AXES:
         raise LayoutError(f"{what}: expected one of {sorted(_INNER_AXES)}, got {shown(order)}")
@@ -266,13 +259,15 @@ def _size(value: object, what: str) -> int:
     return checks.whole(value, what, least=1, error=LayoutError)
 
 
+_style = partial(checks.member, kind=KVStyle, error=LayoutError)
+
 # How a field's value is checked, by its type.
 _PLAIN: Mapping[str, checks.Check] = {
     "tuple[str, ...]": layer_names,
     "tuple[int, ...]": whole_numbers,
     "str": plain_name,
     "int": _size,
-    "KVStyle": lambda style, _: _style_of(style),
+    "KVStyle": _style,
 }
 
 
@@ -311,7 +306,7 @@ def _layout_of_layer(
         kv_format=PLAIN,
         style=style,
         order=order,
-        memory_order=_memory_order(name, style, order, first),
+        memory_order=facts[0][2],
         dtype=str(first.dtype).rpartition(".")[2],
         itemsize=first.element_size(),
         num_blocks=size["block"],
@@ -354,5 +349,4 @@ def _shape_text(name: str, layer: LayerCache) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    head = ", ".join(names[:4])
-    return f"{len(names)} ({head}{', ...' if len(names) > 4 else ''})"
+    return f"{len(names)} ({few(names, 4)})"

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvflow.checks import few
 from kvflow.config import RANKS_MAX, Config
 from kvflow.core.bounds import Count, Fact, Layers, RankCount, RankIndex, Size
 from kvflow.core.cache.layout import PLAIN, CacheLayout
@@ -349,6 +350,4 @@ def _divides(a: int, b: int) -> bool:
 
 def _layers_text(layers: Sequence[int]) -> str:
     """Layer numbers in short: "4 (0, 1, 2, 3)"."""
-    ordered = sorted(layers)
-    shown = ", ".join(map(str, ordered[:6])) + (", ..." if len(ordered) > 6 else "")
-    return f"{len(ordered)} ({shown})"
+    return f"{len(layers)} ({few(sorted(layers), 6)})"

@@ -6,7 +6,7 @@ for a second is full, so it may be forgotten: where there are more peers than bu
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from kvflow.core.policy.latest import Latest
 
 _ROUNDING = 1e-5  # of a request: who keeps to the rate is not held up because of how floats add up
 
@@ -16,8 +16,7 @@ class RateLimiter:
 
     def __init__(self, *, requests_per_s: int, peers_max: int) -> None:
         self._requests_per_s = requests_per_s
-        self._peers_max = peers_max
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, and when they were counted
+        self._buckets = Latest[str, tuple[float, float]](peers_max)  # tokens, and when they were counted
 
     def __len__(self) -> int:
         """Number of buckets now."""
@@ -26,10 +25,8 @@ class RateLimiter:
     def allows(self, peer: str, now_s: float) -> bool:
         """Take a token of the peer's. True if there was one. A clock that goes back fills nothing."""
         full = float(self._requests_per_s)
-        tokens, counted_s = self._buckets.pop(peer, (full, now_s))
+        tokens, counted_s = self._buckets.get(peer, (full, now_s))
         tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)
         allowed = tokens >= 1 - _ROUNDING
         self._buckets[peer] = (tokens - allowed, now_s)
-        if len(self._buckets) > self._peers_max:
-            self._buckets.popitem(last=False)
         return allowed

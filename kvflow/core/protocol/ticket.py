@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, INT64_MIN, encodes, shown
+from kvflow.checks import INT64_MAX, INT64_MIN, encodes, few, shown
 from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, rank_offset
 from kvflow.core.bounds import ClockTime, Count, PromptDigest, RankCount, Seconds, Size, TicketLeaseId, Traceparent
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
@@ -286,10 +286,9 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
             return named.address
         wanted = (rank.pp, rank.tp)
         if not self.fixed_ports:
-            names = ", ".join(map(str, list(self.leases)[:8])) + (", ..." if len(self.ranks) > 8 else "")
             raise RequestError(
                 f"ticket: engine {self.engine_id!r} has ranks on ports of the system's choice (listen port 0), and "
-                f"(pp_rank, tp_rank) {wanted} is needed, but only {names} named: merge the ranks' tickets"
+                f"(pp_rank, tp_rank) {wanted} is needed, but only {few(self.leases, 8)} named: merge the ranks' tickets"
             )
         first = _PLACE_OF(self.first)
         here, there = (rank_offset(0, *place, tp_size=self.tp_size, pp_size=self.pp_size) for place in (first, wanted))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvflow.checks import few
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
@@ -261,7 +262,7 @@ def _first_layers(found: StockMetadata, regions: Sequence[OurRegion], *, whole: 
 
 
 def _text(numbers: Collection[int]) -> str:
-    return f"{len(numbers)} ({', '.join(map(str, list(numbers)[:16]))}{', ...' if len(numbers) > 16 else ''})"
+    return f"{len(numbers)} ({few(numbers, 16)})"
 
 
 def _heads(found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:

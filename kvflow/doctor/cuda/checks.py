@@ -51,7 +51,7 @@ def major_minor(version: str) -> tuple[int, int]:
 
 def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
     """Check MIG and compute mode, which may keep processes from each other's memory, or from the device."""
-    gpus = cuda.driver.gpus if cuda.driver else ()
+    gpus = cuda.gpus
     found = "; ".join(
         f"{number}: {gpu.name}, {gpu.memory_mib} MiB, {cuda.nvlinks.get(number, 0)} NVLinks"
         for number, gpu in enumerate(gpus)
@@ -129,7 +129,7 @@ def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
 
 def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
     """Check BAR1, through which RDMA sees GPU memory: a cache is registered twice, and some drivers count that."""
-    gpus = [gpu for gpu in (cuda.driver.gpus if cuda.driver else ()) if gpu.bar1_mib and gpu.memory_mib]
+    gpus = [gpu for gpu in cuda.gpus if gpu.bar1_mib and gpu.memory_mib]
     found = "; ".join(f"{gpu.bar1_mib} MiB for {gpu.memory_mib} MiB of memory" for gpu in gpus) or "unknown"
     if not host.rdma_devices:
         return ok(name, f"{found}; only RDMA would need it")
@@ -213,13 +213,12 @@ def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
 
 def reasons(cuda: Cuda) -> list[str]:
     """Reasons that keep processes in one container from cuda_ipc, the surest first; what to do where nothing helps."""
-    gpus = cuda.driver.gpus if cuda.driver else ()
     found = []
     if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):
         found.append("expandable_segments is on: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False")
     if left_out(cuda.environment.get("UCX_TLS", "")):
         found.append("UCX_TLS leaves out transports of CUDA: unset it")
-    if any(gpu.mig for gpu in gpus):
+    if any(gpu.mig for gpu in cuda.gpus):
         found.append("MIG instances have no cuda_ipc: use whole GPUs")
     if not any(cuda.nvlinks.values()):
         found.append(f"without NVLink UCX reads by cuda_ipc only with {_GET_ZCOPY}=on")

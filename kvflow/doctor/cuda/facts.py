@@ -17,7 +17,7 @@ from typing import cast
 
 from kvflow.bench.child import BenchError, call_in_child
 from kvflow.device.cuda import DriverError, load_driver
-from kvflow.doctor.cuda.nvidia import InstalledDriver, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.cuda.nvidia import Gpu, InstalledDriver, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.host import entries
 from kvflow.doctor.version import installed
 
@@ -68,6 +68,10 @@ class Cuda:
     nixl_builds: tuple[str, ...]
     environment: Mapping[str, str]
     probe: Probe
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.driver.gpus if self.driver else ()
 
     @property
     def writes_ordering(self) -> int | None:

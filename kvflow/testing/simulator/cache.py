@@ -72,10 +72,8 @@ class _Layer:
 
     def write(self, content: Content, first: int, block_ids: Sequence[int], upto: int) -> None:
         """Write blocks of a prompt from token `first` on, up to token `upto`."""
-        wanted, found = (
-            self._wanted(content, first, first + len(block_ids) * self.block_size),
-            self._blocks[:, list(block_ids)],
-        )
+        wanted = self._wanted(content, first, first + len(block_ids) * self.block_size)
+        found = self._blocks[:, list(block_ids)]
         tokens = found.reshape(wanted.shape)
         tokens[:, : max(upto - first, 0)] = wanted[:, : max(upto - first, 0)]
         self._blocks[:, list(block_ids)] = tokens.reshape(found.shape)
@@ -150,10 +148,9 @@ class RankCache:
     def write(self, content: Content, tokens: int, tables: Tables, upto: int | None = None) -> None:
         """Write a prompt of so many tokens as an engine computes it, or its tokens before `upto`."""
         last = 1 << 62 if upto is None or upto == tokens else upto
-        for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
-            if block_ids:
-                for layer in layers:
-                    layer.write(content, first_token(facts, tokens, block_ids), block_ids, last)
+        for first, layers, block_ids in self._held(tokens, tables):
+            for layer in layers:
+                layer.write(content, first, block_ids, last)
 
     def poison(self, number: int, block_ids: Sequence[int] | None) -> None:
         """Fill freed blocks as their next owner does; all of them, with None."""
@@ -164,12 +161,9 @@ class RankCache:
         """Fault of the last blocks of a prompt of so many tokens, or of the first `count` tokens in those;
         None if nothing is.
         """
-        firsts = [first_token(facts, tokens, ids) for facts, ids in zip(self._facts, tables, strict=True) if ids]
-        stop = tokens if count is None else min(tokens, min(firsts, default=0) + count)
-        for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
-            if not block_ids:
-                continue
-            first = first_token(facts, tokens, block_ids)
+        held = list(self._held(tokens, tables))
+        stop = tokens if count is None else min(tokens, min((first for first, _, _ in held), default=0) + count)
+        for first, layers, block_ids in held:
             for layer in layers if first < stop else ():
                 if wrong := layer.wrong_token(content, first, stop, first, block_ids):
                     return wrong
@@ -179,6 +173,12 @@ class RankCache:
         """Blocks that a piece of memory touches; none if it lies elsewhere."""
         for layer in self._all():
             yield from layer.blocks_of(address, size_bytes)
+
+    def _held(self, tokens: int, tables: Tables) -> Iterator[tuple[int, Sequence[_Layer], Sequence[int]]]:
+        """(first token, layers, blocks) of each group that holds some of a prompt's end."""
+        for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
+            if block_ids:
+                yield first_token(facts, tokens, block_ids), layers, block_ids
 
     def _all(self) -> Iterable[_Layer]:
         return (layer for layers in self._layers for layer in layers)

@@ -169,7 +169,7 @@ class SimEngine:
 
     def _share(self) -> None:
         """Share an empty shelf, for all that the engine will keep."""
-        self.shelf = SimShelf(self.simulation, self)
+        self.shelf = SimShelf(self)
         if self.simulation.settings.model.shares:
             self.shelf.share()
 
@@ -241,6 +241,10 @@ class SimEngine:
         ending_s = limits.seal_hold_s * DRIFT + base.cancel_grace_s + base.drain_timeout_s
         return max(deadline_s + ending_s, limits.goodbye_timeout_s) + self.simulation.copy_bound_s
 
+    def load_bound_s(self, deadline_s: float | None) -> float:
+        """Longest time that a load, or pull, of that deadline may take; with None it is the runtime's own."""
+        return (self.base.load_deadline_s if deadline_s is None else deadline_s) + self.base.cancel_grace_s
+
     @contextlib.contextmanager
     def bounded(self, what: str, bound_s: float) -> Iterator[None]:
         """Bound what is awaited inside by `bound_s`, not counting the time that its process was frozen."""
@@ -291,7 +295,7 @@ class SimEngine:
         self.ranks = []
         self.offers = {}
         self.loads = {}
-        self.shelf = SimShelf(self.simulation, self)
+        self.shelf = SimShelf(self)
         self.owners = [None] * self.shape.num_blocks
         self._free = list(range(self.shape.num_blocks))
 
@@ -325,7 +329,7 @@ class SimEngine:
     def overwrite_later(self, block_ids: Sequence[int]) -> list[DeviceWork | None]:
         """Write to blocks for who had them before, on each rank, where the model's devices are late."""
         if not self.simulation.settings.model.device:
-            return []
+            return [None] * len(self.ranks)
         before = self.simulation.next_poison()
         return [self.later(partial(rank.cache.poison, before, block_ids)) for rank in self.ranks]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -99,10 +98,7 @@ async def _load_on_all_ranks(load: SimLoad, ticket: Ticket, plan: LoadPlan) -> l
         priority=priority,
         verify=True if engine.simulation.settings.model.verifies and load.offer.number % 3 == 0 else None,
     )
-    events = load.device or [None] * len(engine.ranks)
-    bodies = [
-        _load_on(rank, load, replace(request, after=event)) for rank, event in zip(engine.ranks, events, strict=True)
-    ]
+    bodies = [_load_on(rank, load, replace(request, after=load.device[rank.index])) for rank in engine.ranks]
     return await engine.carry_out(load, bodies, plan.cancel_after_s)
 
 
@@ -128,11 +124,10 @@ def _again(simulation: Simulation, plan: LoadPlan) -> Again:
 async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending:
     """Load on one rank: its report, or what it raised. Success is judged in the very moment it is reported."""
     engine = load.engine
-    deadline_s = engine.base.load_deadline_s if request.deadline_s is None else request.deadline_s
     mine = RankLoad(load)
     LOAD.set(mine)
     try:
-        with engine.bounded(request.request_id, deadline_s + engine.base.cancel_grace_s):
+        with engine.bounded(request.request_id, engine.load_bound_s(request.deadline_s)):
             if load.offer.number % _FOLLOWED_EVERY:
                 report = await rank.runtime.load_blocks(request)
             else:
@@ -208,14 +203,10 @@ async def _safe(load: SimLoad) -> None:
     """Wait until no rank's blocks can be written any more, where one says that they can."""
     engine = load.engine
     for rank in list(engine.ranks):
-        mine = [one for one in rank.runtime.quarantines if one.request_id == load.request_id]
-        taken = set(load.block_ids)
-        unsafe = [one for one in mine if {*itertools.chain(*one.block_tables)} <= taken and not one.safe]
-        if not unsafe:
-            continue
-        engine.simulation.count("load: quarantined")
-        try:
-            await unsafe[0].settled()
-        except RuntimeBroken:
-            await engine.lose(load)
-        engine.note("safe", load.request_id)
+        for one in rank.unsafe(load):
+            engine.simulation.count("load: quarantined")
+            try:
+                await one.settled()
+            except RuntimeBroken:
+                await engine.lose(load)
+            engine.note("safe", load.request_id)

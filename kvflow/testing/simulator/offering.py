@@ -25,18 +25,20 @@ _FORGOTTEN_SHARE = 0.3  # of those: nobody is told
 _HASTY_EVERY = 3  # offers whose blocks follow, by number: one whose engine tells of tokens before it gives their blocks
 
 
-async def begin(
+async def offer(
     engine: SimEngine,
     number: int,
     tokens: int,
     ttl_s: float,
-    pause_s: float,
-    early: Callable[[SimOffer], Awaitable[None]] | None,
+    hand_out: Callable[[SimOffer], None],
+    *,
     content: Content | None = None,
+    pause_s: float = 0.0,
+    early: Callable[[SimOffer], Awaitable[None]] | None = None,
 ) -> SimOffer | None:
-    """Compute a prompt, serve it on all ranks, and hand out its ticket; `finish` is to follow.
+    """Compute a prompt, serve it on all ranks, hand it out, and take its blocks back when its leases have ended.
 
-    `early` hands a rendezvous out before it is served.
+    `early` hands a rendezvous out before it is served, `pause_s` passes between two ranks. None if there was no room.
     """
     if not engine.running:
         return None
@@ -45,6 +47,15 @@ async def begin(
         engine.simulation.count("offer: no room")
         return None
     offer = SimOffer(number, engine, tokens, tables, ttl_s, number if content is None else content)
+    if await _serve(offer, pause_s, early):
+        hand_out(offer)
+    await _finish(offer)
+    return offer
+
+
+async def _serve(offer: SimOffer, pause_s: float, early: Callable[[SimOffer], Awaitable[None]] | None) -> bool:
+    """Serve a prompt. True if all ranks have a lease of it."""
+    engine, tokens, tables = offer.engine, offer.tokens, offer.tables
     engine.own(offer)
     grows = engine.simulation.settings.model.device and engine.simulation.rng.random() < _GROWING_SHARE
     if not grows:
@@ -64,7 +75,7 @@ async def begin(
                     offer.request_id,
                     given_block_ids(offer.tables_upto(0) if offer.payload else tables),
                     tokens,
-                    ttl_s=ttl_s,
+                    ttl_s=offer.ttl_s,
                     ready=None if grows else offer.device[rank.index],
                     computed_tokens=0 if grows else None,
                     extends=len(offer.payload) > 0,
@@ -77,14 +88,14 @@ async def begin(
                 lease.revoke()
             _decline(offer)
             engine.simulation.count(f"offer: {type(error).__name__}")
-            return offer
+            return False
         rank.served += 1
         offer.leases.append(lease)
         if grows:
             offer.growing.append(asyncio.create_task(_grow(offer, rank, lease)))
         if pause_s and rank is not engine.ranks[-1]:
             await engine.simulation.pass_time(pause_s)
-    return offer
+    return True
 
 
 async def _grow(offer: SimOffer, rank: SimRank, lease: Lease) -> None:
@@ -171,7 +182,7 @@ def _fail(offer: SimOffer, reason: str) -> None:
         lease.fail(reason)
 
 
-async def finish(offer: SimOffer) -> None:
+async def _finish(offer: SimOffer) -> None:
     """Wait for the leases of all ranks, then take the blocks back."""
     engine = offer.engine
     longest_s = max(offer.ttl_s, engine.base.lease_lifetime_s)  # readers renew it up to that

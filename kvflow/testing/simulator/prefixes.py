@@ -6,16 +6,15 @@ Invariant I9: no block that a pull reports as filled ever differs from the block
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError, LoadError, PeerError, RuntimeBroken
-from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.testing.simulator.cache import first_token
@@ -23,11 +22,10 @@ from kvflow.testing.simulator.checks import check_conserved
 from kvflow.testing.simulator.network import LOAD
 from kvflow.testing.simulator.prompts import SPAN
 from kvflow.testing.simulator.shelf import ends
-from kvflow.testing.simulator.work import DeviceWork, PullPlan, RankLoad, SimPull, SimRank, all_over
+from kvflow.testing.simulator.work import PullPlan, RankLoad, SimPull, SimRank, all_over
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
-    from kvflow.testing.simulator.simulation import Simulation
 
 _MOMENT_S = 1e-4  # in which each holder's load finds out that the time is over
 
@@ -35,260 +33,240 @@ Ending: TypeAlias = "PrefixReport | LoadReport | BaseException"
 FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
 
 
-class Puller:
-    """Pull of one engine by one plan."""
-
-    def __init__(self, simulation: Simulation, engine: SimEngine, plan: PullPlan) -> None:
-        self._simulation = simulation
-        self._engine = engine
-        self._plan = plan
-        self._content = simulation.prompts.content(plan.prompt)
-
-    async def run(self) -> int | None:
-        """Carry out the plan. Returns the tokens that all ranks have in the end; None if it has failed."""
-        if not self._engine.running:
-            return None
-        if self._plan.seeks:
-            return await self._seek_and_load()
-        tables = self._take()
-        if tables is None:
-            self._simulation.count("pull: no room")
-            return None
-        pull = SimPull(self._plan, self._engine, self._content, tables, exact=self._plan.rest is not None)
-        return await self._fill(pull, self._pull_on)
-
-    def _take(self) -> list[list[int]] | None:
-        """Take blocks for all that may come."""
-        plan, engine = self._plan, self._engine
-        if plan.rest is not None:
-            return engine.take_blocks(plan.rest.tokens, plan.cached_tokens)
-        counts = []
-        for facts in engine.facts:
-            places = -(-plan.most // facts.block_size) - plan.cached_tokens // facts.block_size
-            counts.append(1 if facts.kind is GroupKind.STATE else places)
-        return engine.take_counts(counts)
-
-    # --- asked, and then loaded
-
-    async def _seek_and_load(self) -> int | None:
-        simulation, engine, plan = self._simulation, self._engine, self._plan
-        request = replace(self._request(given_block_ids([[] for _ in engine.facts])), every_rank=True)
-        try:
-            with engine.bounded("seek_prefix", plan.answer_within_s):
-                offers = await engine.ranks[0].runtime.seek_prefix(request)
-        except KVFlowError as error:
-            engine.judge_refusal(plan.request_id, error)
-            return None
-        simulation.count(f"seek: {'found' if offers else 'nothing'}")
-        for offer in offers[1:]:
-            await self._release(offer)
-        if not offers or not engine.running:
-            return None
-        if simulation.rng.random() < 0.3:
-            await simulation.pass_time(simulation.rng.expovariate(1 / 0.05))
-        best = offers[0]
-        tables = engine.take_blocks(best.num_tokens, plan.cached_tokens) if engine.running else None
-        if tables is None:
-            await self._release(best)
-            return None
-        pull = SimPull(plan, engine, self._content, tables, exact=True)
-
-        async def load_on(rank: SimRank, pull: SimPull) -> Ending:
-            return await self._load_on(rank, pull, best)
-
-        return await self._fill(pull, load_on)
-
-    async def _release(self, offer: PrefixOffer) -> None:
-        """Give an offer back; now and then that is forgotten, and its leases run out."""
-        engine = self._engine
-        if self._simulation.rng.random() < 0.2 or not engine.running:
-            return
-        try:
-            bound_s = self._simulation.settings.base.handshake_timeout_s
-            with engine.bounded(f"release of {offer.ticket.request_id}", bound_s):
-                await engine.ranks[0].runtime.release_blocks(offer.ticket)
-        except KVFlowError as error:
-            engine.judge_refusal(self._plan.request_id, error)
-
-    # --- on all ranks
-
-    async def _fill(self, pull: SimPull, fill_on: FillOn) -> int | None:
-        engine, plan = self._engine, self._plan
-        engine.own(pull)
-        engine.loads[pull] = None
-        engine.note("pulls", plan.request_id, [holder.name for holder in plan.holders], pull.block_ids)
-        pull.device = engine.overwrite_later(pull.block_ids)
-        bodies = [fill_on(rank, pull) for rank in engine.ranks]
-        counts = self._judge(pull, await engine.carry_out(pull, bodies, plan.cancel_after_s))
-        if counts is None:
-            await self._safe(pull)
-        await all_over(pull.device)
-        engine.loads.pop(pull)
-        if counts is not None and plan.use_s and await self._use(pull, counts):
-            self._adopt(pull, counts)
-        engine.give_back(pull)
-        return None if counts is None else min(counts)
-
-    async def _pull_on(self, rank: SimRank, pull: SimPull) -> Ending:
-        """Pull on one rank. Returns its report, judged in the very moment, or what it raised."""
-        plan, engine, base = self._plan, self._engine, self._simulation.settings.base
-        request = replace(self._request(given_block_ids(pull.tables)), after=self._event(pull, rank))
-        LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
-        deadline_s = base.load_deadline_s if plan.deadline_s is None else plan.deadline_s
-        rank.unsure += 0 if plan.rest is None else 2
-        try:
-            with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s + _MOMENT_S):
-                report = await rank.runtime.pull_prefix(request)
-        except (KVFlowError, asyncio.CancelledError) as error:
-            if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
-                engine.fail("I4", f"{plan.request_id} raises, though its blocks are safe: {error}")
-            if isinstance(error, KVFlowError) and error.quarantine is None and (unsafe := _unsafe(rank, pull)):
-                engine.fail("I1", f"{plan.request_id} says that its blocks are safe, not so {unsafe}: {error}")
-            return error
-        if unsafe := _unsafe(rank, pull):
-            engine.fail("I1", f"{plan.request_id} has ended well, but {unsafe} may write to its blocks still")
-        rank.loaded += len(report.loads)
-        if plan.rest is not None and report.payload != plan.rest.payload and plan.rest.tokens:
-            engine.fail("I2", f"{plan.request_id} came with {report.payload!r}, not {plan.rest.payload!r}")
-        self._check(rank, pull, report.num_tokens, report.source or "nobody")
-        return report
-
-    async def _load_on(self, rank: SimRank, pull: SimPull, offer: PrefixOffer) -> Ending:
-        """Load an offer on one rank."""
-        plan, engine, base = self._plan, self._engine, self._simulation.settings.base
-        request = LoadRequest(
-            plan.request_id,
-            offer.ticket.to_params(),
-            given_block_ids(pull.tables),
-            deadline_s=plan.deadline_s,
-            after=self._event(pull, rank),
-        )
-        LOAD.set(RankLoad(pull))
-        deadline_s = base.load_deadline_s if plan.deadline_s is None else plan.deadline_s
-        try:
-            with engine.bounded(plan.request_id, deadline_s + base.cancel_grace_s + _MOMENT_S):
-                report = await rank.runtime.load_blocks(request)
-        except (KVFlowError, asyncio.CancelledError) as error:
-            return error
-        rank.loaded += 1
-        self._check(rank, pull, offer.num_tokens, offer.peer)
-        return report
-
-    def _event(self, pull: SimPull, rank: SimRank) -> DeviceWork | None:
-        return pull.device[rank.index] if pull.device else None
-
-    def _request(self, block_ids: Any) -> PrefixRequest:
-        plan = self._plan
-        return PrefixRequest(
-            plan.request_id,
-            keys=plan.prompt.keys(plan.key_tokens),
-            key_tokens=plan.key_tokens,
-            block_ids=block_ids,
-            peers=[self._address(holder) for holder in plan.holders],
-            cached_tokens=plan.cached_tokens,
-            deadline_s=plan.deadline_s,
-            answer_within_s=plan.answer_within_s,
-            recompute_s_per_token=plan.recompute_s_per_token,
-            rest=None if plan.rest is None else plan.rest.ticket().to_params(),
-        )
-
-    def _address(self, holder: SimEngine) -> Any:
-        """One of the ways in which a peer may be named."""
-        first = f"{holder.host.address}:5600"
-        match self._simulation.rng.randrange(3):
-            case 0:
-                return first
-            case 1:
-                return PeerAddress(engine_id=holder.name, address=first)
-        ports = [5600 + rank for rank in range(holder.shape.num_ranks)]
-        return f"{holder.host.address}:{self._simulation.rng.choice(ports)}".removeprefix("tcp://")
-
-    # --- judged
-
-    def _check(self, rank: SimRank, pull: SimPull, tokens: int, source: str) -> None:
-        """Check that what is reported as filled is there, and is of these tokens and that salt."""
-        plan, engine = self._plan, self._engine
-        if tokens > plan.most or tokens < plan.cached_tokens or (plan.rest is not None and tokens != plan.rest.tokens):
-            engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, of {plan.most}")
-        elif wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):
-            engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, but {wrong}")
-
-    def _judge(self, pull: SimPull, endings: Sequence[Ending]) -> list[int] | None:
-        """Count how a pull has ended. Returns the tokens of each rank if all have got what they could."""
-        simulation, engine, plan = self._simulation, self._engine, self._plan
-        counts, what = list[int](), "seek" if plan.seeks else "pull" if plan.rest is None else "pull with rest"
-        for ending in endings:
-            if isinstance(ending, BaseException):
-                engine.note("pull ended", plan.request_id, f"{type(ending).__name__}: {ending}")
-                simulation.count(f"{what}: {type(ending).__name__}")
-                if isinstance(ending, asyncio.CancelledError) and not pull.cancelled:
-                    engine.fail("I4", f"{plan.request_id}: CancelledError without a cancel")
-                if isinstance(ending, KVFlowError):
-                    engine.judge_refusal(plan.request_id, ending)
-                continue
-            told = ending.num_tokens if isinstance(ending, PrefixReport) else plan.cached_tokens + ending.tokens
-            said = [answer.why for answer in ending.answers] if isinstance(ending, PrefixReport) else []
-            engine.note("pull ended", plan.request_id, told, said)
-            simulation.count(f"{what}: {'found' if told > plan.cached_tokens else 'nothing'}")
-            if isinstance(ending, PrefixReport) and sum(answer.num_tokens > 0 for answer in ending.answers) > 1:
-                simulation.count("pull: several holders")
-            if any("another one" not in why and answered for why, answered in self._failed(ending)):
-                simulation.count("pull: a source failed")
-            counts.append(told)
-        check_conserved(engine)
-        return counts if len(counts) == len(endings) else None
-
-    @staticmethod
-    def _failed(ending: Ending) -> list[tuple[str, int]]:
-        if not isinstance(ending, PrefixReport):
-            return []
-        return [(answer.why, answer.num_tokens) for answer in ending.answers if answer.why]
-
-    async def _safe(self, pull: SimPull) -> None:
-        """Wait until no rank's blocks can be written any more, where one says that they can."""
-        engine = self._engine
-        for rank in list(engine.ranks):
-            for one in _unsafe(rank, pull):
-                self._simulation.count("pull: quarantined")
-                try:
-                    await one.settled()
-                except RuntimeBroken:
-                    await engine.lose(pull)
-
-    # --- used
-
-    async def _use(self, pull: SimPull, counts: Sequence[int]) -> bool:
-        """Use the blocks for a while, in which nobody writes to them. True if they may be kept."""
-        engine, shelf = self._engine, self._engine.shelf
-        await self._simulation.pass_time(self._plan.use_s)
-        if engine.shelf is not shelf or not engine.running:
-            return False  # it has lost what it had
-        for rank, tokens in zip(engine.ranks, counts, strict=True):
-            if wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):
-                engine.fail("I9", f"blocks of {self._plan.request_id} have changed after the pull: {wrong}")
-        return True
-
-    def _adopt(self, pull: SimPull, counts: Sequence[int]) -> None:
-        """Take what came into the engine's own prefix cache."""
-        engine, tokens = self._engine, min(counts)
-        for group, (facts, table) in enumerate(zip(engine.facts, pull.filled(tokens), strict=True)):
-            if not facts.whole and tokens < max(counts):
-                continue  # the end of something else
-            first, wanted = first_token(facts, tokens, table), ends(facts, tokens)
-            for at, block in enumerate(list(table)):
-                end = first + (at + 1) * facts.block_size
-                path = self._plan.prompt.path(end)
-                if end in wanted and end % SPAN == 0 and not engine.shelf.has(group, path):
-                    engine.shelf.keep(group, path, block).written = True
-                    pull.tables[group].remove(block)
-        engine.shelf.learn(self._plan.prompt)
+async def pull(engine: SimEngine, plan: PullPlan) -> int | None:
+    """Carry out a plan. Returns the tokens that all ranks have in the end; None if it has failed."""
+    if not engine.running:
+        return None
+    if plan.seeks:
+        return await _seek_and_load(engine, plan)
+    tables = _take(engine, plan)
+    if tables is None:
+        engine.simulation.count("pull: no room")
+        return None
+    content = engine.simulation.prompts.content(plan.prompt)
+    return await _fill(SimPull(plan, engine, content, tables, exact=plan.rest is not None), _pull_on)
 
 
-def _unsafe(rank: SimRank, pull: SimPull) -> list[Load]:
-    """Loads of a rank that have ended, and may still write to blocks of a pull."""
-    taken = set(pull.block_ids)
-    return [
-        one
-        for one in rank.runtime.quarantines
-        if isinstance(one, Load) and not one.safe and {*itertools.chain(*one.block_tables)} & taken
-    ]
+def _take(engine: SimEngine, plan: PullPlan) -> list[list[int]] | None:
+    """Take blocks for all that may come."""
+    if plan.rest is not None:
+        return engine.take_blocks(plan.rest.tokens, plan.cached_tokens)
+    counts = []
+    for facts in engine.facts:
+        places = -(-plan.most // facts.block_size) - plan.cached_tokens // facts.block_size
+        counts.append(1 if facts.kind is GroupKind.STATE else places)
+    return engine.take_counts(counts)
+
+
+# --- asked, and then loaded
+
+
+async def _seek_and_load(engine: SimEngine, plan: PullPlan) -> int | None:
+    simulation = engine.simulation
+    request = replace(_request(engine, plan, given_block_ids([[] for _ in engine.facts])), every_rank=True)
+    try:
+        with engine.bounded("seek_prefix", plan.answer_within_s):
+            offers = await engine.ranks[0].runtime.seek_prefix(request)
+    except KVFlowError as error:
+        engine.judge_refusal(plan.request_id, error)
+        return None
+    simulation.count(f"seek: {'found' if offers else 'nothing'}")
+    for offer in offers[1:]:
+        await _release(engine, plan, offer)
+    if not offers or not engine.running:
+        return None
+    if simulation.rng.random() < 0.3:
+        await simulation.pass_time(simulation.rng.expovariate(1 / 0.05))
+    best = offers[0]
+    tables = engine.take_blocks(best.num_tokens, plan.cached_tokens) if engine.running else None
+    if tables is None:
+        await _release(engine, plan, best)
+        return None
+    content = simulation.prompts.content(plan.prompt)
+    return await _fill(SimPull(plan, engine, content, tables, exact=True), partial(_load_on, best))
+
+
+async def _release(engine: SimEngine, plan: PullPlan, offer: PrefixOffer) -> None:
+    """Give an offer back; now and then that is forgotten, and its leases run out."""
+    if engine.simulation.rng.random() < 0.2 or not engine.running:
+        return
+    try:
+        bound_s = engine.base.handshake_timeout_s
+        with engine.bounded(f"release of {offer.ticket.request_id}", bound_s):
+            await engine.ranks[0].runtime.release_blocks(offer.ticket)
+    except KVFlowError as error:
+        engine.judge_refusal(plan.request_id, error)
+
+
+# --- on all ranks
+
+
+async def _fill(pull: SimPull, fill_on: FillOn) -> int | None:
+    engine, plan = pull.engine, pull.plan
+    engine.own(pull)
+    engine.loads[pull] = None
+    engine.note("pulls", plan.request_id, [holder.name for holder in plan.holders], pull.block_ids)
+    pull.device = engine.overwrite_later(pull.block_ids)
+    bodies = [fill_on(rank, pull) for rank in engine.ranks]
+    counts = _judge(pull, await engine.carry_out(pull, bodies, plan.cancel_after_s))
+    if counts is None:
+        await _safe(pull)
+    await all_over(pull.device)
+    engine.loads.pop(pull)
+    if counts is not None and plan.use_s and await _use(pull, counts):
+        _adopt(pull, counts)
+    engine.give_back(pull)
+    return None if counts is None else min(counts)
+
+
+async def _pull_on(rank: SimRank, pull: SimPull) -> Ending:
+    """Pull on one rank. Returns its report, judged in the very moment, or what it raised."""
+    plan, engine = pull.plan, pull.engine
+    request = replace(_request(engine, plan, given_block_ids(pull.tables)), after=pull.device[rank.index])
+    LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
+    rank.unsure += 0 if plan.rest is None else 2
+    try:
+        with engine.bounded(plan.request_id, engine.load_bound_s(plan.deadline_s) + _MOMENT_S):
+            report = await rank.runtime.pull_prefix(request)
+    except (KVFlowError, asyncio.CancelledError) as error:
+        if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
+            engine.fail("I4", f"{plan.request_id} raises, though its blocks are safe: {error}")
+        if isinstance(error, KVFlowError) and error.quarantine is None and (unsafe := rank.unsafe(pull)):
+            engine.fail("I1", f"{plan.request_id} says that its blocks are safe, not so {unsafe}: {error}")
+        return error
+    if unsafe := rank.unsafe(pull):
+        engine.fail("I1", f"{plan.request_id} has ended well, but {unsafe} may write to its blocks still")
+    rank.loaded += len(report.loads)
+    if plan.rest is not None and report.payload != plan.rest.payload and plan.rest.tokens:
+        engine.fail("I2", f"{plan.request_id} came with {report.payload!r}, not {plan.rest.payload!r}")
+    _check(rank, pull, report.num_tokens, report.source or "nobody")
+    return report
+
+
+async def _load_on(offer: PrefixOffer, rank: SimRank, pull: SimPull) -> Ending:
+    """Load an offer on one rank."""
+    plan, engine = pull.plan, pull.engine
+    request = LoadRequest(
+        plan.request_id,
+        offer.ticket.to_params(),
+        given_block_ids(pull.tables),
+        deadline_s=plan.deadline_s,
+        after=pull.device[rank.index],
+    )
+    LOAD.set(RankLoad(pull))
+    try:
+        with engine.bounded(plan.request_id, engine.load_bound_s(plan.deadline_s) + _MOMENT_S):
+            report = await rank.runtime.load_blocks(request)
+    except (KVFlowError, asyncio.CancelledError) as error:
+        return error
+    rank.loaded += 1
+    _check(rank, pull, offer.num_tokens, offer.peer)
+    return report
+
+
+def _request(engine: SimEngine, plan: PullPlan, block_ids: Any) -> PrefixRequest:
+    return PrefixRequest(
+        plan.request_id,
+        keys=plan.prompt.keys(plan.key_tokens),
+        key_tokens=plan.key_tokens,
+        block_ids=block_ids,
+        peers=[_address(engine, holder) for holder in plan.holders],
+        cached_tokens=plan.cached_tokens,
+        deadline_s=plan.deadline_s,
+        answer_within_s=plan.answer_within_s,
+        recompute_s_per_token=plan.recompute_s_per_token,
+        rest=None if plan.rest is None else plan.rest.ticket().to_params(),
+    )
+
+
+def _address(engine: SimEngine, holder: SimEngine) -> Any:
+    """One of the ways in which a peer may be named."""
+    first = f"{holder.host.address}:5600"
+    match engine.simulation.rng.randrange(3):
+        case 0:
+            return first
+        case 1:
+            return PeerAddress(engine_id=holder.name, address=first)
+    ports = [5600 + rank for rank in range(holder.shape.num_ranks)]
+    return f"{holder.host.address}:{engine.simulation.rng.choice(ports)}".removeprefix("tcp://")
+
+
+# --- judged
+
+
+def _check(rank: SimRank, pull: SimPull, tokens: int, source: str) -> None:
+    """Check that what is reported as filled is there, and is of these tokens and that salt."""
+    plan, engine = pull.plan, pull.engine
+    if tokens > plan.most or tokens < plan.cached_tokens or (plan.rest is not None and tokens != plan.rest.tokens):
+        engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, of {plan.most}")
+    elif wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):
+        engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, but {wrong}")
+
+
+def _judge(pull: SimPull, endings: Sequence[Ending]) -> list[int] | None:
+    """Count how a pull has ended. Returns the tokens of each rank if all have got what they could."""
+    engine, plan, simulation = pull.engine, pull.plan, pull.engine.simulation
+    counts, what = list[int](), "seek" if plan.seeks else "pull" if plan.rest is None else "pull with rest"
+    for ending in endings:
+        if isinstance(ending, BaseException):
+            engine.note("pull ended", plan.request_id, f"{type(ending).__name__}: {ending}")
+            simulation.count(f"{what}: {type(ending).__name__}")
+            if isinstance(ending, asyncio.CancelledError) and not pull.cancelled:
+                engine.fail("I4", f"{plan.request_id}: CancelledError without a cancel")
+            if isinstance(ending, KVFlowError):
+                engine.judge_refusal(plan.request_id, ending)
+            continue
+        told = ending.num_tokens if isinstance(ending, PrefixReport) else plan.cached_tokens + ending.tokens
+        answers = ending.answers if isinstance(ending, PrefixReport) else ()
+        engine.note("pull ended", plan.request_id, told, [answer.why for answer in answers])
+        simulation.count(f"{what}: {'found' if told > plan.cached_tokens else 'nothing'}")
+        if sum(answer.num_tokens > 0 for answer in answers) > 1:
+            simulation.count("pull: several holders")
+        if any(one.why and one.num_tokens and "another one" not in one.why for one in answers):
+            simulation.count("pull: a source failed")
+        counts.append(told)
+    check_conserved(engine)
+    return counts if len(counts) == len(endings) else None
+
+
+async def _safe(pull: SimPull) -> None:
+    """Wait until no rank's blocks can be written any more, where one says that they can."""
+    engine = pull.engine
+    for rank in list(engine.ranks):
+        for one in rank.unsafe(pull):
+            engine.simulation.count("pull: quarantined")
+            try:
+                await one.settled()
+            except RuntimeBroken:
+                await engine.lose(pull)
+
+
+# --- used
+
+
+async def _use(pull: SimPull, counts: Sequence[int]) -> bool:
+    """Use the blocks for a while, in which nobody writes to them. True if they may be kept."""
+    engine, shelf = pull.engine, pull.engine.shelf
+    await engine.simulation.pass_time(pull.plan.use_s)
+    if engine.shelf is not shelf or not engine.running:
+        return False  # it has lost what it had
+    for rank, tokens in zip(engine.ranks, counts, strict=True):
+        if wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):
+            engine.fail("I9", f"blocks of {pull.request_id} have changed after the pull: {wrong}")
+    return True
+
+
+def _adopt(pull: SimPull, counts: Sequence[int]) -> None:
+    """Take what came into the engine's own prefix cache."""
+    engine, tokens = pull.engine, min(counts)
+    for group, (facts, table) in enumerate(zip(engine.facts, pull.filled(tokens), strict=True)):
+        if not facts.whole and tokens < max(counts):
+            continue  # the end of something else
+        first, wanted = first_token(facts, tokens, table), ends(facts, tokens)
+        for at, block in enumerate(list(table)):
+            end = first + (at + 1) * facts.block_size
+            path = pull.plan.prompt.path(end)
+            if end in wanted and end % SPAN == 0 and not engine.shelf.has(group, path):
+                engine.shelf.keep(group, path, block).written = True
+                pull.tables[group].remove(block)
+    engine.shelf.learn(pull.plan.prompt)

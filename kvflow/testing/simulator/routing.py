@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvflow.core.protocol.ticket import Ticket
@@ -26,7 +25,7 @@ def request(simulation: Simulation, number: int) -> None:
         _several(simulation, number)
         return
     if producer := simulation.pick_running(lambda engine: engine.shape.serves):
-        simulation.spawn(producer.life, _produce(simulation, producer, number), f"offer {number}")
+        simulation.spawn(producer.life, _produce(producer, number), f"offer {number}")
 
 
 def _several(simulation: Simulation, number: int) -> None:
@@ -39,84 +38,87 @@ def _several(simulation: Simulation, number: int) -> None:
     room = min(one.shape.num_blocks * one.shape.block_size // 2 for one in producers)
     tokens, offers = rng.randint(1, min(room, 32)), list[SimOffer]()
     for producer in producers:
-        simulation.spawn(
-            producer.life, _hold(simulation, producer, number, tokens, offers), f"offer {number} of {producer}"
-        )
-    simulation.network.later(rng.uniform(0.0, 0.01), _deliver_several, simulation, rng.choice(consumers), offers)
+        simulation.spawn(producer.life, _hold(producer, number, tokens, offers), f"offer {number} of {producer}")
+    simulation.network.later(rng.uniform(0.0, 0.01), _deliver_several, rng.choice(consumers), offers)
 
 
-async def _hold(simulation: Simulation, producer: SimEngine, number: int, tokens: int, offers: list[SimOffer]) -> None:
+async def _hold(producer: SimEngine, number: int, tokens: int, offers: list[SimOffer]) -> None:
     """Offer the prompt in one of several producers, and wait for the end of its leases."""
-    ttl_s = simulation.settings.base.lease_ttl_s * simulation.rng.uniform(0.2, 1.5)
-    offer = await offering.begin(producer, number, tokens, ttl_s, 0.0, None)
-    if offer is None:
-        return
-    if len(offer.leases) == producer.shape.num_ranks:
+
+    def hand_out(offer: SimOffer) -> None:
         offers.append(offer)
-        if simulation.rng.random() < _REVOKED_SHARE:
-            simulation.loop.call_later(simulation.rng.uniform(0.0, ttl_s), _revoke, simulation, offer)
-    await offering.finish(offer)
+        _perhaps_revoke(offer)
+
+    ttl_s = producer.base.lease_ttl_s * producer.simulation.rng.uniform(0.2, 1.5)
+    await offering.offer(producer, number, tokens, ttl_s, hand_out)
 
 
-def _deliver_several(simulation: Simulation, consumer: SimEngine, offers: Sequence[SimOffer]) -> None:
+def _deliver_several(consumer: SimEngine, offers: Sequence[SimOffer]) -> None:
     if consumer.running and offers:
-        simulation.count("offer: several")
-        body = survive(simulation, consumer, list(offers))
-        simulation.spawn(consumer.life, body, f"load of several {offers[0].number}")
+        consumer.simulation.count("offer: several")
+        body = survive(consumer, list(offers))
+        consumer.simulation.spawn(consumer.life, body, f"load of several {offers[0].number}")
 
 
-async def _produce(simulation: Simulation, producer: SimEngine, number: int) -> None:
+async def _produce(producer: SimEngine, number: int) -> None:
     """Offer a prompt in the producer, send the ticket to whoever decodes it, and wait for the end."""
-    rng = simulation.rng
+
+    def hand_out(offer: SimOffer) -> None:
+        _hand_out(offer)
+        _perhaps_revoke(offer)
+
+    rng = producer.simulation.rng
     tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
-    ttl_s = simulation.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
+    ttl_s = producer.base.lease_ttl_s * rng.uniform(0.2, 1.5)
     pause_s = rng.uniform(0.0, 0.02) if rng.random() < 0.2 else 0.0
-    early = partial(_meet, simulation) if rng.random() < _EARLY_SHARE else None
-    offer = await offering.begin(producer, number, tokens, ttl_s, pause_s, early)
-    if offer is None:
-        return
-    if len(offer.leases) == producer.shape.num_ranks:
-        _hand_out(simulation, offer)
-        if rng.random() < _REVOKED_SHARE:
-            simulation.loop.call_later(rng.uniform(0.0, ttl_s), _revoke, simulation, offer)
-    await offering.finish(offer)
+    early = _meet if rng.random() < _EARLY_SHARE else None
+    await offering.offer(producer, number, tokens, ttl_s, hand_out, pause_s=pause_s, early=early)
 
 
-async def _meet(simulation: Simulation, offer: SimOffer) -> None:
+async def _meet(offer: SimOffer) -> None:
     """Route a request to both legs at once: the consumer's comes first by a while."""
+    simulation = offer.engine.simulation
     introduction = offering.introduce(offer.engine, offer.number)
-    consumers = [one for one in simulation.engines if one.shape.loads and one is not offer.engine]
+    consumers = _consumers(offer)
     if introduction is not None and consumers:
         simulation.count("offer: rendezvous")
         ticket = Ticket.rendezvous(introduction, offer.request_id, ttl_s=offer.ttl_s)
         deliver, consumer = pick(DELIVERIES, simulation.rng), simulation.rng.choice(consumers)
-        simulation.network.later(simulation.network.delay_s(), _deliver, simulation, deliver, consumer, offer, ticket)
+        simulation.network.later(simulation.network.delay_s(), _deliver, deliver, consumer, offer, ticket)
         await simulation.pass_time(simulation.rng.expovariate(1 / _EARLY_S))
 
 
-def _revoke(simulation: Simulation, offer: SimOffer) -> None:
-    """Abort the request at the producer."""
-    simulation.note(repr(offer.engine), "revokes", offer.request_id)
+def _perhaps_revoke(offer: SimOffer) -> None:
+    """Have the request aborted at the producer, by chance, while others may read it."""
+    simulation = offer.engine.simulation
+    if simulation.rng.random() < _REVOKED_SHARE:
+        simulation.loop.call_later(simulation.rng.uniform(0.0, offer.ttl_s), _revoke, offer)
+
+
+def _revoke(offer: SimOffer) -> None:
+    offer.engine.note("revokes", offer.request_id)
     for lease in offer.leases:
         lease.revoke()
 
 
-def _hand_out(simulation: Simulation, offer: SimOffer) -> None:
+def _consumers(offer: SimOffer) -> list[SimEngine]:
+    return [one for one in offer.engine.simulation.engines if one.shape.loads and one is not offer.engine]
+
+
+def _hand_out(offer: SimOffer) -> None:
     """Route an offer: to one consumer, now and then to none, or to a second one that should not have it."""
-    rng = simulation.rng
-    for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 2))):
-        consumers = [one for one in simulation.engines if one.shape.loads and one is not offer.engine]
-        if not consumers:
-            return
+    network, rng, consumers = offer.engine.simulation.network, offer.engine.simulation.rng, _consumers(offer)
+    times = rng.choice((0, 1, 1, 1, 1, 1, 1, 2))
+    for _ in range(times if consumers else 0):
         consumer = rng.choice(consumers)
         ticket = offer.ticket()
         if rng.random() < 0.3:
             ticket = offer.leases[rng.randrange(len(offer.leases))].ticket
-        late_s = rng.uniform(0.0, offer.ttl_s * 1.2) if rng.random() < 0.15 else simulation.network.delay_s()
-        simulation.network.later(late_s, _deliver, simulation, pick(DELIVERIES, rng), consumer, offer, ticket)
+        late_s = rng.uniform(0.0, offer.ttl_s * 1.2) if rng.random() < 0.15 else network.delay_s()
+        network.later(late_s, _deliver, pick(DELIVERIES, rng), consumer, offer, ticket)
 
 
-def _deliver(simulation: Simulation, deliver: Delivery, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> None:
+def _deliver(deliver: Delivery, consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> None:
     if consumer.running:
-        body = deliver(simulation, consumer, offer, ticket)
-        simulation.spawn(consumer.life, body, f"{deliver.__name__} {offer.number}")
+        body = deliver(consumer, offer, ticket)
+        consumer.simulation.spawn(consumer.life, body, f"{deliver.__name__} {offer.number}")

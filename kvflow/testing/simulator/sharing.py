@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from kvflow.testing.simulator import offering
+from kvflow.testing.simulator import offering, prefixes
 from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
-from kvflow.testing.simulator.prefixes import Puller
 from kvflow.testing.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
 from kvflow.testing.simulator.settings import CALM
-from kvflow.testing.simulator.work import PullPlan
+from kvflow.testing.simulator.work import PullPlan, SimOffer
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
@@ -32,27 +30,27 @@ FIRST_NUMBER = 1 << 10  # other requests have lower ones
 # --- what befalls a holder
 
 
-def squeeze(simulation: Simulation, engine: SimEngine) -> None:
+def squeeze(engine: SimEngine) -> None:
     """Make an engine need all its blocks at once, whoever reads them, and write something else there."""
     engine.note("is short of blocks")
     engine.shelf.make_room(engine.shape.num_blocks)
     for _ in range(2):
-        compute(simulation, engine)
+        compute(engine)
 
 
-def evict(simulation: Simulation, engine: SimEngine) -> None:
+def evict(engine: SimEngine) -> None:
     """Have an engine give up some of what it keeps and nobody reads."""
     engine.note("evicts")
-    engine.shelf.evict(simulation.rng.random())
+    engine.shelf.evict(engine.simulation.rng.random())
 
 
-def compute(simulation: Simulation, engine: SimEngine, prompt: SimPrompt | None = None) -> None:
+def compute(engine: SimEngine, prompt: SimPrompt | None = None) -> None:
     """Have an engine compute a prompt, and keep it."""
-    prompt = (prompt or draw_prompt(simulation.rng, PROMPT_MAX)).cut(room(engine))
-    simulation.spawn(engine.life, engine.shelf.compute(prompt), f"compute at {engine}")
+    prompt = (prompt or draw_prompt(engine.simulation.rng, PROMPT_MAX)).cut(room(engine))
+    engine.simulation.spawn(engine.life, engine.shelf.compute(prompt), f"compute at {engine}")
 
 
-STRIKES: Sequence[tuple[int, Callable[[Simulation, SimEngine], None]]] = (
+STRIKES: Sequence[tuple[int, Callable[[SimEngine], None]]] = (
     (10, squeeze),
     (4, evict),
     (2, crash),
@@ -76,31 +74,15 @@ def room(engine: SimEngine) -> int:
 def begin(simulation: Simulation) -> None:
     """Schedule all episodes of a run."""
     rng, span_s = simulation.rng, simulation.settings.span_s
-
-    def some_time(happen: Callable[..., None], *what: object) -> None:
-        simulation.network.later(rng.uniform(0.0, span_s), happen, *what)
-
-    simulation.on_pin = partial(perhaps_strike, simulation)
+    simulation.on_pin = perhaps_strike
     for _ in range(rng.randint(*_PROMPTS)):
         prompt, first_s = draw_prompt(rng, PROMPT_MAX), rng.uniform(0.0, span_s)
         for engine in rng.sample(simulation.engines, rng.randint(1, len(simulation.engines))):
-            late_s = rng.expovariate(1 / _LATER_S)
-            simulation.network.later(first_s + late_s, befall_at, simulation, partial(compute, prompt=prompt), engine)
+            simulation.befall_later(first_s + rng.expovariate(1 / _LATER_S), compute, engine, prompt)
     for _ in range(rng.randint(*_EVICTIONS)):
-        some_time(befall, simulation, rng.choice((evict, evict, evict, squeeze)))
+        simulation.some_time(simulation.befall, rng.choice((evict, evict, evict, squeeze)))
     for number in range(rng.randint(*_PULLS)):
-        some_time(pull, simulation, FIRST_NUMBER + number)
-
-
-def befall(simulation: Simulation, what: Callable[[Simulation, SimEngine], None]) -> None:
-    if engine := simulation.pick_running():
-        what(simulation, engine)
-
-
-def befall_at(simulation: Simulation, what: Callable[[Simulation, SimEngine], None], engine: SimEngine) -> None:
-    """Strike this very engine, if it runs."""
-    if engine.running:
-        what(simulation, engine)
+        simulation.some_time(pull, simulation, FIRST_NUMBER + number)
 
 
 def pull(simulation: Simulation, number: int) -> None:
@@ -111,18 +93,18 @@ def pull(simulation: Simulation, number: int) -> None:
         return
     others = [engine for engine in simulation.engines if engine is not reader]
     holders = rng.sample(others, rng.randint(1, len(others)))
-    plan = draw_plan(simulation, number, reader, holders)
+    plan = draw_plan(number, reader, holders)
     if rng.random() < _REST_SHARE:
         producer = rng.choice(others)
         if producer.running:
-            body = produce(simulation, producer, reader, plan)
+            body = produce(producer, reader, plan)
             simulation.spawn(producer.life, body, f"offer of the rest {number}")
         return
-    start(simulation, reader, plan)
+    start(reader, plan)
 
 
-def draw_plan(simulation: Simulation, number: int, reader: SimEngine, holders: Sequence[SimEngine]) -> PullPlan:
-    rng, size = simulation.rng, reader.shape.block_size
+def draw_plan(number: int, reader: SimEngine, holders: Sequence[SimEngine]) -> PullPlan:
+    rng, size = reader.simulation.rng, reader.shape.block_size
     prompt = draw_prompt(rng, room(reader))
     key_tokens = min(rng.choice((size, size, size, SPAN)), len(prompt.tokens))
     cached = rng.randint(0, len(prompt.tokens) // size) * size if rng.random() < 0.25 else 0
@@ -133,7 +115,7 @@ def draw_plan(simulation: Simulation, number: int, reader: SimEngine, holders: S
         holders=holders,
         cached_tokens=cached // key_tokens * key_tokens,
         seeks=rng.random() < _SEEK_SHARE,
-        deadline_s=rng.uniform(0.0005, simulation.settings.base.load_deadline_s) if rng.random() < 0.2 else None,
+        deadline_s=rng.uniform(0.0005, reader.base.load_deadline_s) if rng.random() < 0.2 else None,
         answer_within_s=rng.choice((0.005, 0.1, 0.25)),
         recompute_s_per_token=rng.choice((1e-6, 1e-3)) if rng.random() < 0.2 else None,
         cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.15 else None,
@@ -141,49 +123,46 @@ def draw_plan(simulation: Simulation, number: int, reader: SimEngine, holders: S
     )
 
 
-def start(simulation: Simulation, reader: SimEngine, plan: PullPlan) -> None:
+def start(reader: SimEngine, plan: PullPlan) -> None:
     if reader.running:
-        simulation.spawn(reader.life, Puller(simulation, reader, plan).run(), plan.request_id)
+        reader.simulation.spawn(reader.life, prefixes.pull(reader, plan), plan.request_id)
 
 
-def perhaps_strike(simulation: Simulation, holder: SimEngine) -> None:
+def perhaps_strike(holder: SimEngine) -> None:
     """Let something befall a holder, by chance, which has answered and is about to be read from."""
-    rng, weather = simulation.rng, simulation.network.weather
-    if simulation.network.weather is not CALM and rng.random() < _STRUCK_SHARE:
+    simulation, rng, weather = holder.simulation, holder.simulation.rng, holder.simulation.network.weather
+    if weather is not CALM and rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * weather.latency_s + weather.read_s))
         simulation.count(f"strike: {strike.__name__.replace('_', ' ')}")
-        simulation.network.later(after_s, befall_at, simulation, strike, holder)
+        simulation.befall_later(after_s, strike, holder)
 
 
-async def produce(simulation: Simulation, producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
+async def produce(producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
     """Compute, in the engine of the rest, the whole prompt, or most of it, and offer it as to any reader."""
-    rng, size = simulation.rng, reader.shape.block_size
-    tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3, 9)), 1)
-    ttl_s = simulation.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
-    content = simulation.prompts.content(plan.prompt)
-    offer = await offering.begin(producer, plan.number, tokens, ttl_s, 0.0, None, content)
-    if offer is None:
-        return
-    if len(offer.leases) == producer.shape.num_ranks:
+    simulation, rng, size = producer.simulation, producer.simulation.rng, reader.shape.block_size
+
+    def hand_out(offer: SimOffer) -> None:
         cached = min(plan.cached_tokens, tokens // size * size)
         both = replace(plan, rest=offer, seeks=False, cached_tokens=cached)
-        simulation.network.later(simulation.network.delay_s(), start, simulation, reader, both)
-        perhaps_strike(simulation, producer)
-    await offering.finish(offer)
+        simulation.network.later(simulation.network.delay_s(), start, reader, both)
+        perhaps_strike(producer)
+
+    tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3, 9)), 1)
+    ttl_s = producer.base.lease_ttl_s * rng.uniform(0.2, 1.5)
+    content = simulation.prompts.content(plan.prompt)
+    await offering.offer(producer, plan.number, tokens, ttl_s, hand_out, content=content)
 
 
-def pull_one(
-    simulation: Simulation, number: int, holder: SimEngine, reader: SimEngine
-) -> asyncio.Task[int | None] | None:
+def pull_one(number: int, holder: SimEngine, reader: SimEngine) -> asyncio.Task[int | None] | None:
     """Have one engine compute a prompt of a block for both, and another pull it; None if either does not run."""
     if not holder.running or not reader.running:
         return None
-    tokens = max(holder.shape.block_size, reader.shape.block_size)
+    simulation, tokens = reader.simulation, max(holder.shape.block_size, reader.shape.block_size)
     prompt = SimPrompt(b"", tuple(range(number, number + tokens)))
     plan = PullPlan(number=number, prompt=prompt, key_tokens=tokens, holders=[holder], deadline_s=5.0)
 
     async def compute_and_pull() -> int | None:
         await simulation.spawn(holder.life, holder.shelf.compute(prompt), f"compute {number}")
-        return await Puller(simulation, reader, plan).run()
+        return await prefixes.pull(reader, plan)
 
     return simulation.spawn(reader.life, compute_and_pull(), plan.request_id)

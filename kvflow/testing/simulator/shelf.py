@@ -23,7 +23,6 @@ from kvflow.testing.simulator.work import all_over
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import SimEngine
-    from kvflow.testing.simulator.simulation import Simulation
     from kvflow.testing.simulator.work import SimRank
 
 _SLOW_SHARE = 0.2  # of shelves: they live in another process, and answer later
@@ -132,8 +131,8 @@ class RankShelf:
 class SimShelf:
     """All that an engine keeps, from one registration of its cache to the end of that."""
 
-    def __init__(self, simulation: Simulation, engine: SimEngine) -> None:
-        self.simulation = simulation
+    def __init__(self, engine: SimEngine) -> None:
+        self.simulation = engine.simulation
         self.engine = engine
         self.ranks: list[RankShelf] = []
         self.writing = 0

@@ -13,7 +13,7 @@ import random
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -141,19 +141,20 @@ class Simulation:
         self.loop.after_step = partial(check_changed, self.changed)
         self.network.weather = self.settings.weather
         for number in range(1, self.settings.requests + 1):
-            self._some_time(partial(request, self), number)
+            self.some_time(request, self, number)
         for _ in range(self.settings.trouble):
-            self._some_time(self._befall, pick(TROUBLE, self.rng))
+            self.some_time(self.befall, pick(TROUBLE, self.rng))
         for _ in range(self.settings.naps):
-            self._some_time(self._befall, nap)
+            self.some_time(self.befall, nap)
         if self.settings.model.shares:
             sharing.begin(self)
         await self.pass_time(self.settings.span_s)
         self._clear_up()
         await self._settle()
-        await self._all_pairs_work()
+        loading_pairs = [pair for pair in self._pairs() if pair[0].shape.serves and pair[1].shape.loads]
+        await self._check_pairs(loading_pairs, self._works, self.settings.requests + 1, "load")
         if self.settings.model.shares:
-            await self._all_pairs_share()
+            await self._check_pairs(self._pairs(), self._shares, sharing.FIRST_NUMBER << 1, "pull")
         await self._settle()
         for engine in self.engines:
             engine.shelf.clear()
@@ -161,20 +162,24 @@ class Simulation:
         await self._close()
         self.loop.after_step = None
 
-    def _some_time(self, happen: Callable[..., None], what: object) -> None:
-        self.network.later(self.rng.uniform(0.0, self.settings.span_s), happen, what)
+    def some_time(self, happen: Callable[..., None], *what: object) -> None:
+        """Let something happen at any moment of the run."""
+        self.network.later(self.rng.uniform(0.0, self.settings.span_s), happen, *what)
 
-    def _befall(self, trouble: Callable[[Simulation, SimEngine], None]) -> None:
+    def befall(self, trouble: Callable[[SimEngine], None]) -> None:
+        """Let something befall any engine that runs."""
         if engine := self.pick_running():
             self.count(f"trouble: {trouble.__name__.replace('_', ' ')}")
-            trouble(self, engine)
+            trouble(engine)
 
-    def strike(
-        self, trouble: Callable[[Simulation, SimEngine, SimEngine], None], engine: SimEngine, consumer: SimEngine
-    ) -> None:
-        """Strike this very engine, which the consumer reads from, if it runs."""
-        if engine.running:
-            trouble(self, engine, consumer)
+    def befall_later(self, delay_s: float, trouble: Callable[..., None], engine: SimEngine, *what: object) -> None:
+        """Let something befall this very engine some time later, if it runs then."""
+
+        def happen() -> None:
+            if engine.running:
+                trouble(engine, *what)
+
+        self.network.later(delay_s, happen)
 
     def _clear_up(self) -> None:
         """Clear the weather, heal the links, and thaw the frozen."""
@@ -198,55 +203,53 @@ class Simulation:
                 return
             await self.pass_time(0.05)
 
-    async def _all_pairs_work(self) -> None:
-        """Check that every consumer can load from every producer."""
-        numbers = itertools.count(self.settings.requests + 1)
-        for producer, consumer in itertools.permutations(self.engines, 2):
-            if not producer.shape.serves or not consumer.shape.loads:
-                continue
+    def _pairs(self) -> list[tuple[SimEngine, SimEngine]]:
+        return list(itertools.permutations(self.engines, 2))
+
+    async def _check_pairs(
+        self,
+        pairs: Iterable[tuple[SimEngine, SimEngine]],
+        works: Callable[[SimEngine, SimEngine, int], Coroutine[Any, Any, bool]],
+        first_number: int,
+        verb: str,
+    ) -> None:
+        """Check that something works between engines: each try is a request of another number."""
+        numbers = itertools.count(first_number)
+        for source, reader in pairs:
             for number in itertools.islice(numbers, _TRIES):
-                if await self._works(producer, consumer, number):
+                if await works(source, reader, number):
                     break
                 await self.pass_time(0.5)
             else:
-                self.fail("I7", f"{consumer} cannot load from {producer} any more")
+                self.fail("I7", f"{reader} cannot {verb} from {source} any more")
 
     async def _works(self, producer: SimEngine, consumer: SimEngine, number: int) -> bool:
+        """True if the consumer can load from the producer."""
         if not producer.running or not consumer.running:
             return False
 
-        async def produce() -> SimOffer | None:
-            offer = await offering.begin(producer, number, producer.shape.block_size + 1, 10.0, 0.0, None)
+        def hand_out(offer: SimOffer) -> None:
+            load = loading.load(consumer, offer, offer.ticket(), LoadPlan(deadline_s=5.0))
+            self.spawn(consumer.life, load, f"load {number}")
+
+        async def produce() -> bool:
+            offer = await offering.offer(producer, number, producer.shape.block_size + 1, 10.0, hand_out)
             if offer is None:
-                return None
-            if len(offer.leases) == producer.shape.num_ranks:
-                load = loading.load(consumer, offer, offer.ticket(), LoadPlan(deadline_s=5.0))
-                self.spawn(consumer.life, load, f"load {number}")
-            await offering.finish(offer)
+                return False
             unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
             if unread and offer.loaded and not offer.broken:  # it may break when all of it was told, and read
                 self.fail("I4", f"request-{number} was loaded, and nothing was lost, but its leases ended as {unread}")
-            return offer
+            return offer.loaded
 
         producing = self.spawn(producer.life, produce(), f"offer {number}")
         await self._settle()
-        if not producing.done():
-            return False  # its process has died
-        offer = producing.result()
-        return offer is not None and offer.loaded
+        return producing.done() and producing.result()  # else its process has died
 
-    async def _all_pairs_share(self) -> None:
-        """Check that every engine can pull what another one keeps."""
-        numbers = itertools.count(sharing.FIRST_NUMBER << 1)
-        for holder, reader in itertools.permutations(self.engines, 2):
-            for number in itertools.islice(numbers, _TRIES):
-                pulling = sharing.pull_one(self, number, holder, reader)
-                await self._settle()
-                if pulling is not None and pulling.done() and pulling.result():
-                    break
-                await self.pass_time(0.5)
-            else:
-                self.fail("I7", f"{reader} cannot pull from {holder} any more")
+    async def _shares(self, holder: SimEngine, reader: SimEngine, number: int) -> bool:
+        """True if the reader can pull what the holder keeps."""
+        pulling = sharing.pull_one(number, holder, reader)
+        await self._settle()
+        return pulling is not None and pulling.done() and bool(pulling.result())
 
     async def _close(self) -> None:
         for engine in self.engines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.records import Attempt
@@ -277,6 +279,11 @@ class SimRank:
     def holds_lease(self, offer: SimOffer) -> bool:
         """True if an offer's lease on this rank is open."""
         return len(offer.leases) > self.index and not offer.leases[self.index].done
+
+    def unsafe(self, load: SimLoad | SimPull) -> list[Load]:
+        """Loads of this rank that have ended, and may still write to blocks of this one."""
+        taken, mine = set(load.block_ids), [one for one in self.runtime.quarantines if isinstance(one, Load)]
+        return [one for one in mine if not one.safe and taken & {*itertools.chain(*one.block_tables)}]
 
     def has_leased(self, offer: SimOffer, block: int) -> bool:
         """True if an offer's lease on this rank is open, and has been given the block."""
