@@ -63,7 +63,7 @@ class GrowingLoads:
         self.clock = context.clock
         self.route = route
         self.count = 0
-        """Loads so far, this one among them while it is read."""
+        """Loads that were begun so far."""
         self._follower = Follower(context, local, reach)
 
     def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
