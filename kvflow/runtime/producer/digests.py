@@ -110,8 +110,7 @@ class DigestAnswers:
         count = sum(len(part.layers) for part in question.parts)
         if not 0 < len(question.parts) <= messages.DIGEST_PARTS_MAX or count > messages.REGIONS_MAX:
             raise codec.WireError(f"digests: {len(question.parts)} parts of {count} layers")
-        tables = held.tables if held.host_tables is None else held.host_tables
-        return [self._understood_part(part, ticket, tables) for part in question.parts]
+        return [self._understood_part(part, ticket, held.readable) for part in question.parts]
 
     def _understood_part(self, part: messages.DigestPart, ticket: Ticket, tables: Sequence[BlockIds]) -> Digesting:
         at, share = self._share_of(part)
