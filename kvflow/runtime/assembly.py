@@ -111,7 +111,7 @@ class RegisteredCache:
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None
         """The service that answers readers of another make."""
-        self.digests = DigestAnswers(context, local, self.serving.held, self.serving.digests, gear.digests)
+        self.digests = DigestAnswers(context, local, self.serving.known, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
         self.sharing: SharedPrefixes | None = None
         """The service that answers questions for prefixes, if this cache is shared."""

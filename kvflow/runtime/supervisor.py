@@ -158,8 +158,8 @@ class Supervisor:
 
     async def drain(self, deadline_s: float) -> DrainReport:
         """See `Runtime.drain`."""
-        self.state = RuntimeState.DRAINING
-        return await self._drain(deadline_s)
+        self.state, cache = RuntimeState.DRAINING, self.held
+        return DrainReport(finished=True) if cache is None else await drain(cache, self.config, deadline_s)
 
     def statistics(self) -> RuntimeStatistics:
         cache, past, services = self.held, self._past, self._services
@@ -338,7 +338,7 @@ class Supervisor:
         if self._cause is not None:
             await end(cache, self.config, broken=True)
         elif drained and not self._hurried and busy(cache):
-            await self._drain(self.config.drain_timeout_s)
+            await drain(cache, self.config, self.config.drain_timeout_s)
         else:
             await end(cache, self.config)
         await cache.readers.tell()
@@ -380,12 +380,6 @@ class Supervisor:
     async def _end_copies(self) -> str:
         bound_s = self.config.limits.transport_close_timeout_s
         return "" if await self._copier.aclose(bound_s) else f"a copy still runs after {bound_s} s"
-
-    async def _drain(self, deadline_s: float) -> DrainReport:
-        cache = self.held
-        if cache is None:
-            return DrainReport(finished=True)
-        return await drain(cache, self.config, deadline_s)
 
     def _answer(self, header: codec.Header, request: messages.Request) -> Answered:
         """Answer a peer on the side channel, or promise to; never waits."""

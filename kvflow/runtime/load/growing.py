@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import merge
 
-from kvflow.config import Config
 from kvflow.core.policy.history import History
-from kvflow.runtime.clock import Clock, Timer
+from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.lanes import GroupSpan, Lane
@@ -60,11 +59,12 @@ class GrowingLoads:
     """Carries loads of leases that grow."""
 
     def __init__(self, context: RankContext, local: LocalRank, reach: Reaching, route: Route) -> None:
-        self._config = context.config
-        self._clock = context.clock
-        self._route = route
+        self.slice_bytes_max = context.config.limits.slice_bytes_max
+        self.clock = context.clock
+        self.route = route
+        self.count = 0
+        """Loads that were begun so far."""
         self._follower = Follower(context, local, reach)
-        self._count = 0
 
     def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
         """Ask these ranks what becomes of their leases, for a load that needs more of them than seals say."""
@@ -77,29 +77,12 @@ class GrowingLoads:
 
     async def read(self, load: Load, flight: Flight, matched: Matched) -> bool:
         """Read the load's blocks as they are computed; see `Flight.fly_groups`."""
-        self._count += 1
+        self.count += 1
         carrier = _Carrier(self, load, flight, matched)
         try:
             return await flight.fly_groups(carrier.groups())
         finally:
             carrier.close()
-
-    @property
-    def config(self) -> Config:
-        return self._config
-
-    @property
-    def clock(self) -> Clock:
-        return self._clock
-
-    @property
-    def route(self) -> Route:
-        return self._route
-
-    @property
-    def count(self) -> int:
-        """Number of slices so far."""
-        return self._count
 
 
 def _told(work: Work, source: Source) -> None:
@@ -140,7 +123,7 @@ class _Carrier:
         parts = route.parts(sources)
         untouched = not route.needs_buffers(parts) and not work.ticket.extends
         lanes = route.lanes(parts, work.tables)
-        growth = Growth(self._tokens, self._loads.config.limits.slice_bytes_max, self._loads.count)
+        growth = Growth(self._tokens, self._loads.slice_bytes_max, self._loads.count)
         frontier = Frontier(lanes, self._growing, self._load.note_progress, work.landed)
         while lanes or (self._load.followed and not frontier.done):
             frontier.look()

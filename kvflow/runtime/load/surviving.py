@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from kvflow.checks import answer, said, shown
@@ -99,11 +98,7 @@ class Surviving:
             check_alike(tickets[0], other, what)
         if len(tickets) == 1 and request.again is None:
             return tickets, self.meeting.carry if tickets[0].awaited else self.whole
-        return tickets, partial(_carry, self, tickets)
-
-
-async def _carry(surviving: Surviving, tickets: Sequence[Ticket], load: Load, work: Work) -> LoadReport:
-    return await _Course(surviving, tickets, load, work).carry()
+        return tickets, lambda load, work: _Course(self, tickets, load, work).carry()
 
 
 class _Course:

@@ -24,7 +24,7 @@ from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
-from kvflow.runtime.producer.blocks import HeldBlocks
+from kvflow.runtime.producer.open_lease import OpenLease
 
 logger = logger_of(__name__)
 
@@ -39,15 +39,15 @@ class DigestAnswers:
         self,
         context: RankContext,
         local: LocalRank,
-        held: Callable[[str, str], tuple[Ticket, HeldBlocks] | None],
+        known: Callable[[str, str], OpenLease | None],
         counts: MutableMapping[str, int],
         gear: DigestGear,
     ) -> None:
-        """`held` finds an open lease (`Serving.held`), and `counts` are for its statistics."""
+        """`known` finds an open lease (`Serving.known`), and `counts` are for its statistics."""
         self._limits = context.config.limits
         self._spawn = context.spawn
         self._local = local
-        self._held = held
+        self._known = known
         self._counts = counts
         self._gear = gear
         self._under_way: Counter[str] = Counter()
@@ -56,14 +56,14 @@ class DigestAnswers:
     def answer(self, question: messages.DigestRequest) -> Answered:
         """The digests that a reader asks for, promised; or at once why there are none."""
         reader, limits = question.reader, self._limits
-        found = self._held(question.lease_id, question.request_id)
+        found = self._known(question.lease_id, question.request_id)
         if found is None:
             return self._refused(messages.NoLease(ended=True))
-        held = found[1]
+        held = found.held
         if held.missing and any(part.stop > held.num_tokens - held.missing for part in question.parts):
             return self._refused(refusal("its blocks are not there yet", transient=True))
         try:
-            asked = self._understood(question, *found)
+            asked = self._understood(question, found)
         except codec.WireError as error:
             return self._refused(refusal(str(error)))
         if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= OF_READER_MAX:
@@ -91,7 +91,7 @@ class DigestAnswers:
             logger.warning("request %s: no digests of its blocks: %s", question.request_id, error)
             reply.set_result(self._refused(refusal(f"no digests: {error}")))
             return
-        if self._held(question.lease_id, question.request_id) is None:
+        if self._known(question.lease_id, question.request_id) is None:
             reply.set_result(self._refused(messages.NoLease(ended=True)))
         else:
             self._counts["digests"] += 1
@@ -103,15 +103,14 @@ class DigestAnswers:
         if not reply.done():
             reply.set_result(self._refused(refusal("the engine closes", transient=True)))
 
-    def _understood(self, question: messages.DigestRequest, ticket: Ticket, held: HeldBlocks) -> list[Digesting]:
+    def _understood(self, question: messages.DigestRequest, found: OpenLease) -> list[Digesting]:
         """The digests to compute. WireError if they are of nothing that this rank, or the lease, has."""
         if question.definition != DEFINITION:
             raise codec.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
         count = sum(len(part.layers) for part in question.parts)
         if not 0 < len(question.parts) <= messages.DIGEST_PARTS_MAX or count > messages.REGIONS_MAX:
             raise codec.WireError(f"digests: {len(question.parts)} parts of {count} layers")
-        tables = held.tables if held.host_tables is None else held.host_tables
-        return [self._understood_part(part, ticket, tables) for part in question.parts]
+        return [self._understood_part(part, found.ticket, found.held.readable) for part in question.parts]
 
     def _understood_part(self, part: messages.DigestPart, ticket: Ticket, tables: Sequence[BlockIds]) -> Digesting:
         at, share = self._share_of(part)

@@ -198,13 +198,12 @@ class Serving:
             self.attendance.came(entry, question.reader)
         return offer.found(self._clock.now_s())
 
-    def held(self, lease_id: str, request_id: str) -> tuple[Ticket, HeldBlocks] | None:
-        """Ticket and blocks of an open lease, for a reader that knows its secret."""
+    def known(self, lease_id: str, request_id: str) -> OpenLease | None:
+        """An open lease, for a reader that knows its secret."""
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.terms.request_id != request_id:
             return None
-        offer = self._offers[entry]
-        return offer.ticket, offer.held
+        return self._offers[entry]
 
     def open_lease(self, request_id: str) -> OpenLease | None:
         """The open lease of a request."""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvflow import checks
@@ -229,9 +230,7 @@ class BlockStore:
         if header.file_bytes > most:
             raise RequestError(f"{what}: it takes {header.file_bytes} bytes, store_bytes_max is {most}")
         digests = await self._digests(job)
-        header = EntryHeader(
-            **{name: getattr(header, name) for name in header.__struct_fields__} | {"digests": digests}
-        )
+        header = msgspec.structs.replace(header, digests=digests)
         evicted = self._make_room(job, header)
         assert job.file is not None, "made with its room"
         await self._files.call(job.file.create)
