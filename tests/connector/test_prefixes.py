@@ -32,15 +32,7 @@ from kvflow.runtime.runtime import Runtime
 from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork
 from tests.connector.test_scheduler import BLOCK_SIZE, PREFILL, Request
-from tests.connector.test_worker import (
-    Engine,
-    Pair,
-    load_ended,
-    make,
-    settled_afterwards,
-    spare_of,
-    steps,
-)
+from tests.connector.test_worker import Engine, Pair, load_ended, make, settled_afterwards, steps, until_blocking
 from tests.support.tests_support import any_ticket, each
 
 PROMPT = list(range(50, 62))
@@ -52,13 +44,16 @@ OTHER = prefix_keys(range(12), BLOCK_SIZE)
 def pair() -> Iterator[Pair]:
     """The first one has the prompt's first two blocks in blocks 1 and 2."""
     network = InprocNetwork()
-    with settled_afterwards(Pair(make("holder", network, 1.0), make("reader", network, -1.0))) as both:
-        holder = both.prefill
-        holder.worker.share([PagedGroup(GroupFacts(name="kv", block_size=BLOCK_SIZE))], BLOCK_SIZE)
-        shelved = Shelved(parent=b"", keys=tuple(KEYS[:2]), block_tables=((1, 2),))
-        begin(holder, Step(shelved=[shelved]))
-        both.decode.worker._courier.peers.wait_s = 60.0
-        yield both
+    with settled_afterwards(make("holder", network, 1.0), make("reader", network, -1.0)) as (holder, reader):
+        share(holder, (1, 2))
+        reader.worker._courier.peers.wait_s = 60.0
+        yield Pair(holder, reader)
+
+
+def share(holder: Engine, blocks: tuple[int, ...]) -> None:
+    """Let peers read the prompt's beginning in these blocks."""
+    holder.worker.share([PagedGroup(GroupFacts(name="kv", block_size=BLOCK_SIZE))], BLOCK_SIZE)
+    begin(holder, Step(shelved=[Shelved(parent=b"", keys=tuple(KEYS[:2]), block_tables=(blocks,))]))
 
 
 def begin(engine: Engine, step: Step) -> None:
@@ -97,10 +92,8 @@ def test_a_prefix_is_loaded_as_any_ticket_is(pair: Pair, cached: int) -> None:
     assert reader.scheduler.num_new_matched_tokens("d", cached) == Matched(8 - cached, True)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8 - cached)
     assert reader.until_loaded().tokens == 8 - cached
-    read = [6] if cached else [5, 6]
-    for layer in reader.kv_caches.values():
-        assert (layer[:, read] == 1.0).all()
-        assert (layer[:, [at for at in range(8) if at not in read]] == -1.0).all()
+    reader.assert_filled(*([6] if cached else [5, 6]))
+    reader.assert_filled(*([5] * bool(cached)), 0, 1, 2, 3, 4, 7, fill=-1.0)
     assert list(holder.worker.shared()) == ["found"]
     assert list(holder.worker.shared()) == []
 
@@ -125,17 +118,9 @@ def test_what_is_reused_before_it_was_read_is_a_miss(pair: Pair) -> None:
 
 
 def test_nothing_and_nobody(pair: Pair) -> None:
-    other = prefix_keys(range(9, 17), BLOCK_SIZE)
-    assert ask(pair.decode, question(pair.prefill, keys=other)).outcome is PrefixOutcome.NOTHING
+    assert ask(pair.decode, question(pair.prefill, keys=OTHER)).outcome is PrefixOutcome.NOTHING
     assert ask(pair.decode, question()).outcome is PrefixOutcome.NOTHING
     assert ask(pair.decode, question(pair.prefill, cached=8)).outcome is PrefixOutcome.NOTHING, "it is cached here"
-
-
-def test_what_is_offered_to_a_request_that_has_ended_is_given_back(pair: Pair) -> None:
-    answer = ask(pair.decode, question(pair.prefill))
-    assert answer.found.tickets
-    pair.decode.scheduler.give_back("d", answer.found.tickets)
-    pair.decode.step()  # the fixture sees whether it was
 
 
 def test_a_request_that_ends_before_it_has_blocks_gives_its_prefix_back(pair: Pair) -> None:
@@ -170,9 +155,8 @@ def test_a_prompt_that_is_computed_for_a_reader_may_begin_with_a_prefix(pair: Pa
 @pytest.fixture
 def trio(pair: Pair) -> Iterator[tuple[Pair, Engine]]:
     """One more engine has the same two blocks, in blocks 3 and 4."""
-    with spare_of(pair) as spare:
-        spare.worker.share([PagedGroup(GroupFacts(name="kv", block_size=BLOCK_SIZE))], BLOCK_SIZE)
-        begin(spare, Step(shelved=[Shelved(parent=b"", keys=tuple(KEYS[:2]), block_tables=((3, 4),))]))
+    with settled_afterwards(make("spare", pair.decode.transport._network, 2.0)) as (spare,):
+        share(spare, (3, 4))
         yield pair, spare
 
 
@@ -197,20 +181,16 @@ def test_a_holder_that_fails_is_followed_by_the_next(trio: tuple[Pair, Engine], 
         (second.runtime.config.engine_id, "loaded"),
     ]
     fill = float(next(iter(second.kv_caches.values())).flatten()[0])
-    for layer in reader.kv_caches.values():
-        assert (layer[:, [5, 6]] == fill).all()
-        assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
+    reader.assert_filled(5, 6, fill=fill)
+    reader.assert_filled(0, 1, 2, 3, 4, 7, fill=-1.0)
 
 
 def test_a_request_that_waits_for_blocks_keeps_what_every_holder_offers(trio: tuple[Pair, Engine]) -> None:
     reader = trio[0].decode
     holders = holders_of(trio, adopted(reader, trio[0].prefill, trio[1]))
     reader.step()
-    for _ in steps():
-        renewed = [engine.runtime.statistics().serving for engine in holders]
-        if all(one is not None and one.renewals for one in renewed):
-            break
-    assert all(one is not None and one.renewals for one in renewed)
+    for holder in holders:
+        until_blocking(lambda holder=holder: holder.runtime.statistics().serving.renewals)  # type: ignore[misc]
     assert not reader.scheduler.request_finished("d", completed=False).hold_blocks
     reader.step()  # the fixtures see that both have their blocks again
 
@@ -280,9 +260,15 @@ def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
     frozen, released = threading.Event(), threading.Event()
     peers = reader.worker._courier.peers
     assert ask(reader, question(holder, keys=OTHER)).outcome is PrefixOutcome.NOTHING, "it is connected now"
-    peers.wait_s = 1.0
+    peers.wait_s = 0.2
     at = question(holder)
-    holder.runtime.start(lambda _: _freeze(frozen, released))
+
+    async def freeze(_: Runtime) -> None:
+        """Keep a runtime's loop from running, as a process that is stopped."""
+        frozen.set()
+        released.wait()
+
+    holder.runtime.start(freeze)
     try:
         assert frozen.wait(60.0)
         assert ask(reader, at).outcome is PrefixOutcome.LATE
@@ -290,19 +276,10 @@ def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
     finally:
         released.set()
     peers.wait_s = 60.0
-    for _ in steps():
-        answer = ask(reader, at)
-        if answer.outcome is PrefixOutcome.FOUND:
-            break
-    assert answer.outcome is PrefixOutcome.FOUND
+    answers = (ask(reader, at) for _ in steps())
+    answer = next(answer for answer in answers if answer.outcome is PrefixOutcome.FOUND)
     reader.scheduler.give_back("d", answer.found.tickets)
     reader.step()
-
-
-async def _freeze(frozen: threading.Event, released: threading.Event) -> None:
-    """Keep a runtime's loop from running, as a process that is stopped."""
-    frozen.set()
-    released.wait()
 
 
 def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair) -> None:
@@ -310,9 +287,7 @@ def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair
     reader, holder = pair.decode, pair.prefill.worker.introduction()
     reader.worker._courier.peers.known = (holder.address, "tcp://127.0.0.1:1")
     reader.worker.meet(follows=True)
-    for _ in steps():
-        if reader.runtime.statistics().peers:
-            break
+    until_blocking(lambda: bool(reader.runtime.statistics().peers))
     assert [peer.engine_id for peer in reader.runtime.statistics().peers] == ["holder"]
     assert ask(reader, question(pair.prefill, keys=OTHER)).outcome is PrefixOutcome.NOTHING
 
@@ -331,16 +306,9 @@ async def test_those_that_events_name_are_asked_first_unless_a_router_has_named_
 
 
 def report_of(total_s: float, tokens: int = 8, *, attempts: Sequence[Attempt] = ()) -> LoadReport:
+    counts = {"bytes": 1, "blocks": 1, "descriptors": 1}
     return LoadReport(
-        request_id="d",
-        bytes=1,
-        blocks=1,
-        tokens=tokens,
-        descriptors=1,
-        sources=(),
-        notified=True,
-        seconds={"wire": total_s},
-        attempts=attempts,
+        **counts, request_id="d", tokens=tokens, sources=(), notified=True, seconds={"wire": total_s}, attempts=attempts
     )
 
 
@@ -374,12 +342,12 @@ async def test_what_loads_take_is_learned_of_prefixes_and_by_who_has_given_them(
 # --- which requests ask
 
 
-def asking(*peers: str, tokens_min: int = 8) -> Asking:
-    return Asking(peers, block_tokens=BLOCK_SIZE, tokens_min=tokens_min)
+@pytest.fixture
+def made() -> Asking:
+    return Asking(("tcp://a:1",), block_tokens=BLOCK_SIZE, tokens_min=8)
 
 
-def test_a_request_asks_once() -> None:
-    made = asking("tcp://a:1")
+def test_a_request_asks_once(made: Asking) -> None:
     made.add("r", KEYS, None)
     assert made.waits("r", 4)
     assert made.waits("r", 4)
@@ -392,9 +360,8 @@ def test_a_request_asks_once() -> None:
     assert not made.waits("r", 0)
 
 
-def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time() -> None:
+def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time(made: Asking) -> None:
     """The others see then what is cached: of three, one has enough, and one asks for the rest."""
-    made = asking("tcp://a:1")
     for name, keys in (("first", KEYS), ("same", KEYS), ("longer", [*KEYS, *OTHER]), ("other", OTHER)):
         made.add(name, keys, None)
         assert made.waits(name, 0)
@@ -411,8 +378,7 @@ def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time() -> None:
     assert (left.request_id, left.cached_tokens) == ("longer", 12)
 
 
-def test_what_nobody_has_is_asked_for_once() -> None:
-    made = asking("tcp://a:1")
+def test_what_nobody_has_is_asked_for_once(made: Asking) -> None:
     for name in ("first", "same"):
         made.add(name, KEYS, None)
         assert made.waits(name, 0)
@@ -429,37 +395,31 @@ def test_what_nobody_has_is_asked_for_once() -> None:
     assert [one.request_id for one in made.take()] == ["later"]
 
 
-@each(("computed", "waits"), [(0, True), (4, True), (8, False), (12, False)])
-def test_what_is_nearly_all_cached_is_not_asked_for(computed: int, waits: bool) -> None:
-    made = asking("tcp://a:1")
-    made.add("r", KEYS, None)
-    assert made.waits("r", computed) == waits
-    assert len(made.take()) == waits
+@each(
+    ("peers", "followed", "keys", "named", "computed", "asks"),
+    [
+        (("tcp://a:1",), False, KEYS, None, 0, True),
+        (("tcp://a:1",), False, KEYS, None, 4, True),
+        (("tcp://a:1",), False, KEYS, None, 8, False),  # nearly all is cached
+        (("tcp://a:1",), False, KEYS, None, 12, False),
+        (("tcp://a:1",), False, KEYS[:1], None, 0, False),  # short
+        ((), False, KEYS, None, 0, False),  # there is nobody
+        ((), False, KEYS, "tcp://b:2", 0, True),
+        ((), True, KEYS, "tcp://b:2", 0, True),
+        ((), True, KEYS, None, 0, True),  # those that events name
+    ],
+)
+def test_who_is_asked_for_what(
+    peers: tuple[str, ...], followed: bool, keys: Sequence[bytes], named: str | None, computed: int, asks: bool
+) -> None:
+    made = Asking(peers, block_tokens=BLOCK_SIZE, tokens_min=8, hinted=followed)
+    made.add("r", keys, named)
+    assert made.waits("r", computed) == asks
+    whom = (named,) if named else peers
+    assert [(one.peers, one.hinted) for one in made.take()] == [(whom, followed and named is None)] * asks
 
 
-def test_where_events_are_followed_those_may_be_asked_that_they_name() -> None:
-    made = Asking((), block_tokens=BLOCK_SIZE, tokens_min=8, hinted=True)
-    made.add("r", KEYS, None)
-    made.add("named", OTHER, "tcp://b:2")
-    assert made.waits("r", 0)
-    assert made.waits("named", 0)
-    assert [(one.peers, one.hinted) for one in made.take()] == [((), True), (("tcp://b:2",), False)]
-
-
-def test_nobody_is_asked_for_what_is_short_or_where_there_is_nobody() -> None:
-    made = asking()
-    made.add("r", KEYS, None)
-    assert not made.waits("r", 0)
-    made.add("named", KEYS, "tcp://b:2")
-    assert made.waits("named", 0)
-    assert made.take()[0].peers == ("tcp://b:2",)
-    made = asking("tcp://a:1")
-    made.add("r", KEYS[:1], None)
-    assert not made.waits("r", 0)
-
-
-def test_a_request_that_has_ended_asks_nothing_and_waits_for_nothing() -> None:
-    made = asking("tcp://a:1")
+def test_a_request_that_has_ended_asks_nothing_and_waits_for_nothing(made: Asking) -> None:
     made.add("r", KEYS, None)
     assert made.waits("r", 0)
     made.finished("r")
@@ -493,7 +453,7 @@ def test_what_cannot_be_a_source(given: object) -> None:
         source_in({"remote_kv_source": given})
 
 
-def test_what_is_said_of_them() -> None:
-    assert repr(asking("tcp://a:1")) == "<Asking 0 requests>"
+def test_what_is_said_of_them(made: Asking) -> None:
+    assert repr(made) == "<Asking 0 requests>"
     assert repr(Shelving(BLOCK_SIZE, lambda _: None)) == "<Shelving 0 blocks of 0 requests and former ones>"
     assert Found(request_id="r").tickets == ()

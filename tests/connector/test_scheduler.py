@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvflow.connector.parameters import Dialect, producer_params
+from kvflow.connector.parameters import Dialect, params_of_several, producer_params
 from kvflow.connector.scheduler import (
     ConnectorScheduler,
     Finished,
@@ -119,27 +119,41 @@ def test_ranks_that_register_anew_are_introduced_anew() -> None:
 
 
 @each(
-    ("prompt", "offered", "computed", "expected"),
+    ("prompt", "offered", "computed", "least", "missing"),
     [
-        (10, 10, 0, Matched(10, True)),
-        (10, 10, 4, Matched(6, True)),
-        (10, 10, 8, Matched(2, True)),
-        (12, 12, 12, Matched(0, False)),  # a full local hit
-        (12, 8, 0, Matched(8, True)),  # the producer has only part of it
-        (12, 8, 8, Matched(0, False)),
-        (12, 8, 12, Matched(0, False)),
-        (8, 12, 0, Matched(0, False)),  # not this prompt
-        (3, 0, 0, Matched(0, False)),  # an offer of nothing
+        (10, 10, 0, 1, (7, 8, 9)),
+        (10, 10, 4, 1, (8, 9)),
+        (10, 10, 8, 1, (9,)),
+        (12, 12, 12, 1, ()),  # a full local hit
+        (12, 8, 0, 1, (7, 8)),  # the producer has only part of it
+        (12, 8, 4, 1, (8,)),
+        (12, 8, 8, 1, ()),
+        (12, 8, 12, 1, ()),
+        (12, 12, 4, 5, (8, 9)),
+        (12, 12, 8, 5, ()),  # few tokens are computed
+        (8, 12, 0, 1, ()),  # not this prompt
+        (3, 0, 0, 1, ()),  # an offer of nothing
     ],
 )
-def test_what_can_come_from_remote(prompt: int, offered: int, computed: int, expected: Matched) -> None:
-    connector = scheduler()
-    connector.add(consumer(prompt, ticket_of(offered)))
+def test_what_is_not_computed_comes_from_remote(
+    prompt: int, offered: int, computed: int, least: int, missing: tuple[int, ...]
+) -> None:
+    """If nothing does, the producer is told."""
+    connector = scheduler(fetch_tokens_min=least)
+    ticket = ticket_of(offered)
+    connector.add(consumer(prompt, ticket))
+    expected = Matched(offered - computed, True) if missing else Matched(0, False)
     for _ in range(3):  # asking has no side effects
         assert connector.num_new_matched_tokens("r", computed) == expected
     assert connector.state_of("r") is ConsumerState.EXPECTED
     step = step_of(connector)
     assert step == Step(keep=step.keep)
+    connector.update_after_alloc("r", [7, 8, 9], expected.tokens)
+    step = step_of(connector)
+    received = [(receive.request_id, receive.tickets, receive.block_tables) for receive in step.receive]
+    assert received == [("r", (ticket,), (missing,))] * expected.asynchronous
+    assert len(step.release) == (offered > 0 and not missing)
+    assert step_of(connector) == Step()
 
 
 @each("full_blocks_only", [False, True])
@@ -164,30 +178,6 @@ def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) ->
             with pytest.raises(PromptMismatch, match=f"'c{number}'.*{offered} tokens"):
                 connector.add(request)
             assert connector.state_of(f"c{number}") is None
-
-
-@each(("computed", "expected"), [(0, Matched(12, True)), (4, Matched(8, True)), (8, Matched(0, False))])
-def test_few_tokens_are_computed_and_the_producer_is_told(computed: int, expected: Matched) -> None:
-    connector = scheduler(fetch_tokens_min=5)
-    connector.add(consumer(12, ticket_of(12)))
-    assert connector.num_new_matched_tokens("r", computed) == expected
-    connector.update_after_alloc("r", [7, 8, 9], expected.tokens)
-    step = step_of(connector)
-    assert (len(step.receive), len(step.release)) == ((1, 0) if expected.asynchronous else (0, 1))
-
-
-@each(
-    ("offered", "external", "missing"),
-    [(10, 10, (7, 8, 9)), (10, 6, (8, 9)), (10, 2, (9,)), (8, 8, (7, 8)), (8, 4, (8,))],
-)
-def test_the_blocks_that_are_not_computed_are_received(offered: int, external: int, missing: tuple[int, ...]) -> None:
-    connector = scheduler()
-    ticket = ticket_of(offered)
-    connector.add(consumer(10, ticket))
-    connector.update_after_alloc("r", [7, 8, 9], external)
-    (receive,) = step_of(connector).receive
-    assert (receive.request_id, receive.tickets, receive.block_tables) == ("r", (ticket,), (missing,))
-    assert step_of(connector) == Step()
 
 
 @each(("external", "blocks"), [(12, 3), (9, 3), (1, 3), (10, 2)])
@@ -296,16 +286,6 @@ def test_samples_wait_for_the_first_load_and_read_what_it_has_left(computed: int
         samples(connector, "d")
 
 
-def test_samples_whose_prompt_is_cached_altogether_give_their_ticket_back_once() -> None:
-    connector = scheduler()
-    samples(connector)
-    assert matched(connector, computed=10) == [NOTHING] * 3
-    for name in "bca":
-        assert release_count(connector) == 0
-        connector.update_after_alloc(name, [1, 2, 3], 0)
-    assert release_count(connector) == 1
-
-
 @each("loading", [False, True])
 def test_if_the_first_sample_is_aborted_the_next_one_is_the_first(loading: bool) -> None:
     connector = scheduler()
@@ -372,29 +352,29 @@ def test_a_rejected_request_gives_back_what_nobody_has_had(before: str, told: bo
         connector.add(Request("again", 1, ticket.to_params(), [7]))
 
 
-@each("told_before_the_step", [False, True])
-def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended(told_before_the_step: bool) -> None:
-    """An engine that fails a request for its load says that it has finished, then that it was received."""
-    connector = scheduler()
-    connector.add(consumer(10, ticket_of(10)))
-    connector.update_after_alloc("r", [7, 8, 9], 10)
-    step_of(connector)
-    assert connector.request_finished("r", completed=False) == Finished(True, None)
-    assert connector.blocks_held("r")
-    if not told_before_the_step:
-        assert step_of(connector) == Step(abandon=["r"])
-    connector.update_from_workers(received=["r"])
-    assert not connector.blocks_held("r")
-    assert step_of(connector) == Step()
-    assert connector.open_requests == 0
+TEN = ticket_of(10).to_params()
 
 
-def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten() -> None:
+@each(
+    ("params", "problem"),
+    [
+        ({**TEN, "remote_block_ids": [["1", 2, 3]]}, "remote_block_ids"),
+        (params_of_several([TEN, ticket_of(9).to_params()]), r"offers 10 tokens, .* 9"),
+        *(({**TEN, "kvflow": {**TEN["kvflow"], "others": other}}, "others") for other in (7, [7], [{}] * 16)),
+    ],
+)
+def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten(params: dict[str, Any], problem: str) -> None:
     connector = scheduler()
-    with pytest.raises(RequestError, match="remote_block_ids"):
-        connector.add(Request("r", 10, {**ticket_of(10).to_params(), "remote_block_ids": [["1", 2, 3]]}))
+    with pytest.raises(RequestError, match=problem):
+        connector.add(Request("r", 10, params))
     assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
     assert connector.request_finished("r", completed=True) == Finished(False, None)
+
+
+@each("count", [0, 17])
+def test_parameters_of_no_engine_or_too_many_are_refused(count: int) -> None:
+    with pytest.raises(RequestError, match=f"{count} tickets, expected 1 to 16"):
+        params_of_several([TEN] * count)
 
 
 @each(
@@ -421,11 +401,12 @@ def test_requests_that_nothing_is_to_be_done_for_pass_by(params: dict[str, Any] 
 
 def test_a_prompt_is_saved_when_complete_and_sent_when_finished() -> None:
     connector = scheduler()
-    connector.add(producer(10))
+    for request_id in ("r", "other"):
+        connector.add(producer(10, request_id))
     assert step_of(connector, ("r", 4)) == Step()
     (save,) = step_of(connector, ("r", 10), blocks=[4, 5, 6, 7]).save
     assert (save.request_id, save.block_tables, save.num_tokens, save.ttl_s) == ("r", ((4, 5, 6),), 10, 10.0)
-    assert step_of(connector, ("r", 11)) == Step()  # saved once
+    assert [one.request_id for one in step_of(connector, ("r", 11), ("other", 10)).save] == ["other"], "saved once"
     finished = connector.request_finished("r", completed=True)
     assert finished.hold_blocks
     assert finished.params is not None
@@ -433,8 +414,11 @@ def test_a_prompt_is_saved_when_complete_and_sent_when_finished() -> None:
     assert (ticket.request_id, ticket.block_ids, ticket.num_tokens) == (save.serve_id, (4, 5, 6), 10)
     assert (ticket.engine_id, ticket.ttl_s, ticket.first.lease_id) == ("prefill", 10.0, "")
     assert [send.request_id for send in step_of(connector).send] == ["r"]
-    connector.update_from_workers(sent=["r"])
-    assert connector.open_requests == 0
+    connector.withdraw_all()
+    assert step_of(connector).withdraw == ["r"], "nobody has the other's ticket"
+    assert connector.blocks_held("r")
+    connector.update_from_workers(sent=["r", "other"])
+    assert (connector.open_requests, connector.state_of("other")) == (1, ProducerState.SAVED)
 
 
 def test_preempted_after_its_prompt_the_lease_is_withdrawn_and_the_next_has_a_secret_of_its_own() -> None:
@@ -445,44 +429,6 @@ def test_preempted_after_its_prompt_the_lease_is_withdrawn_and_the_next_has_a_se
     again = step_of(connector, ("r", 10)).save[0]
     assert (first.serve_id, again.serve_id) == ("r#secret0", "r#secret1")
     assert connector.request_finished("r", completed=False) == Finished(False, None)
-
-
-@each("computed", [4, 10])
-def test_aborted_nothing_is_held(computed: int) -> None:
-    connector = scheduler()
-    connector.add(producer(10))
-    step_of(connector, ("r", computed))
-    assert connector.request_finished("r", completed=False) == Finished(False, None)
-    assert step_of(connector) == Step(withdraw=["r"] if computed == 10 else [])
-    assert connector.open_requests == 0
-
-
-@each(
-    ("prompt", "full_only", "blocks", "tokens"),
-    [(3, False, (0,), 3), (3, True, (), 0), (4, True, (0,), 4), (10, True, (0, 1), 8), (10, False, (0, 1, 2), 10)],
-)
-def test_partly_filled_blocks(prompt: int, full_only: bool, blocks: tuple[int, ...], tokens: int) -> None:
-    connector = scheduler(full_blocks_only=full_only)
-    connector.add(producer(prompt))
-    step = step_of(connector, ("r", prompt))
-    finished = connector.request_finished("r", completed=True)
-    assert finished.params is not None
-    assert (finished.params["remote_block_ids"], finished.params["kvflow"]["num_tokens"]) == (list(blocks), tokens)
-    assert finished.hold_blocks == bool(blocks)
-    assert [save.block_tables for save in step.save] == ([(blocks,)] if blocks else [])
-
-
-def test_all_leases_that_are_out_can_be_withdrawn() -> None:
-    connector = scheduler()
-    for request_id in ("a", "b"):
-        connector.add(producer(10, request_id))
-    step_of(connector, ("a", 10), ("b", 10))
-    connector.request_finished("a", completed=True)
-    connector.withdraw_all()
-    assert step_of(connector).withdraw == ["a"]
-    assert connector.blocks_held("a")
-    connector.update_from_workers(sent=["a"])
-    assert connector.state_of("a") is None
 
 
 def test_reports_that_nobody_waits_for_change_nothing() -> None:
@@ -716,24 +662,20 @@ class Engine(RuleBasedStateMachine):
 
     def cover(self, job: Job, tokens: int) -> bool:
         """Blocks for so many tokens, without those in front of windows; False if there are too few."""
+        spans = [span_of(group, tokens) for group in self.groups]
+        for table, span in zip(job.tables, spans, strict=True):
+            behind = table[: span.start]
+            self.give_back({*behind} - {NULL})
+            table[: span.start] = [NULL] * len(behind)
         wanted = [
-            (at, block)
-            for at, group in enumerate(self.groups)
-            for block in range(len(job.tables[at]), 1 if group.kind is GroupKind.STATE else span_of(group, tokens).stop)
+            (table, index >= span.start)
+            for table, span in zip(job.tables, spans, strict=True)
+            for index in range(len(table), span.stop)
         ]
-        behind = [
-            (at, block)
-            for at, group in enumerate(self.groups)
-            for block in range(min(span_of(group, tokens).start, len(job.tables[at])))
-        ]
-        self.give_back({job.tables[at][block] for at, block in behind} - {NULL})
-        for at, block in behind:
-            job.tables[at][block] = NULL
-        needed = {(at, block): block >= span_of(self.groups[at], tokens).start for at, block in wanted}
-        if sum(needed.values()) > len(self.free):
+        if sum(needed for _, needed in wanted) > len(self.free):
             return False
-        for at, block in wanted:
-            job.tables[at].append(self.free.pop() if needed[at, block] else NULL)
+        for table, needed in wanted:
+            table.append(self.free.pop() if needed else NULL)
         return True
 
     def compute(self, job: Job, tokens: int) -> None:
@@ -867,19 +809,16 @@ class Engine(RuleBasedStateMachine):
         lease, request = self.leases.get(grow.request_id), self.alive[grow.request_id].request
         if lease is None:
             return  # it has ended before its prompt was complete
+        prompt = request.num_prompt_tokens
         for at, (group, more) in enumerate(zip(self.groups, grow.block_tables, strict=True)):
-            known = [block for block, (_, its_group, _) in lease.items() if its_group == at]
-            span = span_of(group, request.num_prompt_tokens)[len(known) :]
-            for index, block in zip(span, more, strict=False):
-                lease[block] = (request, at, request.num_prompt_tokens if group.kind is GroupKind.STATE else index)
-        # What a token that is there needs is there too.
-        counts = [len([block for block, (_, its, _) in lease.items() if its == at]) for at in range(len(self.groups))]
-        complete = grow.num_tokens == request.num_prompt_tokens
-        for group, count in zip(self.groups, counts, strict=True):
-            span = span_of(group, request.num_prompt_tokens)
-            if complete:
+            known, span = sum(its == at for _, its, _ in lease.values()), span_of(group, prompt)
+            state, count = group.kind is GroupKind.STATE, known + len(more)
+            for index, block in zip(span[known:count], more, strict=True):
+                lease[block] = (request, at, prompt if state else index)
+            # What a token that is there needs is there too.
+            if grow.num_tokens == prompt:
                 assert count == len(span)
-            elif group.kind is not GroupKind.STATE:
+            elif not state:
                 assert count >= -(-grow.num_tokens // group.block_size) - span.start
 
     def tell(self, ticket: Ticket) -> None:
@@ -1011,29 +950,47 @@ SPLIT = msgspec.structs.replace(
 """Of ranks whose kernels take half of a block of the first group."""
 
 
+BARE: dict[str, Any] = {}
+WHOLE = {"full_blocks_only": True}
+GROUPED_CONFIG = {"groups": GROUPS}
+WITHHELD = {"groups": (FULL, LOCAL), "leave_last_token": True, "withhold_last_token": True}
+
+
 @each(
-    ("introduction", "tokens", "expected"),
+    ("changes", "introduction", "tokens", "expected"),
     [
-        (GROUPED, 13, ((10, 11, 12, 13), (34, 35, 36), (7,))),  # the last five tokens are 8 to 12
-        (GROUPED, 4, ((10,), (30, 31), (7,))),
-        (GROUPED, 1, ((10,), (30,), (7,))),
-        (SPLIT, 13, ((20, 21, 22, 23, 24, 25, 26), (34, 35, 36), (7,))),  # of the last block what is filled
-        (SPLIT, 4, ((20, 21), (30, 31), (7,))),
-        (SPLIT, 1, ((20,), (30,), (7,))),
+        (BARE, INTRODUCTION, 3, ((10,),)),
+        (BARE, INTRODUCTION, 10, ((10, 11, 12),)),
+        (WHOLE, INTRODUCTION, 3, ((),)),
+        (WHOLE, INTRODUCTION, 4, ((10,),)),
+        (WHOLE, INTRODUCTION, 10, ((10, 11),)),
+        (GROUPED_CONFIG, GROUPED, 13, ((10, 11, 12, 13), (34, 35, 36), (7,))),  # the last five tokens are 8 to 12
+        (GROUPED_CONFIG, GROUPED, 4, ((10,), (30, 31), (7,))),
+        (GROUPED_CONFIG, GROUPED, 1, ((10,), (30,), (7,))),
+        (GROUPED_CONFIG, SPLIT, 13, (tuple(range(20, 27)), (34, 35, 36), (7,))),  # of the last block what is filled
+        (GROUPED_CONFIG, SPLIT, 4, ((20, 21), (30, 31), (7,))),
+        (GROUPED_CONFIG, SPLIT, 1, ((20,), (30,), (7,))),
+        (WITHHELD, grouped_ticket((FULL, LOCAL), 0, "introduction"), 13, ((10, 11, 12), (33, 34, 35))),
     ],
 )
 def test_a_prompt_is_offered_with_its_windows_and_its_state(
-    introduction: Ticket, tokens: int, expected: tuple[tuple[int, ...], ...]
+    changes: dict[str, Any], introduction: Ticket, tokens: int, expected: tuple[tuple[int, ...], ...]
 ) -> None:
-    """In the blocks that the ranks have registered."""
-    connector = grouped_scheduler()
+    """In the blocks that the ranks have registered; a last block, or token, may be the engine's own affair."""
+    connector = scheduler(introduce=False, **changes)
     connector.introduce(introduction)
     connector.add(producer(tokens))
-    (save,) = grouped_step(connector, tokens).save
-    assert (save.block_tables, save.num_tokens) == (expected, tokens)
-    params = connector.request_finished("r", completed=True, block_ids=tables_of(tokens)).params
-    assert params is not None
-    assert params["remote_block_ids"] == [list(table) for table in expected]
+    withheld = int(changes is WITHHELD)
+    tables = [[*table, *[99] * withheld] for table in tables_of(tokens - withheld)][: len(expected)]
+    given = tables if len(expected) > 1 else tables[0]
+    saved = connector.build_step([Scheduled("r", tokens)], preempted=(), block_ids=lambda _: given).save
+    finished = connector.request_finished("r", completed=True, block_ids=given)
+    assert finished.hold_blocks == any(expected)
+    assert finished.params is not None
+    ticket = Ticket.from_params(finished.params)
+    offered = tokens - tokens % BLOCK_SIZE if changes is WHOLE else tokens - withheld
+    assert (ticket.block_tables, ticket.num_tokens) == (expected, offered)
+    assert [(save.block_tables, save.num_tokens) for save in saved] == [(expected, offered)] * any(expected)
 
 
 @each(
@@ -1143,19 +1100,6 @@ def test_a_whole_prompt_is_of_use_where_its_last_token_can_be_computed_again(
     step = step_of(connector)
     assert [keep.request_id for keep in step.keep] == ["longer"]
     assert [release.request_id for release in step.release] == ([] if expected.tokens else ["r"])
-
-
-def test_a_last_token_may_be_computed_and_not_offered() -> None:
-    """Its block is the engine's own affair, also where that is one of its own."""
-    groups = (FULL, LOCAL)
-    connector = scheduler(groups=groups, leave_last_token=True, withhold_last_token=True)
-    connector.add(producer(13))
-    grouped_step(connector, 13, tables_of(13)[:2])
-    finished = connector.request_finished("r", completed=True, block_ids=tables_of(13)[:2])
-    assert finished.params is not None
-    ticket = Ticket.from_params(finished.params)
-    counts = tuple(group.blocks_needed(12) for group in groups)
-    assert (ticket.num_tokens, tuple(map(len, ticket.block_tables))) == (12, counts)
 
 
 @each(

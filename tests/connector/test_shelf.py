@@ -54,28 +54,36 @@ class Event:
         raise AssertionError("a shelf waits for nothing")
 
 
-def test_the_longest_run_that_is_there() -> None:
+@pytest.fixture(name="shelf")
+def of_sixteen_tokens() -> PagedShelf:
     shelf = shelf_of()
     shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
-    assert found(shelf, PROMPT) == (16, (7, 5, 9, 3))
-    assert found(shelf, PROMPT[:11]) == (8, (7, 5))
-    assert found(shelf, [*PROMPT[:9], 1, 2, 3, 4]) == (8, (7, 5))
-    assert found(shelf, PROMPT[1:]) is None
-    assert found(shelf, PROMPT[:3]) is None
+    return shelf
 
 
-@each(("key_tokens", "expected"), [(2, 16), (4, 16), (8, 16), (12, 12), (16, 16), (32, None)])
-def test_a_reader_s_keys_need_not_be_of_our_block_size(key_tokens: int, expected: int | None) -> None:
-    shelf = shelf_of()
-    shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
-    run = match(shelf, PROMPT, key_tokens)
-    assert (run.num_tokens if run else None) == expected
-    assert run is None or run.block_ids == (7, 5, 9, 3)[: run.num_tokens // SIZE]
+@each(
+    ("tokens", "key_tokens", "expected"),
+    [
+        (PROMPT, 4, 16),
+        (PROMPT[:11], 4, 8),
+        ([*PROMPT[:9], 1, 2, 3, 4], 4, 8),
+        (PROMPT[1:], 4, 0),
+        (PROMPT[:3], 4, 0),
+        (PROMPT, 2, 16),  # a reader's keys need not be of our block size
+        (PROMPT, 8, 16),
+        (PROMPT, 12, 12),
+        (PROMPT, 16, 16),
+        (PROMPT, 32, 0),
+    ],
+)
+def test_the_longest_run_that_is_there(
+    shelf: PagedShelf, tokens: Sequence[int], key_tokens: int, expected: int
+) -> None:
+    run = found(shelf, tokens, key_tokens)
+    assert run == ((expected, (7, 5, 9, 3)[: expected // SIZE]) if expected else None)
 
 
-def test_blocks_that_are_reused_are_off_the_shelf_and_their_runs_are_named() -> None:
-    shelf = shelf_of()
-    shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
+def test_blocks_that_are_reused_are_off_the_shelf_and_their_runs_are_named(shelf: PagedShelf) -> None:
     short, long = match(shelf, PROMPT[:4]), match(shelf, PROMPT)
     assert short is not None
     assert long is not None
@@ -134,12 +142,9 @@ def test_windows_need_their_last_blocks_only() -> None:
     assert found(shelf, PROMPT) == (16, ((1, 2, 3, 4), (13, 14)))
     shelf.take([1])
     assert found(shelf, PROMPT) is None
-
-
-def test_a_cache_of_windows_needs_nothing_of_the_beginning() -> None:
-    shelf = shelf_of(WINDOW)
-    shelf.add([shelved(PROMPT[:20], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
-    assert found(shelf, PROMPT) == (20, (14, 15))
+    windows = shelf_of(WINDOW)
+    windows.add([shelved(PROMPT[:20], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
+    assert found(windows, PROMPT) == (20, (14, 15)), "nothing of the beginning"
 
 
 def test_blocks_of_kernels_that_are_smaller_than_the_engine_s() -> None:
@@ -149,9 +154,7 @@ def test_blocks_of_kernels_that_are_smaller_than_the_engine_s() -> None:
     assert len(shelf.take([5])) == 1, "blocks are named as the engine names them"
 
 
-def test_keys_in_a_wrong_order_and_forged_ones_find_nothing() -> None:
-    shelf = shelf_of()
-    shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
+def test_keys_in_a_wrong_order_and_forged_ones_find_nothing(shelf: PagedShelf) -> None:
     keys = prefix_keys(PROMPT[:16], SIZE)
     assert shelf.match([keys[3], keys[0]], SIZE) is None
     assert shelf.match(keys[1:], SIZE) is None
@@ -225,6 +228,7 @@ def test_tables_have_null_blocks_in_front_of_a_window() -> None:
 
 
 def test_what_is_reused_leaves_with_the_next_step() -> None:
+    """And a preempted prompt is told anew."""
     told = Told()
     told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
     told.step(("r", 8), blocks=[[5, 6]])
@@ -234,14 +238,7 @@ def test_what_is_reused_leaves_with_the_next_step() -> None:
     assert told.step().reused == (6,)
     assert not told.shelving.must_tell
     assert found(told.shelf, PROMPT) == (4, (5,))
-
-
-def test_a_preempted_prompt_is_told_anew() -> None:
-    told = Told()
-    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
-    told.step(("r", 8), blocks=[[5, 6]])
-    for block in (5, 6):
-        told.shelving.reused(block)
+    told.shelving.reused(5)
     told.step(preempted=["r"])
     assert found(told.shelf, PROMPT) is None
     told.step(("r", 8), blocks=[[6, 5]])

@@ -25,7 +25,14 @@ from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RequestError, RuntimeClosed, TransferFailed
+from kvflow.errors import (
+    DeadlineExceeded,
+    LeaseExpired,
+    PrefillFailed,
+    PromptMismatch,
+    RuntimeClosed,
+    TransferFailed,
+)
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.load.requests import LoadReport
@@ -52,7 +59,7 @@ class Engine:
     def step(
         self,
         *scheduled: tuple[str, int],
-        blocks: Sequence[int] = (),
+        blocks: Sequence[int] = (1, 2),
         preempted: Sequence[str] = (),
         event: DeviceEvent | None = None,
     ) -> Step:
@@ -70,6 +77,18 @@ class Engine:
         assert results.failed.keys() <= results.received
         self.happened += results.happenings
 
+    def compute(self, request_id: str = "r", blocks: Sequence[int] = (1, 2), tokens: int = 7, **more: Any) -> Step:
+        """Take a prompt to offer, and compute all of it."""
+        self.scheduler.add(Request(request_id, tokens, PREFILL))
+        return self.step((request_id, tokens), blocks=blocks, **more)
+
+    def complete(self, request_id: str = "r") -> dict[str, Any]:
+        """End a request whose prompt is offered; what the router gets."""
+        finished = self.scheduler.request_finished(request_id, completed=True)
+        assert finished.hold_blocks
+        assert finished.params is not None
+        return finished.params
+
     def until(
         self, happened: Callable[[Happening], bool], *, meanwhile: Callable[[], object] = lambda: None
     ) -> Happening:
@@ -83,13 +102,8 @@ class Engine:
         raise AssertionError(f"did not happen; what did: {self.happened}")
 
     def prefill(self, request_id: str = "r", blocks: Sequence[int] = (1, 2), tokens: int = 7) -> dict[str, Any]:
-        """Compute a prompt and finish; what the router gets."""
-        self.scheduler.add(Request(request_id, tokens, PREFILL))
-        self.step((request_id, tokens), blocks=blocks)
-        finished = self.scheduler.request_finished(request_id, completed=True)
-        assert finished.hold_blocks
-        assert finished.params is not None
-        return finished.params
+        self.compute(request_id, blocks, tokens)
+        return self.complete(request_id)
 
     def receive(self, params: dict[str, Any], blocks: Sequence[int], request_id: str = "d", tokens: int = 7) -> None:
         self.scheduler.add(Request(request_id, tokens, params))
@@ -110,6 +124,31 @@ class Engine:
         assert loaded.request_id == request_id
         self.scheduler.request_finished(request_id, completed=True)
         return loaded.report
+
+    def until_failed(self, kind: type[Exception], message: str = "") -> LoadFailed:
+        """Step until a load has failed so, and end its request."""
+        ended = self.until(load_ended)
+        assert isinstance(ended, LoadFailed)
+        assert isinstance(ended.error, kind)
+        assert message in str(ended.error)
+        self.scheduler.request_finished(ended.request_id, completed=False)
+        return ended
+
+    def assert_filled(self, *blocks: int, fill: float = 1.0, tokens: int = BLOCK_SIZE) -> None:
+        """The first tokens of these blocks hold what an engine is filled with."""
+        for layer in self.kv_caches.values():
+            assert (layer[:, blocks, :, :tokens] == fill).all()
+
+    def on_loop(self, call: Callable[[], object]) -> None:
+        async def run(_: asynchronous.Runtime) -> None:
+            call()
+
+        self.runtime.start(run).result(WAIT_S)
+
+    def perform(self) -> None:
+        """Let the bytes of reads that were held move."""
+        self.transport.faults.hold = False
+        self.on_loop(self.transport.perform)
 
     def until_read(self, request_id: str = "r", *, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Step until the request's lease has ended, read or given back, and its blocks are free."""
@@ -169,21 +208,21 @@ class Pair:
 
 
 @contextlib.contextmanager
-def settled_afterwards(both: Pair) -> Iterator[Pair]:
+def settled_afterwards(*engines: Engine) -> Iterator[Sequence[Engine]]:
     try:
-        yield both
-        for engine in (both.prefill, both.decode):
+        yield engines
+        for engine in engines:
             engine.until_settled()
     finally:
-        for engine in (both.decode, both.prefill):
+        for engine in reversed(engines):
             engine.runtime.close()
 
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    config = replace(CONFIG, **getattr(request, "param", {}))
-    network = InprocNetwork()
-    with settled_afterwards(Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0, config))) as both:
+    config, network = replace(CONFIG, **getattr(request, "param", {})), InprocNetwork()
+    both = Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0, config))
+    with settled_afterwards(both.prefill, both.decode):
         yield both
 
 
@@ -200,76 +239,44 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
     pair.decode.receive(pair.prefill.prefill(), [5, 6])
     assert pair.decode.until_loaded().tokens == 7
     assert pair.prefill.scheduler.blocks_held("r")
-    for layer in pair.decode.kv_caches.values():
-        assert (layer[:, 5] == 1.0).all()
-        assert (layer[:, 6, :, :3] == 1.0).all()
-        assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
+    pair.decode.assert_filled(5)
+    pair.decode.assert_filled(6, tokens=3)
+    pair.decode.assert_filled(0, 1, 2, 3, 4, 7, fill=-1.0)
     pair.prefill.until_read()
 
 
-@contextlib.contextmanager
-def spare_of(pair: Pair) -> Iterator[Engine]:
-    """One more prefill engine."""
-    spare = make("spare", pair.decode.transport._network, 2.0)
-    try:
-        yield spare
-        spare.until_settled()
-    finally:
-        spare.runtime.close()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_prompt_that_two_engines_hold_comes_from_the_second_if_the_first_fails(pair: Pair, fails: bool) -> None:
-    """Parameters that name both: whoever is not read is told that nobody will."""
-    with spare_of(pair) as spare:
+@pytest.mark.parametrize("read_from", ["first", "second", "nobody"])
+def test_a_prompt_that_two_engines_hold_comes_from_the_second_if_the_first_fails(pair: Pair, read_from: str) -> None:
+    """Parameters that name both: whoever is not read, or if the request is rejected, is told that nobody will."""
+    decode = pair.decode
+    with settled_afterwards(make("spare", decode.transport._network, 2.0)) as (spare,):
         params = params_of_several([pair.prefill.prefill(), spare.prefill()])
-        pair.decode.transport.faults.fail_next.extend([TransportError("scripted")] * fails)
-        pair.decode.receive(params, [5, 6])
-        outcomes = ["TransferFailed", "loaded"] if fails else ["loaded"]
-        assert [one.outcome for one in pair.decode.until_loaded().attempts] == outcomes
-        for layer in pair.decode.kv_caches.values():
-            assert (layer[:, 5] == (2.0 if fails else 1.0)).all()
+        if read_from == "nobody":
+            decode.scheduler.reject(Request("d", 7, params))
+            decode.step()
+        else:
+            fails = read_from == "second"
+            decode.transport.faults.fail_next.extend([TransportError("scripted")] * fails)
+            decode.receive(params, [5, 6])
+            outcomes = ["TransferFailed"] * fails + ["loaded"]
+            assert [one.outcome for one in decode.until_loaded().attempts] == outcomes
+            decode.assert_filled(5, fill=2.0 if fails else 1.0)
         for engine in (pair.prefill, spare):
             engine.until_read()
-
-
-def test_a_rejected_request_gives_the_tickets_of_all_engines_back(pair: Pair) -> None:
-    with spare_of(pair) as spare:
-        params = params_of_several([pair.prefill.prefill(), spare.prefill()])
-        pair.decode.scheduler.reject(Request("d", 7, params))
-        pair.decode.step()
-        for engine in (pair.prefill, spare):
-            engine.until_read()
-
-
-def test_parameters_of_several_that_cannot_be_are_refused(pair: Pair) -> None:
-    first, longer = pair.prefill.prefill(), pair.prefill.prefill("longer", (3, 4), 8)
-    with pytest.raises(PromptMismatch, match=r"offers 7 tokens, .* 8"):
-        pair.decode.scheduler.add(Request("d", 9, params_of_several([first, longer])))
-    for wrong in (7, [7], [{}] * 16):
-        with pytest.raises(RequestError):
-            pair.decode.scheduler.add(Request("d", 9, {**first, "kvflow": {**first["kvflow"], "others": wrong}}))
-    with pytest.raises(RequestError, match="0 tickets"):
-        params_of_several([])
-    for params in (first, longer):
-        pair.decode.scheduler.reject(Request("d", 9, params))
-    pair.decode.step()
 
 
 @pytest.mark.parametrize("flows", [False, True])
 def test_ids_of_any_length_are_handed_over(pair: Pair, flows: bool) -> None:
     """An engine's ids may be longer than a runtime's: on both sides one has its beginning and a digest instead."""
     ours, theirs = "d" * 5000, "r" * 5000
+    params = pair.prefill.flow(theirs) if flows else pair.prefill.prefill(theirs)
     if flows:
-        params = pair.prefill.flow(theirs)
-        pair.prefill.step((theirs, 7), blocks=(1, 2))
+        pair.prefill.step((theirs, 7))
+        pair.prefill.complete(theirs)
     else:
-        params = pair.prefill.prefill(theirs)
         assert Ticket.from_params(params).request_id.startswith(name_of(theirs))
     pair.decode.receive(params, [5, 6], ours)
     assert pair.decode.until_loaded(ours).request_id == name_of(ours)
-    if flows:
-        pair.prefill.scheduler.request_finished(theirs, completed=True)
     pair.prefill.until_read(theirs)
 
 
@@ -296,21 +303,18 @@ class Event:
 def test_a_step_that_the_device_has_yet_to_do(pair: Pair) -> None:
     """Nobody reads what it is to compute, and nothing lands where its earlier work may still write."""
     computed, left_alone = Event(), Event()
-    pair.prefill.scheduler.add(Request("r", 7, PREFILL))
-    pair.prefill.step(("r", 7), blocks=(1, 2), event=computed)
-    finished = pair.prefill.scheduler.request_finished("r", completed=True)
-    assert finished.params is not None
-    pair.decode.receive(finished.params, [5, 6])
+    pair.prefill.compute(event=computed)
+    pair.decode.receive(pair.prefill.complete(), [5, 6])
     pair.decode.step(event=left_alone)
     until_blocking(lambda: left_alone.asked > 3)
     for layer in pair.prefill.kv_caches.values():
         layer[:, 1:3] = 2.0
     left_alone.happened.set()
     until_blocking(lambda: computed.asked > 3)
-    assert all((layer[:, 5:7] == -1.0).all() for layer in pair.decode.kv_caches.values())
+    pair.decode.assert_filled(5, 6, fill=-1.0)
     computed.happened.set()
     pair.decode.until_loaded()
-    assert all((layer[:, 5] == 2.0).all() for layer in pair.decode.kv_caches.values())
+    pair.decode.assert_filled(5, fill=2.0)
     pair.prefill.until_read()
 
 
@@ -329,84 +333,79 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt(flows: bool) -> None:
     network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
     prefill = make("prefill", network, 1.0, clock=lambda: theirs)
     decode = make("decode", network, -1.0, clock=lambda: ours)
-    with settled_afterwards(Pair(prefill, decode)):
+
+    def renewals() -> int:
+        decode.step()
+        decode.on_loop(partial(ours.advance, CONFIG.lease_ttl_s / 10))
+        serving = prefill.runtime.statistics().serving
+        assert serving is not None
+        return serving.renewals
+
+    with settled_afterwards(prefill, decode):
+        decode.scheduler.add(Request("d", 7, prefill.flow() if flows else prefill.prefill()))
         if flows:
-            decode.scheduler.add(Request("d", 7, prefill.flow()))
             assert [keep.request_id for keep in decode.step().keep] == ["d"]
             prefill.step(("r", 3), blocks=[1])
-            prefill.step(("r", 7), blocks=[1, 2])
-            assert prefill.scheduler.request_finished("r", completed=True).hold_blocks
+            prefill.step(("r", 7))
+            prefill.complete()
             prefill.step()
-        else:
-            decode.scheduler.add(Request("d", 7, prefill.prefill()))
         for _ in range(4):
-            until_renewed(prefill, decode, ours)
-            on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
+            before = renewals()
+            next(None for _ in steps() if renewals() > before)
+            prefill.on_loop(partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
         decode.scheduler.update_after_alloc("d", [5, 6], 7)
         decode.until_loaded()
-        hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.limits.seal_hold_s))
-        prefill.until_read(meanwhile=hold_passes)
+        prefill.until_read(meanwhile=lambda: prefill.on_loop(partial(theirs.advance, CONFIG.limits.seal_hold_s)))
 
 
 @pytest.mark.parametrize("pair", [{"lease_ttl_s": 0.3}], indirect=True)
 def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) -> None:
     """However long the step takes that completes the prompt: nobody can have read it before."""
     prefill = pair.prefill
-    prefill.scheduler.add(Request("r", 7, PREFILL))
-    prefill.step(("r", 7), blocks=(1, 2))
+    prefill.compute()
     offer = next(found for _ in steps() if (found := prefill.worker._courier.offers.get("r")))
     assert offer.lease is not None
     entry = offer.lease._entry
     next(None for _ in steps() if entry.expires_s > entry.offered_s + 3 * CONFIG.limits.seal_hold_s + 3 * 0.3)
-    finished = prefill.scheduler.request_finished("r", completed=True)
-    assert finished.params is not None
-    assert Ticket.from_params(finished.params).ttl_s == 0.3
+    assert Ticket.from_params(prefill.complete()).ttl_s == 0.3
     prefill.step()
     next(None for _ in steps() if offer.sent)
     assert offer.restart is None, "its time is begun anew although its ticket is out"
     assert prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.EXPIRED, True)
 
 
-def until_renewed(prefill: Engine, decode: Engine, clock: ManualClock) -> None:
-    """Let time pass for the decode engine until a lease has been renewed once more."""
-    before = renewals_of(prefill)
-    for _ in steps():
-        decode.step()
-        if renewals_of(prefill) > before:
-            return
-        on_loop(decode.runtime, partial(clock.advance, CONFIG.lease_ttl_s / 10))
-    raise AssertionError(f"no renewal after {before}")
-
-
-def renewals_of(engine: Engine) -> int:
-    serving = engine.runtime.statistics().serving
-    assert serving is not None
-    return serving.renewals
-
-
-@pytest.mark.parametrize("end", ["loaded", "cached", "aborted"])
-def test_what_was_kept_is_let_go(pair: Pair, end: str) -> None:
-    """After its load, and if it is not needed any more: the producer's blocks are free then."""
-    scheduler = pair.decode.scheduler
-    scheduler.add(Request("d", 7, pair.prefill.prefill()))
-    idle = pair.decode.runtime.statistics().tasks
-    assert len(pair.decode.step().keep) == 1
-    assert pair.decode.runtime.statistics().tasks > idle
-    if end != "aborted":
-        scheduler.update_after_alloc("d", [5, 6], 7 if end == "loaded" else 0)
+@pytest.mark.parametrize("opened", ["at once", "before", "after"])
+@pytest.mark.parametrize("end", ["loaded", "cached", "aborted", "aborted at once"])
+def test_what_was_kept_is_let_go(pair: Pair, end: str, opened: str) -> None:
+    """After its load, and if it is not needed any more: as by a client that leaves while it waits, or a server that
+    answers HTTP 400. Of a prompt that flows, prefill may come to it before that, or `after`.
+    """
+    prefill, decode = pair.prefill, pair.decode
+    params = prefill.prefill() if opened == "at once" else prefill.flow()
+    idle = decode.runtime.statistics().tasks
+    if opened == "before":
+        prefill.step(("r", 5))
+    decode.scheduler.add(Request("d", 7, params))
+    if end != "aborted at once":
+        assert len(decode.step().keep) == 1
+        assert decode.runtime.statistics().tasks > idle
+    if end in ("loaded", "cached"):
+        decode.scheduler.update_after_alloc("d", [5, 6], 7 if end == "loaded" else 0)
+    if end != "loaded":
+        decode.scheduler.request_finished("d", completed=end == "cached")
+    assert not decode.step().keep
+    if opened != "at once":
+        prefill.step(("r", 7))
+        prefill.complete()
     if end == "loaded":
-        pair.decode.until_loaded()
-    else:
-        scheduler.request_finished("d", completed=end == "cached")
-    pair.decode.step()
-    pair.prefill.until_read()
-    pair.decode.until_settled()
-    assert pair.decode.runtime.statistics().tasks == idle
+        decode.until_loaded()
+    prefill.until_read()
+    until_blocking(lambda: decode.runtime.statistics().tasks == idle)
 
 
 def tear(decode: Engine) -> None:
     """The next read of an engine fails."""
-    on_loop(decode.runtime, lambda: decode.transport.faults.fail_next.append(TransportError("torn")))
+    decode.on_loop(lambda: decode.transport.faults.fail_next.append(TransportError("torn")))
 
 
 @pytest.mark.parametrize("flows", [False, True])
@@ -415,11 +414,11 @@ def test_a_load_that_has_failed_gives_the_offer_back(pair: Pair, flows: bool) ->
     tear(pair.decode)
     if flows:
         begin_flow(pair)
-        pair.prefill.step(("r", 7), blocks=[1, 2])
-        assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
+        pair.prefill.step(("r", 7))
+        pair.prefill.complete()
     else:
         pair.decode.receive(pair.prefill.prefill(), [5, 6])
-    assert isinstance(failed(pair.decode).error, TransferFailed)
+    pair.decode.until_failed(TransferFailed)
     pair.prefill.until_read()
 
 
@@ -428,11 +427,11 @@ def test_the_offer_of_a_load_that_has_failed_may_be_used_again() -> None:
     network = InprocNetwork()
     prefill = make("prefill", network, 1.0)
     first, second = (make(name, network, -1.0, release_failed_loads=False) for name in ("first", "second"))
-    with settled_afterwards(Pair(prefill, first)), settled_afterwards(Pair(prefill, second)):
+    with settled_afterwards(prefill, first, second):
         params = prefill.prefill()
         tear(first)
         first.receive(params, [5, 6])
-        assert isinstance(failed(first).error, TransferFailed)
+        first.until_failed(TransferFailed)
         first.until_settled()
         assert prefill.scheduler.blocks_held("r")
         second.receive(params, [5, 6])
@@ -441,7 +440,7 @@ def test_the_offer_of_a_load_that_has_failed_may_be_used_again() -> None:
 
 
 def begin_held(prefill: Engine, decode: Engine) -> None:
-    """Begin a load whose bytes do not move before the transport is told to `perform`."""
+    """Begin a load whose bytes do not move before the engine is told to `perform`."""
     decode.transport.faults.hold = True
     decode.receive(prefill.prefill(), [5, 6])
     decode.step()
@@ -452,12 +451,11 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     decode = pair.decode
     begin_held(pair.prefill, decode)
     assert decode.scheduler.request_finished("d", completed=False).hold_blocks
-    decode.step()
-    decode.step()
+    for _ in range(2):
+        decode.step()
     assert decode.happened == []
     assert decode.scheduler.blocks_held("d")
-    decode.transport.faults.hold = False
-    on_loop(decode.runtime, decode.transport.perform)
+    decode.perform()
     assert decode.until(load_ended) == LoadFailed("d", ((5, 6),), None)
     assert not decode.scheduler.blocks_held("d")
     pair.prefill.until_read()  # it was told at once
@@ -481,8 +479,8 @@ def test_samples_read_one_offer_and_its_producer_is_told_once(pair: Pair, flows:
     prefill, decode = pair.prefill, pair.decode
     params = prefill.flow() if flows else prefill.prefill()
     if flows:
-        prefill.step(("r", 7), blocks=(1, 2))
-        prefill.scheduler.request_finished("r", completed=True)
+        prefill.step(("r", 7))
+        prefill.complete()
     share(decode, params, "a", "b", "c")
     for name, blocks in {"a": [5, 6], "b": [4], "c": [3]}.items():
         assert isinstance(load_rest(decode, name, blocks), Loaded)
@@ -490,9 +488,8 @@ def test_samples_read_one_offer_and_its_producer_is_told_once(pair: Pair, flows:
         assert prefill.scheduler.blocks_held("r")
         assert prefill.happened == []
     prefill.until_read(meanwhile=decode.step)
-    for layer in decode.kv_caches.values():
-        assert (layer[:, 5] == 1.0).all()
-        assert (layer[:, [3, 4, 6], :, :3] == 1.0).all()
+    decode.assert_filled(5)
+    decode.assert_filled(3, 4, 6, tokens=3)
     for name in "abc":
         decode.scheduler.request_finished(name, completed=True)
 
@@ -506,13 +503,12 @@ def test_a_sample_that_is_abandoned_leaves_the_offer_to_the_others(pair: Pair) -
     decode.runtime.start(reads_are_open).result(WAIT_S)
     for name in "ac":
         decode.scheduler.request_finished(name, completed=False)
-    decode.step()
-    decode.step()
-    decode.transport.faults.hold = False
-    on_loop(decode.runtime, decode.transport.perform)
+    for _ in range(2):
+        decode.step()
+    decode.perform()
     assert decode.until(load_ended) == LoadFailed("a", ((5, 6),), None)
     assert isinstance(load_rest(decode, "b", [3, 4]), Loaded)
-    assert all((layer[:, 3] == 1.0).all() for layer in decode.kv_caches.values())
+    decode.assert_filled(3)
     prefill.until_read(meanwhile=decode.step)
     decode.scheduler.request_finished("b", completed=True)
 
@@ -521,38 +517,23 @@ def test_a_sample_that_is_abandoned_leaves_the_offer_to_the_others(pair: Pair) -
 def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
     decode = pair.decode
     begin_held(pair.prefill, decode)
-    decode.runtime.start(pass_deadlines).result(WAIT_S)
-    decode.runtime.start(blocks_are_quarantined).result(WAIT_S)
+    for wait in (pass_deadlines, blocks_are_quarantined):
+        decode.runtime.start(wait).result(WAIT_S)
     decode.step()
     assert decode.happened == []
     assert decode.scheduler.blocks_held("d")
-    on_loop(decode.runtime, decode.transport.perform)
-    assert "deadline exceeded in phase 'wire'" in str(failed(decode).error)
+    decode.perform()
+    decode.until_failed(DeadlineExceeded, "deadline exceeded in phase 'wire'")
     pair.prefill.until_read()
-
-
-def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
-    params = pair.prefill.prefill()
-    pair.prefill.scheduler.withdraw_all()
-    pair.prefill.until(lease_ended)
-    for layer in pair.prefill.kv_caches.values():
-        layer.fill_(9.0)
-    pair.decode.receive(params, [5, 6])
-    ended = failed(pair.decode)
-    assert isinstance(ended.error, LeaseExpired)
-    assert ended.block_tables == ((5, 6),)
-    assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
 
 
 def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> None:
     prefill = pair.prefill
-    prefill.scheduler.add(Request("r", 7, PREFILL))
-    first = prefill.step(("r", 7), blocks=[1, 2]).save[0]
+    first = prefill.compute().save[0]
     prefill.step(preempted=["r"])
     second = prefill.step(("r", 7), blocks=[3, 4]).save[0]
     assert first.serve_id != second.serve_id
-    params = prefill.scheduler.request_finished("r", completed=True).params
-    assert params is not None
+    params = prefill.complete()
     assert params["remote_block_ids"] == [3, 4]
     pair.decode.receive(params, [5, 6])
     pair.decode.until_loaded()
@@ -562,62 +543,44 @@ def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> N
 
 def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> None:
     """An engine that prefills and decodes: its scheduler hands the blocks on before the lease has quite ended."""
-    params = pair.prefill.prefill()
-    decode = pair.decode
-    decode.scheduler.add(Request("own", 7, PREFILL))
-    decode.step(("own", 7), blocks=[5, 6])
-    decode.scheduler.request_finished("own", completed=False)
-    decode.receive(params, [5, 6])
-    decode.until_loaded()
+    pair.decode.compute("own", [5, 6])
+    pair.decode.scheduler.request_finished("own", completed=False)
+    pair.decode.receive(pair.prefill.prefill(), [5, 6])
+    pair.decode.until_loaded()
 
 
 @pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
-def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: Pair) -> None:
-    params = pair.prefill.prefill(blocks=[1, 99])
-    assert pair.prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.REVOKED, True)
-    pair.decode.receive(params, [5, 6])
-    failed(pair.decode)
-
-
-@pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
-def test_no_log_line_is_forged_by_a_request_id(pair: Pair, written: Written) -> None:
+def test_a_prompt_that_is_not_served_holds_no_blocks_and_fails_its_reader(pair: Pair, written: Written) -> None:
+    """It was withdrawn, or an engine names blocks that it does not have. Their ids forge no log line."""
     for name, blocks in (("offered", [1, 2]), ("refused", [1, 99])):
-        params = pair.prefill.prefill(f"{FORGED} {name}", blocks)
-        pair.prefill.scheduler.withdraw_all()
-        pair.prefill.until(lease_ended)
+        request_id = f"{FORGED} {name}"
+        params = pair.prefill.prefill(request_id, blocks)
+        if name == "offered":
+            pair.prefill.scheduler.withdraw_all()
+        assert pair.prefill.until(lease_ended) == OfferEnded(request_id, LeaseOutcome.REVOKED, True)
         pair.decode.receive(params, [5, 6], f"{FORGED} decode {name}")
-        failed(pair.decode)
+        assert pair.decode.until_failed(LeaseExpired).block_tables == ((5, 6),)
+    pair.decode.assert_filled(*range(8), fill=-1.0)
     written.assert_plain("refused: its prompt is not offered", "decode offered: its prompt was not received")
 
 
-def test_steps_without_work_wake_nobody(pair: Pair) -> None:
-    started = []
-    start, pair.decode.runtime.start = pair.decode.runtime.start, started.append  # type: ignore[method-assign]
-    pair.decode.step()
-    pair.decode.runtime.start = start  # type: ignore[method-assign]
-    assert started == []
+def test_steps_without_work_wake_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.delattr(Runtime, "start")
+        pair.decode.step()
 
 
 def test_closing_ends_loads_and_leases_and_refuses_steps() -> None:
     network = InprocNetwork()
     prefill, decode = (make(name, network, 1.0, replace(CONFIG, drain_timeout_s=0.01)) for name in ("p", "d"))
     begin_held(prefill, decode)
-    on_loop(decode.runtime, lambda: decode.transport.faults.__setattr__("hold", False))
-    on_loop(decode.runtime, decode.transport.perform)
+    decode.perform()
     decode.until(load_ended)
     for engine in (decode, prefill):
         engine.runtime.close()
     prefill.collect()
     with pytest.raises(RuntimeClosed):
-        prefill.scheduler.add(Request("r2", 7, PREFILL))
-        prefill.step(("r2", 7), blocks=[1, 2])
-
-
-def on_loop(runtime: Runtime, call: Callable[[], object]) -> None:
-    async def run(_: asynchronous.Runtime) -> None:
-        call()
-
-    runtime.start(run).result(WAIT_S)
+        prefill.compute("r2")
 
 
 async def reads_are_open(runtime: asynchronous.Runtime) -> None:
@@ -631,48 +594,36 @@ async def blocks_are_quarantined(runtime: asynchronous.Runtime) -> None:
 # --- prompts that are read while they are computed
 
 
-def begin_flow(pair: Pair, *, tokens: int = 7, expected: int = 7, name: str = "name") -> None:
+def begin_flow(pair: Pair, *, tokens: int = 7) -> None:
     """Both engines get their requests at once, and the reader's load begins."""
-    pair.decode.receive(pair.prefill.flow(tokens=tokens, name=name), [5, 6], tokens=expected)
+    pair.decode.receive(pair.prefill.flow(tokens=tokens), [5, 6])
     pair.decode.step()
 
 
-def failed(engine: Engine) -> LoadFailed:
-    ended = engine.until(load_ended)
-    assert isinstance(ended, LoadFailed)
-    engine.scheduler.request_finished(ended.request_id, completed=False)
-    return ended
-
-
-@pytest.mark.parametrize("staging", ["never", "always"])
-def test_a_prompt_is_read_while_it_is_computed(staging: str) -> None:
-    config, network = replace(CONFIG, staging=staging), InprocNetwork()
-    engines = Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0))
-    with settled_afterwards(engines) as pair:
-        begin_flow(pair)
-        pair.prefill.step(("r", 3), blocks=[1])
-        pair.prefill.step(("r", 5), blocks=[1, 2])
-        assert not any(map(load_ended, pair.decode.happened))
-        for layer in pair.prefill.kv_caches.values():
-            layer[:, 2, :, 1:] = 2.0
-        pair.prefill.step(("r", 7), blocks=[1, 2])
-        assert pair.decode.until_loaded().tokens == 7
-        for layer in pair.decode.kv_caches.values():
-            assert (layer[:, 5] == 1.0).all()
-            assert (layer[:, 6, :, 0] == 1.0).all()
-            assert (layer[:, 6, :, 1:3] == 2.0).all()
-        assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
-        pair.prefill.until_read()
+@pytest.mark.parametrize("pair", [{"staging": "never"}, {"staging": "always"}], indirect=True)
+def test_a_prompt_is_read_while_it_is_computed(pair: Pair) -> None:
+    begin_flow(pair)
+    pair.prefill.step(("r", 3), blocks=[1])
+    pair.prefill.step(("r", 5))
+    assert not any(map(load_ended, pair.decode.happened))
+    for layer in pair.prefill.kv_caches.values():
+        layer[:, 2, :, 1:] = 2.0
+    pair.prefill.step(("r", 7))
+    assert pair.decode.until_loaded().tokens == 7
+    pair.decode.assert_filled(5)
+    pair.decode.assert_filled(6, tokens=1)
+    for layer in pair.decode.kv_caches.values():
+        assert (layer[:, 6, :, 1:3] == 2.0).all()
+    pair.prefill.complete()
+    pair.prefill.until_read()
 
 
 def test_the_answer_of_a_prompt_that_flowed_has_a_ticket_for_other_readers(pair: Pair) -> None:
     """Its first reader may never come."""
     pair.prefill.flow()
     pair.prefill.step(("r", 3), blocks=[1])
-    pair.prefill.step(("r", 7), blocks=[1, 2])
-    params = pair.prefill.scheduler.request_finished("r", completed=True).params
-    assert params is not None
-    pair.decode.receive(params, [5, 6])
+    pair.prefill.step(("r", 7))
+    pair.decode.receive(pair.prefill.complete(), [5, 6])
     pair.decode.until_loaded()
     pair.prefill.until_read()
 
@@ -680,16 +631,12 @@ def test_the_answer_of_a_prompt_that_flowed_has_a_ticket_for_other_readers(pair:
 def test_a_preempted_prompt_is_recalled_before_its_blocks_are_written(pair: Pair) -> None:
     """The step that takes them waits until no read of them can succeed; the prompt is then offered as usual."""
     begin_flow(pair)
-    pair.prefill.step(("r", 5), blocks=[1, 2])
+    pair.prefill.step(("r", 5))
     pair.prefill.step(preempted=["r"])
-    assert pair.prefill.runtime.statistics().serving.open_leases == 0
-    ended = failed(pair.decode)
-    assert isinstance(ended.error, PrefillFailed)
-    assert "preempted" in str(ended.error)
+    assert pair.prefill.runtime.statistics().serving.open_leases == 0  # type: ignore[union-attr]
+    pair.decode.until_failed(PrefillFailed, "preempted")
     pair.prefill.step(("r", 7), blocks=[3, 4])
-    params = pair.prefill.scheduler.request_finished("r", completed=True).params
-    assert params is not None
-    pair.decode.receive(params, [5, 6], request_id="again")
+    pair.decode.receive(pair.prefill.complete(), [5, 6], request_id="again")
     pair.decode.until_loaded("again")
 
 
@@ -697,60 +644,35 @@ def test_a_preempted_prompt_is_recalled_before_its_blocks_are_written(pair: Pair
 def test_an_aborted_prompt_fails_its_reader_at_once(pair: Pair, computed: int) -> None:
     begin_flow(pair)
     if computed:
-        pair.prefill.step(("r", computed), blocks=[1, 2])
+        pair.prefill.step(("r", computed))
     finished = pair.prefill.scheduler.request_finished("r", completed=False)
     assert finished.hold_blocks is (computed > 0)
     pair.prefill.step()
-    assert isinstance(failed(pair.decode).error, PrefillFailed)
+    pair.decode.until_failed(PrefillFailed)
 
 
 @pytest.mark.parametrize("tokens", [3, 6, 8])
 def test_a_prompt_of_another_length_is_not_received(pair: Pair, tokens: int) -> None:
     """The reader has made room for its own; engines that do not agree on a prompt are found out before a byte lands."""
     begin_flow(pair, tokens=tokens)
-    pair.prefill.step(("r", tokens), blocks=[1, 2])
-    error = failed(pair.decode).error
-    assert isinstance(error, PromptMismatch)
-    assert "7 tokens are expected" in str(error)
-    assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
+    pair.prefill.step(("r", tokens))
+    pair.decode.until_failed(PromptMismatch, "7 tokens are expected")
+    pair.decode.assert_filled(*range(8), fill=-1.0)
     pair.prefill.scheduler.request_finished("r", completed=True)
     pair.prefill.until_read()  # it was told
-
-
-@pytest.mark.parametrize("opened", ["before", "after"])
-@pytest.mark.parametrize("end", ["cached", "aborted", "aborted at once"])
-def test_a_flow_that_is_not_received_is_given_back(pair: Pair, end: str, opened: str) -> None:
-    """As by a client that leaves while it waits, or a server that answers HTTP 400: prefill may come to it later."""
-    params = pair.prefill.flow()
-    idle = pair.decode.runtime.statistics().tasks
-    if opened == "before":
-        pair.prefill.step(("r", 5), blocks=[1, 2])
-    pair.decode.scheduler.add(Request("d", 7, params))
-    if end != "aborted at once":
-        assert pair.decode.step().keep
-    if end == "cached":
-        pair.decode.scheduler.update_after_alloc("d", [5, 6], 0)
-    pair.decode.scheduler.request_finished("d", completed=end == "cached")
-    assert not pair.decode.step().keep
-    pair.prefill.step(("r", 7), blocks=[1, 2])
-    assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
-    pair.prefill.until_read()
-    until_blocking(lambda: pair.decode.runtime.statistics().tasks == idle)
 
 
 def test_a_prompt_that_cannot_be_offered_is_declined(pair: Pair) -> None:
     """Its blocks are written by a load, which is the engine's mistake; its reader does not wait for it."""
     params = pair.decode.prefill("other")
     begin_flow(pair)
-    faults = pair.prefill.transport.faults
-    faults.hold = True
+    pair.prefill.transport.faults.hold = True
     pair.prefill.receive(params, [1, 2], request_id="busy")
     pair.prefill.step()
     until_blocking(lambda: pair.prefill.transport.held)
-    pair.prefill.step(("r", 5), blocks=[1, 2])
-    assert isinstance(failed(pair.decode).error, PrefillFailed)
-    faults.hold = False
-    on_loop(pair.prefill.runtime, pair.prefill.transport.perform)
+    pair.prefill.step(("r", 5))
+    pair.decode.until_failed(PrefillFailed)
+    pair.prefill.perform()
     pair.prefill.until(load_ended)
     for request_id in ("busy", "r"):
         pair.prefill.scheduler.request_finished(request_id, completed=False)
@@ -760,10 +682,10 @@ def test_a_prompt_that_cannot_be_offered_is_declined(pair: Pair) -> None:
 def test_a_name_is_used_once_at_a_time(pair: Pair) -> None:
     """The second prompt of that name is not offered, which does not disturb the first one's reader."""
     begin_flow(pair)
-    pair.prefill.step(("r", 5), blocks=[1, 2])
+    pair.prefill.step(("r", 5))
     pair.prefill.flow("twin")
     pair.prefill.step(("twin", 7), blocks=[3, 4])
-    pair.prefill.step(("r", 7), blocks=[1, 2])
+    pair.prefill.step(("r", 7))
     pair.decode.until_loaded()
     for request_id in ("twin", "r"):
         pair.prefill.scheduler.request_finished(request_id, completed=True)

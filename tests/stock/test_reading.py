@@ -71,32 +71,46 @@ async def reader(
         assert_quiet(runtime.statistics())
 
 
-async def test_what_is_remembered_of_a_request_that_was_read_is_its_name() -> None:
+@pytest.fixture
+async def producer() -> AsyncIterator[StockProducer]:
+    async with stock_producer() as made:
+        yield made
+
+
+@pytest.fixture(name="ours")
+async def the_reader(producer: StockProducer) -> AsyncIterator[Reader]:
+    """It ends before its producer."""
+    async with reader() as made:
+        yield made
+
+
+async def test_params_are_used_once_and_then_their_name_is_remembered(producer: StockProducer, ours: Reader) -> None:
     """For as long as others' parameters of it may come: an engine reads a million prompts a day."""
-    async with stock_producer() as producer, reader() as ours:
-        for number in range(8):
-            params = producer.offer(f"cmpl-{number}-0-aabbccdd", [3], TOKENS)
-            await ours.load(params, [7])
-            with pytest.raises(LeaseExpired, match="was told that it has been read"):
-                await ours.load(params, [7])
-        gc.collect()
-        assert not [one for one in gc.get_objects() if type(one) in (Sight, DeadlineProof)]
+    for number in range(8):
+        params = producer.offer(f"cmpl-{number}-0-aabbccdd", [3], TOKENS)
+        await ours.load(params, [7])
+        with pytest.raises(LeaseExpired, match="was told that it has been read") as caught:
+            await ours.load(params, [1])
+        assert caught.value.request_id == "req", "the load's, not the ticket's"
+    await producer.until(lambda: len(producer.freed[0]) == 8)
+    assert not producer.unknown
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) in (Sight, DeadlineProof)]
 
 
-async def test_a_load_is_as_from_one_of_ours() -> None:
-    async with stock_producer() as producer, reader() as ours:
-        params = producer.offer("cmpl-1-0-aabbccdd", [3, 9, 4], 3 * TOKENS - 1)
-        report = await ours.load(params, [7, 1, 2])
-        assert (report.freshness, report.tokens, report.notified) == ("deadline", 3 * TOKENS - 1, True)
-        ours.assert_holds([7, 1], [3, 9])
-        ours.assert_holds([2], [4], tokens=TOKENS - 1)
-        await producer.until(lambda: producer.freed == [["cmpl-1-0-aabbccdd"]])
-        assert producer.asked == [(0, 0)], "one question"
-        for again in range(3):
-            await ours.load(producer.offer(f"again {again}", [5], TOKENS), [again])
-            ours.assert_holds([again], [5])
-        assert set(producer.asked) == {(0, 0)}, "again after a while, and nothing else"
-        assert not producer.unknown
+async def test_a_load_is_as_from_one_of_ours(producer: StockProducer, ours: Reader) -> None:
+    params = producer.offer("cmpl-1-0-aabbccdd", [3, 9, 4], 3 * TOKENS - 1)
+    report = await ours.load(params, [7, 1, 2])
+    assert (report.freshness, report.tokens, report.notified) == ("deadline", 3 * TOKENS - 1, True)
+    ours.assert_holds([7, 1], [3, 9])
+    ours.assert_holds([2], [4], tokens=TOKENS - 1)
+    await producer.until(lambda: producer.freed == [["cmpl-1-0-aabbccdd"]])
+    assert producer.asked == [(0, 0)], "one question"
+    for again in range(3):
+        await ours.load(producer.offer(f"again {again}", [5], TOKENS), [again])
+        ours.assert_holds([again], [5])
+    assert set(producer.asked) == {(0, 0)}, "again after a while, and nothing else"
+    assert not producer.unknown
 
 
 async def test_records_and_metrics_tell_what_vouches() -> None:
@@ -122,77 +136,70 @@ async def test_records_and_metrics_tell_what_vouches() -> None:
         assert registry.get_sample_value("kvflow_loads_vouched_total", labels) == 1
 
 
-async def test_a_load_that_is_to_be_verified_asks_nothing_else() -> None:
-    async with stock_producer() as producer, reader() as ours:
-        with pytest.raises(PeerError, match="asked for its metadata, and nothing else"):
-            await ours.load(producer.offer("checked", [3], TOKENS), [7], verify=True)
-        report = await ours.load(producer.offer("unchecked", [3], TOKENS), [7], verify=False)
-        assert not report.verified
-        assert producer.asked == [(0, 0)]
+async def test_a_load_that_is_to_be_verified_asks_nothing_else(producer: StockProducer, ours: Reader) -> None:
+    with pytest.raises(PeerError, match="asked for its metadata, and nothing else"):
+        await ours.load(producer.offer("checked", [3], TOKENS), [7], verify=True)
+    report = await ours.load(producer.offer("unchecked", [3], TOKENS), [7], verify=False)
+    assert not report.verified
+    assert producer.asked == [(0, 0)]
 
 
-async def test_of_a_cached_prefix_the_end_is_read() -> None:
-    async with stock_producer() as producer, reader() as ours:
-        report = await ours.load(producer.offer("a", [3, 9, 4], 3 * TOKENS), [7])
-        assert report.blocks == 1
-        ours.assert_holds([7], [4])
-
-
-async def test_what_is_not_read_is_given_back() -> None:
-    async with stock_producer() as producer, reader() as ours:
-        assert (await ours.load(producer.offer("hit", [3], TOKENS), [])).notified
-        assert await ours.runtime.release_blocks(producer.offer("aborted", [4], TOKENS))
-        await producer.until(lambda: producer.freed == [["hit", "aborted"]])
+async def test_of_a_cached_prefix_the_end_is_read_and_what_is_not_read_is_given_back(
+    producer: StockProducer, ours: Reader
+) -> None:
+    report = await ours.load(producer.offer("end", [3, 9, 4], 3 * TOKENS), [7])
+    assert report.blocks == 1
+    ours.assert_holds([7], [4])
+    assert (await ours.load(producer.offer("hit", [3], TOKENS), [])).notified
+    assert await ours.runtime.release_blocks(producer.offer("aborted", [4], TOKENS))
+    await producer.until(lambda: producer.freed == [["end", "hit", "aborted"]])
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours_size"),
+    ("theirs", "ours_size", "stages"),
     [
-        *((1, 2), (2, 1), (2, 2), (4, 2)),
-        *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((1, 4), (8, 4), (4, 8))),
+        *((1, 2, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)),
+        *(pytest.param(*sizes, 1, marks=pytest.mark.thorough) for sizes in ((1, 4), (8, 4), (4, 8))),
     ],
 )
-async def test_engines_are_cut_as_they_like(theirs: int, ours_size: int) -> None:
-    peers = replace(PEERS, tp_sizes=(8,))
-    async with stock_producer(tp_size=theirs) as producer, AsyncExitStack() as stack:
+async def test_engines_are_cut_as_they_like(theirs: int, ours_size: int, stages: int) -> None:
+    """In ranks, and in the stages of a pipeline, that are read one by one."""
+    cut = {} if stages == 1 else {"stages": ([0, 1], [2])}
+    told = [["cut"]] * theirs * stages
+    async with stock_producer(tp_size=theirs, **cut) as producer, AsyncExitStack() as stack:
         params = producer.offer("cut", [3, 5], 2 * TOKENS)
+        peers = replace(PEERS, tp_sizes=(8,))
         readers = [
             await stack.enter_async_context(reader(peers, tp_rank=rank, tp_size=ours_size)) for rank in range(ours_size)
         ]
         for rank, one in enumerate(readers):
-            assert producer.freed != [["cut"]] * theirs
+            assert producer.freed != told
             await one.load(params, [0, 1])
             one.assert_holds([0, 1], [3, 5], rank * MODEL_HEADS // ours_size)
-        await producer.until(lambda: producer.freed == [["cut"]] * theirs)
-        assert not producer.unknown
-
-
-@pytest.mark.parametrize(("tp_size", "ours_size"), [(1, 1), (2, 1), (1, 2)])
-async def test_a_pipeline_is_read_stage_by_stage(tp_size: int, ours_size: int) -> None:
-    async with stock_producer(tp_size=tp_size, stages=([0, 1], [2])) as producer, AsyncExitStack() as stack:
-        params = producer.offer("stages", [3, 5], 2 * TOKENS)
-        for rank in range(ours_size):
-            one = await stack.enter_async_context(reader(tp_rank=rank, tp_size=ours_size))
-            await one.load(params, [0, 1])
-            one.assert_holds([0, 1], [3, 5], rank * MODEL_HEADS // ours_size)
-        await producer.until(lambda: producer.freed == [["stages"]] * 2 * tp_size)
+        await producer.until(lambda: producer.freed == told)
         assert not producer.unknown
 
 
 @pytest.mark.parametrize(
-    ("stages", "claimed"), [(([0, 1, 2],), 2), (([0, 1], [2]), 3), (([0, 1], [2]), 1), (([0],), 2)]
+    ("stages", "name", "claimed"),
+    [
+        *(([[0, 1, 2]], "tp_size", claimed) for claimed in (2, 3, 64)),
+        ([[0, 1, 2]], "pp_size", 2),
+        ([[0, 1], [2]], "pp_size", 3),
+        ([[0, 1], [2]], "pp_size", 1),
+        ([[0], [1]], "pp_size", 2),
+    ],
 )
-async def test_a_number_of_stages_that_is_a_lie_asks_for_none_that_is_not_there(
-    stages: tuple[list[int], ...], claimed: int
+async def test_a_size_that_is_a_lie_asks_for_no_rank_that_is_not_there(
+    stages: list[list[int]], name: str, claimed: int
 ) -> None:
-    """Of a pipeline that lacks layers it is not known: that engine is none."""
-    if len(stages[0]) == 1:
-        stages = ([0], [1])
+    """The listener would die of the question, for everybody. Of a pipeline that lacks layers none is known."""
     async with stock_producer(stages=stages) as producer, reader() as ours:
-        params = {**producer.offer("lie", [3], TOKENS), "pp_size": claimed}
-        with pytest.raises(PeerIncompatible, match=r"pp_size|layers"):
-            await ours.load(params, [0])
-        assert {stage for stage, _ in producer.asked} <= set(range(len(stages)))
+        with pytest.raises(PeerIncompatible if name == "pp_size" else KVFlowError, match=f"{name}|ranks|layers"):
+            await ours.load({**producer.offer("lie", [3], TOKENS), name: claimed}, [0])
+        assert set(producer.asked) <= {(stage, 0) for stage in range(len(stages))}
+        if name == "tp_size":
+            await ours.load(producer.offer("truth", [3], TOKENS), [0])
 
 
 @pytest.mark.parametrize(("split", "theirs", "ours_tokens"), [(2, TOKENS, TOKENS), (4, 2, 8), (1, 8, 4), (1, 4, 8)])
@@ -211,35 +218,23 @@ async def test_blocks_of_other_sizes(split: int, theirs: int, ours_tokens: int) 
         assert torch.allclose(torch.tensor(found), torch.tensor(wanted))
 
 
-async def test_params_are_used_once() -> None:
-    async with stock_producer() as producer, reader() as ours:
-        params = producer.offer("once", [3], TOKENS)
-        await ours.load(params, [0])
-        with pytest.raises(LeaseExpired, match="has been read") as caught:
-            await ours.load(params, [1])
-        assert caught.value.request_id == "req", "the load's, not the ticket's"
-        await producer.until(lambda: producer.freed == [["once"]])
-        assert not producer.unknown
-
-
-async def test_params_that_came_too_long_ago_are_refused() -> None:
+async def test_params_that_came_too_long_ago_are_refused(producer: StockProducer, ours: Reader) -> None:
     """By 25 seconds: what a request has waited elsewhere counts."""
-    async with stock_producer() as producer, reader() as ours:
-        now = arrival()
-        for late_s, fresh in ((5.0, True), (25.0, False), (1e6, False)):
-            params = producer.offer(f"late {late_s}", [3], TOKENS)
-            came = Arrival(now.machine, now.now_s - late_s)
-            ticket = read_stock(params, arrived=came, lease_s=30.0, block_ids_max=100)
-            if fresh:
+    now = arrival()
+    for late_s, fresh in ((5.0, True), (25.0, False), (1e6, False)):
+        params = producer.offer(f"late {late_s}", [3], TOKENS)
+        came = Arrival(now.machine, now.now_s - late_s)
+        ticket = read_stock(params, arrived=came, lease_s=30.0, block_ids_max=100)
+        if fresh:
+            await ours.load(ticket, [0])
+        else:
+            with pytest.raises(LeaseExpired, match="later than its producer is known to hold"):
                 await ours.load(ticket, [0])
-            else:
-                with pytest.raises(LeaseExpired, match="later than its producer is known to hold"):
-                    await ours.load(ticket, [0])
-        elsewhere = read_stock(params, arrived=Arrival("other", 0.0), lease_s=30.0, block_ids_max=100)
-        elsewhere = replace_id(elsewhere, "elsewhere")
-        with pytest.raises(LeaseExpired, match="another machine"):
-            await ours.load(elsewhere, [0])
-        assert all(not torch.count_nonzero(one[1:]) for one in ours.cache.values())
+    elsewhere = read_stock(params, arrived=Arrival("other", 0.0), lease_s=30.0, block_ids_max=100)
+    elsewhere = replace_id(elsewhere, "elsewhere")
+    with pytest.raises(LeaseExpired, match="another machine"):
+        await ours.load(elsewhere, [0])
+    assert all(not torch.count_nonzero(one[1:]) for one in ours.cache.values())
 
 
 def replace_id(ticket: Any, request_id: str) -> Any:
@@ -247,20 +242,19 @@ def replace_id(ticket: Any, request_id: str) -> Any:
     return read_stock(params, arrived=ticket.arrived, lease_s=30.0, block_ids_max=100)
 
 
-async def test_a_restarted_producer_is_another_one() -> None:
+async def test_a_restarted_producer_is_another_one(producer: StockProducer, ours: Reader) -> None:
     """Its address and name are the same: what it was asked for before is not its any more."""
-    async with stock_producer() as producer, reader() as ours:
-        await ours.load(producer.offer("before", [3], TOKENS), [0])
-        params = producer.offer("lost", [4], TOKENS)
-        with ours.runtime.keep_leases(params):
-            await producer.until(lambda: any(peer.state == "ready" for peer in ours.runtime.statistics().peers))
-            await producer.until(lambda: kept_by(ours) == 1)
-            producer.restart()
-            stale(ours)
-            with pytest.raises((LeaseExpired, TransferFailed)):
-                await ours.load(params, [1])
-        with pytest.raises(LeaseExpired, match="has restarted: its parameters may be of before"):
-            await ours.load(producer.offer("soon", [5], TOKENS), [2])
+    await ours.load(producer.offer("before", [3], TOKENS), [0])
+    params = producer.offer("lost", [4], TOKENS)
+    with ours.runtime.keep_leases(params):
+        await producer.until(lambda: any(peer.state == "ready" for peer in ours.runtime.statistics().peers))
+        await producer.until(lambda: kept_by(ours) == 1)
+        producer.restart()
+        stale(ours)
+        with pytest.raises((LeaseExpired, TransferFailed)):
+            await ours.load(params, [1])
+    with pytest.raises(LeaseExpired, match="has restarted: its parameters may be of before"):
+        await ours.load(producer.offer("soon", [5], TOKENS), [2])
 
 
 async def test_what_a_life_before_has_offered_and_came_after_its_end_is_not_read() -> None:
@@ -309,21 +303,19 @@ WRONG_METADATA: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG_METADATA)
-async def test_a_rank_that_does_not_fit_is_refused_and_named(name: str) -> None:
-    async with stock_producer() as producer, reader() as ours:
-        producer.change = {name: WRONG_METADATA[name]}
-        with pytest.raises(PeerError, match="stock-p") as caught:
-            await ours.load(producer.offer("odd", [3], TOKENS), [0])
-        assert not caught.value.quarantine
-        assert producer.held[0]["odd"] == 0
-        assert all(not torch.count_nonzero(one) for one in ours.cache.values())
+async def test_a_rank_that_does_not_fit_is_refused_and_named(producer: StockProducer, ours: Reader, name: str) -> None:
+    producer.change = {name: WRONG_METADATA[name]}
+    with pytest.raises(PeerError, match="stock-p") as caught:
+        await ours.load(producer.offer("odd", [3], TOKENS), [0])
+    assert not caught.value.quarantine
+    assert producer.held[0]["odd"] == 0
+    assert all(not torch.count_nonzero(one) for one in ours.cache.values())
 
 
-async def test_another_hash_is_refused_with_both() -> None:
-    async with stock_producer() as producer, reader() as ours:
-        producer.compatibility_hash = "0" * 64
-        with pytest.raises(PeerIncompatible, match=f"ours {HASH[:12]}.*theirs {'0' * 64}"):
-            await ours.load(producer.offer("odd", [3], TOKENS), [0])
+async def test_another_hash_is_refused_with_both(producer: StockProducer, ours: Reader) -> None:
+    producer.compatibility_hash = "0" * 64
+    with pytest.raises(PeerIncompatible, match=f"ours {HASH[:12]}.*theirs {'0' * 64}"):
+        await ours.load(producer.offer("odd", [3], TOKENS), [0])
 
 
 async def test_a_hash_that_nobody_has_pinned_is_learned_once() -> None:
@@ -354,17 +346,6 @@ async def test_a_pinned_hash_is_read_from_beside_one_that_is_learned() -> None:
                 await ours.load(other.offer("refused", [3], TOKENS), [0])
 
 
-@pytest.mark.parametrize("claimed", [2, 3, 64])
-async def test_a_size_that_is_a_lie_asks_for_no_rank_that_is_not_there(claimed: int) -> None:
-    """The listener would die of the question, for everybody."""
-    async with stock_producer() as producer, reader() as ours:
-        params = {**producer.offer("lie", [3], TOKENS), "tp_size": claimed}
-        with pytest.raises(KVFlowError, match=r"tp_size|ranks"):
-            await ours.load(params, [0])
-        assert set(producer.asked) <= {(0, 0)}
-        await ours.load(producer.offer("truth", [3], TOKENS), [0])
-
-
 WRONG_PARAMS: dict[str, list[Any]] = {
     "remote_block_ids": [[3], [], [[-1]], [[True]], [["3"]], [[3, 4]], [[3], [4]], None, [[1 << 40]], [[99]]],
     "remote_request_id": ["", "a,b", "HB:x", 3, None, "x" * 5000, "\ud800"],
@@ -380,17 +361,16 @@ WRONG_PARAMS: dict[str, list[Any]] = {
 }
 
 
-async def test_params_that_cannot_be_are_refused() -> None:
-    async with stock_producer() as producer, reader() as ours:
-        good = producer.offer("good", [3], TOKENS)
-        for name, values in WRONG_PARAMS.items():
-            for value in values:
-                with pytest.raises((RequestError, PeerError)):
-                    await ours.load({**good, name: value}, [0])
-        old = {key: value for key, value in good.items() if key != "remote_blocks_expiry_time"}
-        with pytest.raises(RequestError, match=r"before 0\.26"):
-            await ours.load(old, [0])
-        await ours.load(good, [0])
+async def test_params_that_cannot_be_are_refused(producer: StockProducer, ours: Reader) -> None:
+    good = producer.offer("good", [3], TOKENS)
+    for name, values in WRONG_PARAMS.items():
+        for value in values:
+            with pytest.raises((RequestError, PeerError)):
+                await ours.load({**good, name: value}, [0])
+    old = {key: value for key, value in good.items() if key != "remote_blocks_expiry_time"}
+    with pytest.raises(RequestError, match=r"before 0\.26"):
+        await ours.load(old, [0])
+    await ours.load(good, [0])
 
 
 async def test_heartbeats_name_what_is_waited_for() -> None:
@@ -410,11 +390,3 @@ async def test_a_dead_producer_fails_the_load_and_nothing_else() -> None:
         producer.port = 1
         with pytest.raises(PeerError):
             await ours.load(producer.offer("dead", [3], TOKENS), [0])
-
-
-async def test_peers_of_ours_keep_their_seals() -> None:
-    async with reader() as ours, reader(engine_id="second") as theirs:
-        lease = theirs.runtime.serve_blocks(ServeRequest("sealed", [3], TOKENS))
-        report = await ours.load(lease.ticket.to_params(), [0])
-        assert report.freshness == "seal"
-        await lease

@@ -30,6 +30,7 @@ from kvflow.stock import EngineRanks, StockPeers, ask_rank
 from kvflow.stock.service import _Tally
 from kvflow.testing import assert_quiet
 from tests.fuzz.mutants import torn
+from tests.support.tests_support import each
 
 CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)
 PEERS = StockPeers(hashes=(HASH,), serve_version="0.32.0", attn_backend_name="CPU_ATTN", region_names=NAMES)
@@ -108,17 +109,22 @@ def consumer() -> Iterator[StockConsumer]:
     made.close()
 
 
-async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockConsumer) -> None:
-    async with producer() as ours:
-        lease, params = ours.offer("cmpl-1-0-aabbccdd#secret", [3, 9, 4], 3 * TOKENS - 1)
-        await consumer.shake_hands(params)
-        await consumer.read(params, [5, 6])
-        assert await lease is LeaseOutcome.READ
-        gc.collect()
-        assert not [one for one in gc.get_objects() if type(one) is _Tally], "nobody is left to tell of it"
-        for layer, tensor in enumerate(consumer.cache.values()):
-            for mine, theirs in ((5, 9), (6, 4)):
-                assert tensor[mine, 2, 1, 0].item() == pytest.approx(value_of(layer, theirs, 2) + 0.01)
+@pytest.fixture(name="ours")
+async def one_rank() -> AsyncIterator[Producer]:
+    async with producer() as made:
+        yield made
+
+
+async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockConsumer, ours: Producer) -> None:
+    lease, params = ours.offer("cmpl-1-0-aabbccdd#secret", [3, 9, 4], 3 * TOKENS - 1)
+    await consumer.shake_hands(params)
+    await consumer.read(params, [5, 6])
+    assert await lease is LeaseOutcome.READ
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is _Tally], "nobody is left to tell of it"
+    for layer, tensor in enumerate(consumer.cache.values()):
+        for mine, theirs in ((5, 9), (6, 4)):
+            assert tensor[mine, 2, 1, 0].item() == pytest.approx(value_of(layer, theirs, 2) + 0.01)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,9 @@ async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockC
     [(2, 1), (2, 2), (1, 2), *(pytest.param(*more, marks=pytest.mark.thorough) for more in ((4, 2), (2, 4)))],
 )
 async def test_one_listener_answers_for_all_ranks(ours: int, theirs: int) -> None:
-    """Whatever the sizes: each rank's lease is open until all of its readers have told that rank."""
+    """Whatever the sizes: each rank's lease is open until all of its readers have told that rank, and is renewed by
+    heartbeats of whoever reads it.
+    """
     async with engine(ours) as ranks:
         ranks.introduce()
         leases, params = ranks.offer("cmpl-1#secret", [3, 9], 2 * TOKENS)
@@ -135,6 +143,9 @@ async def test_one_listener_answers_for_all_ranks(ours: int, theirs: int) -> Non
             for number, reader in enumerate(readers):
                 assert not all(lease.done for lease in leases), number
                 await reader.shake_hands(params)
+                reader.say(b"HB:" + params["remote_request_id"].encode())
+                for rank in ranks.ranks if theirs == 1 else ():
+                    await wait_for(lambda rank=rank: rank.runtime.statistics().serving.renewals == 1)  # type: ignore[misc]
                 await reader.read(params, [5, 6])
                 first = number * MODEL_HEADS // theirs
                 for layer, tensor in enumerate(reader.cache.values()):
@@ -142,20 +153,6 @@ async def test_one_listener_answers_for_all_ranks(ours: int, theirs: int) -> Non
                         for head in range(tensor.shape[1]):
                             expected = value_of(layer, remote, first + head) + 0.01
                             assert tensor[block, head, 1, 0].item() == pytest.approx(expected)
-            for lease in leases:
-                assert await lease is LeaseOutcome.READ
-
-
-async def test_heartbeats_come_to_every_rank_that_is_read() -> None:
-    async with engine(2) as ranks:
-        ranks.introduce()
-        leases, params = ranks.offer("beats", [3], TOKENS)
-        with consumers(1) as (reader,):
-            await reader.shake_hands(params)
-            reader.say(b"HB:beats")
-            for rank in ranks.ranks:
-                await wait_for(lambda rank=rank: rank.runtime.statistics().serving.renewals == 1)  # type: ignore[misc]
-            await reader.read(params, [1])
             for lease in leases:
                 assert await lease is LeaseOutcome.READ
 
@@ -170,6 +167,7 @@ async def test_nobody_is_answered_before_all_ranks_are_known() -> None:
         for rank, one in enumerate(ranks.shown):
             shown = await ask_rank(first.address, tp_rank=rank, timeout_s=60)
             assert shown.metadata.agent_metadata in one.card
+            assert (shown.compatibility_hash, shown.metadata.engine_id) == (HASH, "ours")
         with pytest.raises(PeerUnreachable):
             await ask_rank(first.address, tp_rank=2, timeout_s=0.3)
         await first.unregister()
@@ -200,16 +198,15 @@ async def test_cards_that_are_not_of_this_engine_are_refused() -> None:
         ranks.introduce()
 
 
-async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer) -> None:
-    async with producer() as ours:
-        lease, params = ours.offer("two", [3], TOKENS)
-        await consumer.shake_hands(params)
-        await consumer.read(params, [1], readers=2)
-        consumer.say(b"two:3")
-        await wait_for(lambda: ours.runtime._supervisor.cache.strangers.refused == 1)  # type: ignore[union-attr]
-        assert not lease.done
-        await consumer.read(params, [2], readers=2)
-        assert await lease is LeaseOutcome.READ
+async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer, ours: Producer) -> None:
+    lease, params = ours.offer("two", [3], TOKENS)
+    await consumer.shake_hands(params)
+    await consumer.read(params, [1], readers=2)
+    consumer.say(b"two:3")
+    await wait_for(lambda: ours.runtime._supervisor.cache.strangers.refused == 1)  # type: ignore[union-attr]
+    assert not lease.done
+    await consumer.read(params, [2], readers=2)
+    assert await lease is LeaseOutcome.READ
 
 
 async def test_a_read_after_its_lease_is_told(consumer: StockConsumer, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,52 +254,42 @@ async def test_very_many_late_reads_have_few_lines(
         assert await lease is LeaseOutcome.READ
 
 
-async def test_a_late_word_about_one_lease_forgets_no_reader_of_another(consumer: StockConsumer) -> None:
-    async with producer() as ours:
-        lease, params = ours.offer("over", [3], TOKENS)
+async def test_a_late_word_about_one_lease_forgets_no_reader_of_another(
+    consumer: StockConsumer, ours: Producer
+) -> None:
+    lease, params = ours.offer("over", [3], TOKENS)
+    await consumer.shake_hands(params)
+    await consumer.read(params, [1])
+    assert await lease is LeaseOutcome.READ
+    lease, params = ours.offer("two", [4], TOKENS)
+    consumer.say(b"two:2")
+    consumer.say(b"over:1")
+    await wait_for(lambda: ours.runtime.statistics().serving.late_notifications == 1)
+    consumer.say(b"two:2")
+    assert await lease is LeaseOutcome.READ
+
+
+async def test_of_a_name_that_is_served_again_nothing_old_counts(consumer: StockConsumer, ours: Producer) -> None:
+    for readers in (1, 2, 3):
+        lease, params = ours.offer("again", [3], TOKENS)
         await consumer.shake_hands(params)
-        await consumer.read(params, [1])
-        assert await lease is LeaseOutcome.READ
-        lease, params = ours.offer("two", [4], TOKENS)
-        consumer.say(b"two:2")
-        consumer.say(b"over:1")
-        await wait_for(lambda: ours.runtime.statistics().serving.late_notifications == 1)
-        consumer.say(b"two:2")
-        assert await lease is LeaseOutcome.READ
-
-
-async def test_of_a_name_that_is_served_again_nothing_old_counts(consumer: StockConsumer) -> None:
-    async with producer() as ours:
-        for readers in (1, 2, 3):
-            lease, params = ours.offer("again", [3], TOKENS)
-            await consumer.shake_hands(params)
-            for _ in range(readers):
-                assert not lease.done
-                consumer.say(b"again:%d" % readers)
-            assert await lease is LeaseOutcome.READ
-
-
-async def test_a_heartbeat_names_what_parameters_named(consumer: StockConsumer) -> None:
-    """With the spare behind each id, and those of all that wait with it."""
-    async with producer() as ours:
-        lease, params = ours.offer("cmpl-1#secret", [3], TOKENS)
-        name = params["remote_request_id"].encode()
-        await consumer.shake_hands(params)
-        consumer.say(b"HB:" + b",".join([name.replace(b"1#", b"%d#" % number) for number in range(4000)]))
-        await wait_for(lambda: ours.runtime.statistics().serving.renewals == 1)
-        await consumer.read(params, [1])
+        for _ in range(readers):
+            assert not lease.done
+            consumer.say(b"again:%d" % readers)
         assert await lease is LeaseOutcome.READ
 
 
-async def test_heartbeats_renew(consumer: StockConsumer) -> None:
-    async with producer() as ours:
-        lease, params = ours.offer("beats", [3], TOKENS, ttl_s=1.0)
-        await consumer.shake_hands(params)
-        for count in range(1, 4):
-            consumer.say(b"HB:unknown,beats")
-            await wait_for(lambda count=count: ours.runtime.statistics().serving.renewals == count)  # type: ignore[misc]
-        lease.revoke()
-        await lease
+async def test_heartbeats_renew(consumer: StockConsumer, ours: Producer) -> None:
+    """What parameters named, with the spare behind each id, also among all that wait with it."""
+    lease, params = ours.offer("cmpl-1#secret", [3], TOKENS, ttl_s=1.0)
+    name = params["remote_request_id"].encode()
+    await consumer.shake_hands(params)
+    among = b",".join([name.replace(b"1#", b"%d#" % number) for number in range(4000)])
+    for count, named in enumerate((b"unknown," + name, among, name), start=1):
+        consumer.say(b"HB:" + named)
+        await wait_for(lambda count=count: ours.runtime.statistics().serving.renewals == count)  # type: ignore[misc]
+    await consumer.read(params, [1])
+    assert await lease is LeaseOutcome.READ
 
 
 TEXTS = [
@@ -347,24 +334,23 @@ async def test_both_kinds_of_readers_read_one_offer(consumer: StockConsumer) -> 
         assert await lease is LeaseOutcome.READ
 
 
-async def test_what_a_stock_reader_would_die_of_is_not_offered() -> None:
-    async with producer() as ours:
-        lease, params = ours.offer("whole", [3, 4], 2 * TOKENS)
-        assert params["remote_block_ids"] == [[3, 4]], "nested, and all of it"
-        assert params["remote_num_tokens"] == 2 * TOKENS
-        ticket = lease.ticket
-        for wrong in (
-            msgspec.structs.replace(ticket, block_ids=(3,)),
-            msgspec.structs.replace(ticket, block_ids=(3, 4, 5)),
-            msgspec.structs.replace(ticket, request_id="a,b"),
-            msgspec.structs.replace(ticket, request_id="HB:a"),
-            msgspec.structs.replace(ticket, more_block_ids=((1,),)),
-            msgspec.structs.replace(ticket, pp_size=2),
-        ):
-            with pytest.raises(RequestError):
-                stock_params(wrong, "0.32.0")
-        lease.revoke()
-        await lease
+async def test_what_a_stock_reader_would_die_of_is_not_offered(ours: Producer) -> None:
+    lease, params = ours.offer("whole", [3, 4], 2 * TOKENS)
+    assert params["remote_block_ids"] == [[3, 4]], "nested, and all of it"
+    assert params["remote_num_tokens"] == 2 * TOKENS
+    ticket = lease.ticket
+    for wrong in (
+        {"block_ids": (3,)},
+        {"block_ids": (3, 4, 5)},
+        {"request_id": "a,b"},
+        {"request_id": "HB:a"},
+        {"more_block_ids": ((1,),)},
+        {"pp_size": 2},
+    ):
+        with pytest.raises(RequestError):
+            stock_params(msgspec.structs.replace(ticket, **wrong), "0.32.0")
+    lease.revoke()
+    await lease
 
 
 @pytest.mark.parametrize(
@@ -380,7 +366,7 @@ async def test_a_rank_that_no_stock_reader_takes_is_refused_at_the_start(
             await runtime.register_kv_caches(cache, layout_of(cache))
 
 
-@pytest.mark.parametrize(
+@each(
     "values",
     [
         {"hashes": ()},
@@ -400,13 +386,6 @@ async def test_a_rank_that_no_stock_reader_takes_is_refused_at_the_start(
 def test_settings_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="stock"):
         replace(PEERS, **values)
-
-
-async def test_the_shown_rank_is_what_the_doctor_asks_for() -> None:
-    async with producer() as ours:
-        shown = await ask_rank(ours.runtime.address, timeout_s=60)
-        assert shown.compatibility_hash == HASH
-        assert shown.metadata.engine_id == "ours"
 
 
 async def test_a_flood_of_hostile_messages_harms_nobody(consumer: StockConsumer) -> None:
