@@ -310,15 +310,6 @@ async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], 
     await side.transport.aclose(WAIT_S)
 
 
-@contextlib.contextmanager
-def busy(transport: NixlTransport) -> Iterator[None]:
-    """Its thread does nothing inside the block."""
-    gate = threading.Event()
-    transport._alive()[0].submit(lambda: gate.wait(WAIT_S))
-    yield
-    gate.set()
-
-
 async def test_reads_that_may_be_given_up_end_once_and_others_are_as_they_were(ends: Ends) -> None:
     """However far each has come: one that has landed has, one that is left says so."""
     transport = ends.reader.transport
@@ -335,56 +326,69 @@ async def test_reads_that_may_be_given_up_end_once_and_others_are_as_they_were(e
     assert (ends.reader.buffer == ends.writer.buffer).all()
 
 
-@pytest.mark.nixl
-async def test_nixl_reads_on_with_another_agent_and_tells_it_of_peers_when_they_are_needed() -> None:
-    """What was under way is posted once more; the parked agent goes when its peers have answered the other one."""
+@pytest.fixture
+async def nixl() -> AsyncIterator[tuple[Ends, Any]]:
+    """Ends of NIXL, and the reader; the first reads of a connection, which have to wait for it, are over."""
     async with two_ends(make_nixl()) as ends:
-        transport = ends.reader.transport
-        await read_ended(ends, (0, 0, SIZE))
-        agents: Any = transport._agents  # type: ignore[attr-defined]
-        first, before = agents._reading, agents.taken
-        agents._check, agents._start = (lambda request: True), agents._in_flight.append
-        left, other = (transport.post_read(ends.peer, ends.descriptors((at, at, 8))) for at in (0, SIZE - 8))
-        thread = transport._thread  # type: ignore[attr-defined]
-        async with asyncio.timeout(WAIT_S):
-            while await thread.call(lambda: sum(len(one.together) for one in agents._in_flight)) < 2:
-                pass
-        del agents._check, agents._start
-        transport.give_up([left])
-        events = [event for event in await end_of(transport, 2) if isinstance(event, ReadEnded)]
-        assert {event.read: type(event.error) for event in events} == {left: PeerGone, other: type(None)}
-        assert agents._reading is not first
-        assert await thread.call(lambda: (agents._parked, agents._unknown)) == ([], set())
-        assert agents.taken - before == transport._given - before  # type: ignore[attr-defined]
-        transport.notify(ends.peer, b"from the other agent")
-        assert await end_of(ends.writer.transport) == [Notified(b"from the other agent")]
-
-
-@pytest.mark.nixl
-async def test_nixl_posts_the_smaller_of_two_reads_first() -> None:
-    """Over shared memory posting is copying, so a small read waits for one large one at most."""
-    async with two_ends(make_nixl()) as ends:
-        transport = ends.reader.transport
-        assert isinstance(transport, NixlTransport)
-        for size in (SIZE, 8):  # the first reads of a connection have to wait for it
+        for size in (SIZE, 8):
             await read_ended(ends, (0, 0, size))
-        with busy(transport):
-            large = transport.post_read(ends.peer, ends.descriptors((0, 0, SIZE // 2)))
-            small = transport.post_read(ends.peer, ends.descriptors((SIZE // 2, 0, 8)))
-            assert transport.statistics.open_reads == 2
-        events = await end_of(transport, 2)
-        assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
+        yield ends, ends.reader.transport
+
+
+@contextlib.contextmanager
+def busy(transport: Any) -> Iterator[None]:
+    """Its thread does nothing inside the block."""
+    gate = threading.Event()
+    transport._alive()[0].submit(lambda: gate.wait(WAIT_S))
+    try:
+        yield
+    finally:
+        gate.set()
 
 
 @pytest.mark.nixl
-async def test_nixl_tells_of_ends_however_often_its_thread_is_called() -> None:
+async def test_nixl_reads_on_with_another_agent_and_tells_it_of_peers_when_they_are_needed(
+    nixl: tuple[Ends, Any],
+) -> None:
+    """What was under way is posted once more; the parked agent goes when its peers have answered the other one."""
+    ends, transport = nixl
+    thread, agents = transport._alive()
+    first = agents._reading
+    agents._check, agents._start = (lambda request: True), agents._in_flight.append
+    left, other = (transport.post_read(ends.peer, ends.descriptors((at, at, 8))) for at in (0, SIZE - 8))
+    async with asyncio.timeout(WAIT_S):
+        while await thread.call(lambda: sum(len(one.together) for one in agents._in_flight)) < 2:
+            pass
+    del agents._check, agents._start
+    transport.give_up([left])
+    events = [event for event in await end_of(transport, 2) if isinstance(event, ReadEnded)]
+    assert {event.read: type(event.error) for event in events} == {left: PeerGone, other: type(None)}
+    assert agents._reading is not first
+    assert await thread.call(lambda: (agents._parked, agents._unknown)) == ([], set())
+    assert agents.taken == transport._given
+    transport.notify(ends.peer, b"from the other agent")
+    assert await end_of(ends.writer.transport) == [Notified(b"from the other agent")]
+
+
+@pytest.mark.nixl
+async def test_nixl_posts_the_smaller_of_two_reads_first(nixl: tuple[Ends, Any]) -> None:
+    """Over shared memory posting is copying, so a small read waits for one large one at most."""
+    ends, transport = nixl
+    with busy(transport):
+        large = transport.post_read(ends.peer, ends.descriptors((0, 0, SIZE // 2)))
+        small = transport.post_read(ends.peer, ends.descriptors((SIZE // 2, 0, 8)))
+        assert transport.statistics.open_reads == 2
+    events = await end_of(transport, 2)
+    assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
+
+
+@pytest.mark.nixl
+async def test_nixl_tells_of_ends_however_often_its_thread_is_called(nixl: tuple[Ends, Any]) -> None:
     """An end waits for what the thread is called for, once."""
-    async with two_ends(make_nixl()) as ends:
-        await read_ended(ends, (0, 0, SIZE))
-        agents: Any = ends.reader.transport._agents  # type: ignore[attr-defined]
-        agents._called = lambda: True
-        await read_ended(ends, (0, 0, SIZE))
-        await read_ended(ends, (0, 0, 8))
+    ends, transport = nixl
+    transport._agents._called = lambda: True
+    await read_ended(ends, (0, 0, SIZE))
+    await read_ended(ends, (0, 0, 8))
 
 
 class Watched:
@@ -401,44 +405,40 @@ class Watched:
 
 
 @pytest.mark.nixl
-async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again() -> None:
+async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again(nixl: tuple[Ends, Any]) -> None:
     """Every call of NIXL lets go of Python's lock, and beside a busy loop waits for it: none is between landing and
     telling. Only what has landed is told of before its handle is released.
     """
+    ends, transport = nixl
+    thread, agents = transport._alive()
     log: list[str] = []
-    async with two_ends(make_nixl()) as ends:
-        await read_ended(ends, (0, 0, SIZE))
-        thread, agents = ends.reader.transport._alive()  # type: ignore[attr-defined]
-        put, native = agents._put, agents._reading.native
+    put, native = agents._put, agents._reading.native
 
-        def tell(event: Event) -> None:
-            log.append("told")
-            put(event)
+    def tell(event: Event) -> None:
+        log.append("told")
+        put(event)
 
-        def watch() -> None:
-            agents._put, agents._reading.native = tell, Watched(native, log)
+    def watch() -> None:
+        agents._put, agents._reading.native = tell, Watched(native, log)
 
-        await thread.call(watch)
-        await read_ended(ends, (0, 0, 8))
-        await thread.call(lambda: setattr(agents._reading, "native", native))
+    await thread.call(watch)
+    await read_ended(ends, (0, 0, 8))
+    await thread.call(lambda: setattr(agents._reading, "native", native))
     calls = [name for name in log if name not in ("getNotifs", "getXferStatus")]
     assert calls == ["createXferReq", "postXferReq", "told", "releaseXferReq"]
     assert log[log.index("told") - 1] in ("postXferReq", "getXferStatus")
 
 
 @pytest.mark.nixl
-async def test_nixl_is_behind_while_many_reads_wait_to_be_started() -> None:
-    async with two_ends(make_nixl()) as ends:
-        transport = ends.reader.transport
-        assert isinstance(transport, NixlTransport)
-        seen = []
-        with busy(transport):
-            for index in range(64):
-                transport.post_read(ends.peer, ends.descriptors((index * 64, index * 64, 64)))
-                seen.append(transport.behind)
-        assert (seen[0], seen[-1], seen == sorted(seen)) == (False, True, True)
-        await end_of(transport, 64)
-        assert not transport.behind
-        await read_ended(ends, (0, 0, SIZE))
-        assert not transport.behind
-        np.testing.assert_array_equal(ends.reader.buffer, ends.writer.buffer)
+async def test_nixl_is_behind_while_many_reads_wait_to_be_started(nixl: tuple[Ends, Any]) -> None:
+    ends, transport = nixl
+    seen = []
+    with busy(transport):
+        for index in range(64):
+            transport.post_read(ends.peer, ends.descriptors((index * 64, index * 64, 64)))
+            seen.append(transport.behind)
+    assert (seen[0], seen[-1], seen == sorted(seen)) == (False, True, True)
+    await end_of(transport, 64)
+    assert not transport.behind
+    await read_ended(ends, (0, 0, SIZE))
+    assert not transport.behind

@@ -45,6 +45,9 @@ def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> N
     regions, shape = map_regions(layout, cache.tensors), layout.block_shape
     run = recipe.dim * recipe.dtype.itemsize
     assert (layout.layer_names, layout.style) == (cache.layer_names, recipe.style)
+    parts = {KVStyle.FUSED: ("KV",), KVStyle.MLA: ("latent",)}.get(recipe.style, ("K", "V"))
+    assert (layout.parts, layout.latent) == (parts, recipe.style is KVStyle.MLA)
+    assert layout.kv_head_size == (recipe.dim // 2 if recipe.style is KVStyle.FUSED else recipe.dim)
     assert layout.dtype == str(recipe.dtype).removeprefix("torch.")
     assert (layout.num_blocks, layout.num_kv_heads, layout.head_size) == (recipe.blocks, recipe.heads, recipe.dim)
     assert (shape.tokens, shape.heads, shape.run) == (layout.block_size, recipe.heads, run)
@@ -81,23 +84,6 @@ def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -
             span for span in spans if span.address <= address and address + size_bytes <= span.address + span.size_bytes
         ]
         assert len(homes) == 1
-
-
-@each(
-    ("shape", "style", "parts", "kv_head_size"),
-    [
-        ((2, B, N, H, D), KVStyle.KV_FIRST, ("K", "V"), D),
-        ((B, 2, N, H, D), KVStyle.BLOCKS_FIRST, ("K", "V"), D),
-        ((B, N, H, D), KVStyle.FUSED, ("KV",), D // 2),
-        ((B, N, D), KVStyle.MLA, ("latent",), D),
-    ],
-)
-def test_the_style_is_read_off_the_shape(
-    shape: tuple[int, ...], style: KVStyle, parts: tuple[str, ...], kv_head_size: int
-) -> None:
-    layout = CacheLayout.infer({"l0": torch.zeros(shape)}, order="NHD", block_size=N)
-    assert (layout.style, layout.parts, layout.kv_head_size) == (style, parts, kv_head_size)
-    assert layout.latent == (style is KVStyle.MLA)
 
 
 @each("style", [KVStyle.KV_FIRST, "blocks_first"])

@@ -333,7 +333,9 @@ def test_a_peers_table_is_refused_or_planned_exactly(stride: int, base: int, par
 
 @st.composite
 def plans(draw: st.DrawFn) -> Descriptors:
-    sizes = draw(st.lists(st.integers(1, 60), max_size=25))
+    sizes = [draw(st.integers(1, 60))] * draw(st.integers(0, 25))
+    if draw(st.booleans()):  # not all of one size
+        sizes = draw(st.lists(st.integers(1, 60), max_size=25))
     starts = np.cumsum([0, *sizes])[:-1]
     gaps = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
     return Descriptors.of(

@@ -86,26 +86,6 @@ def test_the_readers_of_a_head_spread_over_its_holders() -> None:
             assert max(holders) - min(holders) <= 1, cut
 
 
-@each(
-    ("cut", "expected"),
-    [
-        # Ranks 0 and 1 read the first and the second half of rank 0's heads, 2 and 3 those of rank 1.
-        ((4, 2, 8), [[(0, 0, 0, 2)], [(0, 0, 2, 2)], [(1, 0, 0, 2)], [(1, 0, 2, 2)]]),
-        ((2, 4, 8), [[(0, 0, 0, 2), (1, 2, 0, 2)], [(2, 0, 0, 2), (3, 2, 0, 2)]]),
-        # Neighbours hold the same head, and read it from the same rank.
-        ((4, 1, 2), [[(0, 0, 0, 1)], [(0, 0, 0, 1)], [(0, 0, 1, 1)], [(0, 0, 1, 1)]]),
-        # Half of their ranks are read, the others told.
-        ((1, 4, 2), [[(0, 0, 0, 1), (1, 0, 0, 0), (2, 1, 0, 1), (3, 0, 0, 0)]]),
-        # A latent is read from replicas in turn.
-        ((4, 2, 1), [[(0, 0, 0, 1)], [(0, 0, 0, 1)], [(1, 0, 0, 1)], [(1, 0, 0, 1)]]),
-        ((2, 2, 1), [[(0, 0, 0, 1)], [(1, 0, 0, 1)]]),
-    ],
-)
-def test_examples(cut: Parallelism, expected: list[list[tuple[int, int, int, int]]]) -> None:
-    """(their rank, our first head, their first head, heads) of what each rank reads."""
-    assert [[source[:4] for source in head_sources(rank, *cut)] for rank in range(cut[0])] == expected
-
-
 # --- holdings
 
 
