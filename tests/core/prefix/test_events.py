@@ -118,30 +118,29 @@ def test_what_is_encoded_is_read_again(events: list[Any], arrays: bool) -> None:
 PLAIN = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1}
 
 
-@each(
-    "unknown",
-    [
-        *({"type": "BlockMoved", "block_hashes": []}, ["BlockMoved", []], {"type": 7}, {}, [], None, "BlockStored"),
-        *({"type": "BlockRemoved"}, ["BlockStored", [1]]),
-        *({"type": "BlockRemoved", "block_hashes": hashes} for hashes in ([bytes(65)], [1.0], [0] * (BLOCKS_MAX + 1))),
-        *({**PLAIN, "block_size": size} for size in (0, (1 << 64) - 1)),
-        {**PLAIN, "extra_keys": [[b"embeddings"]]},
-    ],
-)
+NO_EVENTS = [{"type": "BlockMoved", "block_hashes": []}, ["BlockMoved", []], {"type": 7}, {}, [], None, "BlockStored"]
+LACKING = [{"type": "BlockRemoved"}, ["BlockStored", [1]]]
+REMOVING = [{"type": "BlockRemoved", "block_hashes": wrong} for wrong in ([bytes(65)], [1.0], [0] * (BLOCKS_MAX + 1))]
+STORING = [
+    {**PLAIN, "block_size": 0},
+    {**PLAIN, "block_size": (1 << 64) - 1},
+    {**PLAIN, "extra_keys": [[b"embeddings"]]},
+]
+
+
+@each("unknown", [*NO_EVENTS, *LACKING, *REMOVING, *STORING])
 def test_events_of_other_forms_are_passed_over(unknown: object) -> None:
     cleared = {"type": "AllBlocksCleared", "new": {"deep": [1]}}
     assert list(decode_batch(pack([1, [unknown, cleared]]))) == [AllBlocksCleared()]
 
 
-@each(
-    "payload",
-    [
-        *(b"", b"\xc1", b"\xc0", b"\x93\x01", b"\x92\x01\xdd\xff\xff\xff\xff", b"\x91" * 100_000),
-        *map(pack, ([], ["now", []], [1, {}], {"ts": 1}, [1, [], "rank"], [1, [None] * (EVENTS_MAX + 1)])),
-        b"\x92\x01\x91" + b"\x91" * 100_000 + b"\xc0",
-        bytes(BATCH_BYTES_MAX + 1),
-    ],
-)
+JUNK = [b"", b"\xc1", b"\xc0", b"\x93\x01"]
+SHAPES = map(pack, ([], ["now", []], [1, {}], {"ts": 1}, [1, [], "rank"], [1, [None] * (EVENTS_MAX + 1)]))
+DEEP = [b"\x91" * 100_000, b"\x92\x01\x91" + b"\x91" * 100_000 + b"\xc0"]
+LONG = [b"\x92\x01\xdd\xff\xff\xff\xff", bytes(BATCH_BYTES_MAX + 1)]
+
+
+@each("payload", [*JUNK, *SHAPES, *DEEP, *LONG])
 def test_what_is_no_batch_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"^KV events from tcp://peer:1: "):
         decode_batch(payload, peer="tcp://peer:1")

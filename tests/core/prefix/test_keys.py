@@ -65,15 +65,15 @@ def test_tokens_may_be_in_any_flat_sequence(make: type) -> None:
     assert kvflow.prefix_keys(given, 16) == kvflow.prefix_keys(list(range(33)), 16)
 
 
-@each(
-    ("said", "wrong"),
-    [
-        *(("tokens", wrong) for wrong in ("12", [1.5], [True], [1 << 63], [[1]], None, [None], b"12")),
-        *(("block_tokens", wrong) for wrong in (0, 1.0, None)),
-        *(("salt", wrong) for wrong in ("tenant", None, bytes(SALT_BYTES_MAX + 1))),
-    ],
-)
-def test_nonsense_is_refused_by_name(said: str, wrong: object) -> None:
+WRONG: dict[str, tuple[Any, ...]] = {
+    "tokens": ("12", [1.5], [True], [1 << 63], [[1]], None, [None], b"12"),
+    "block_tokens": (0, 1.0, None),
+    "salt": ("tenant", None, bytes(SALT_BYTES_MAX + 1)),
+}
+
+
+@each(("said", "wrong"), [(said, wrong) for said, values in WRONG.items() for wrong in values])
+def test_nonsense_is_refused_by_name(said: str, wrong: Any) -> None:
     given: dict[str, Any] = {"tokens": [1], "block_tokens": 1, "salt": b"", said: wrong}
     with pytest.raises(RequestError, match=f"^{said}: expected"):
         kvflow.prefix_keys(given["tokens"], given["block_tokens"], salt=given["salt"])

@@ -104,24 +104,29 @@ def test_blocks_of_several_groups_are_there_while_one_has_them() -> None:
     assert known.blocks == 0
 
 
-@each(
-    "more",
-    [
-        *({"medium": medium} for medium in ("CPU", "DISK")),
-        *({"kv_cache_spec_kind": kind} for kind in ("sliding_window", "mamba")),
-        *({"lora_id": 1}, {"lora_name": "adapter"}, {"cache_salt": "SGLang's"}, {"block_size": 1 << 20}),
-        *({"extra_keys": keys} for keys in ([None] * 5, [[("picture", 16)], *[None] * 5])),
-        *({"token_ids": tokens} for tokens in (PROMPT[:-1], [1 << 63, *PROMPT[1:]])),
-    ],
-)
-def test_what_cannot_be_named_as_prompts_are_is_not_known(more: dict[str, Any]) -> None:
-    assert told(stored(PROMPT, 16, **more)).blocks == 0
+UNKNOWN: dict[str, list[Any]] = {
+    "medium": ["CPU", "DISK"],
+    "kv_cache_spec_kind": ["sliding_window", "mamba"],
+    "lora_id": [1],
+    "lora_name": ["adapter"],
+    "cache_salt": ["SGLang's"],
+    "block_size": [1 << 20],
+    "extra_keys": [[None] * 5, [[("picture", 16)], *[None] * 5]],
+    "token_ids": [PROMPT[:-1], [1 << 63, *PROMPT[1:]]],
+}
+
+
+@each(("name", "value"), [(name, value) for name, values in UNKNOWN.items() for value in values])
+def test_what_cannot_be_named_as_prompts_are_is_not_known(name: str, value: Any) -> None:
+    assert told(stored(PROMPT, 16, **{name: value})).blocks == 0
 
 
 @each(
     ("more", "tokens"),
     [
-        *(({"medium": None}, 96), ({"kv_cache_spec_kind": "mla_attention"}, 96), ({"extra_keys": [None] * 6}, 96)),
+        ({"medium": None}, 96),
+        ({"kv_cache_spec_kind": "mla_attention"}, 96),
+        ({"extra_keys": [None] * 6}, 96),
         ({"extra_keys": [None, ["only the first block has a salt"], *[None] * 4]}, 16),
     ],
 )

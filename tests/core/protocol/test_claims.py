@@ -150,30 +150,28 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
     check_set(latent, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
 
 
-@each(
-    "changes",
-    [
-        *({"tp_size": value} for value in (0, 1025)),
-        {"tp_rank": 2},
-        {"tp_rank": 1 << 63, "tp_size": (1 << 64) - 1},
-        *({"pp_rank": value} for value in (-1, 3)),
-        {"pp_size": 1025},
-        *({"layers": value} for value in ((), (7, 8), (7, 7), (-1,), (1 << 15,), tuple(range(100_000)))),
-        *({"kv_heads": value} for value in (4, 0)),
-        *({"model_kv_heads": -1}, {"block_size": 8}, {"latent": True}),
-    ],
-)
-def test_a_cache_share_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(codec.WireError, match=f"^cache share: |{next(iter(changes))}") as caught:
-        check_set(**changes)
+WRONG: dict[str, tuple[Any, ...]] = {
+    "tp_size": (0, 1025, (1 << 64) - 1),
+    "tp_rank": (2, 1 << 63),
+    "pp_rank": (-1, 3),
+    "pp_size": (1025,),
+    "layers": ((), (7, 8), (7, 7), (-1,), (1 << 15,), tuple(range(100_000))),
+    "kv_heads": (4, 0),
+    "model_kv_heads": (-1,),
+    "block_size": (8,),
+    "latent": (True,),
+}
+
+
+@each(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_cache_share_that_cannot_be_true_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(codec.WireError, match=f"^cache share: |{name}") as caught:
+        check_set(**{name: value})
     assert len(str(caught.value)) < 300
 
 
-FACTS, OTHER, SECOND = (
-    GroupFacts(name="kv", block_size=4),
-    GroupFacts(name="b", block_size=4),
-    replace(HOLDING, layers=(8,)),
-)
+FACTS, OTHER = (GroupFacts(name=name, block_size=4) for name in ("kv", "b"))
+SECOND = replace(HOLDING, layers=(8,))
 TWO = (HOLDING, SECOND)
 
 

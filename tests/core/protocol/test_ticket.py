@@ -232,14 +232,17 @@ def test_what_is_no_dict_of_a_ticket_is_refused(params: Any) -> None:
         Ticket.from_params(params)
 
 
-@each(
-    ("name", "value"),
-    [
-        *(("seal_index", -1), ("seal_index", 1 << 63), ("expires_s", float("nan")), ("tp_rank", 2)),
-        *(("lease_id", "0" * 32), ("lease_id", "g" * 32), ("incarnation", ""), ("incarnation", "x" * 1025)),
-        *(("block_ids", (1, 2)), ("block_ids", (1, 2, 1 << 63))),
-    ],
-)
+WRONG_OF_LEASES: dict[str, tuple[object, ...]] = {
+    "seal_index": (-1, 1 << 63),
+    "expires_s": (float("nan"), float("inf")),
+    "tp_rank": (2,),
+    "lease_id": ("0" * 32, "g" * 32),
+    "incarnation": ("", "x" * 1025),
+    "block_ids": ((1, 2), (1, 2, 1 << 63)),
+}
+
+
+@each(("name", "value"), [(name, value) for name, values in WRONG_OF_LEASES.items() for value in values])
 def test_a_lease_that_a_rank_names_is_judged_like_those_of_tickets(name: str, value: object) -> None:
     check_lease(SECOND, TICKET)
     with pytest.raises(RequestError, match=rf"^ticket: .*({name}|blocks)"):
