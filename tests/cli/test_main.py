@@ -46,31 +46,32 @@ def test_a_checkout_that_is_not_installed_is_told_what_to_install(monkeypatch: p
     assert extras.install_line("ray") == "pip install '.[ray]'"
 
 
-def test_flags_are_shown_as_flags() -> None:
-    for words in ([], ["top"], ["doctor"], ["bench", "transfer"]):
-        done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"})
-        assert (done.exit_code, "--help" in done.output) == (0, True)
-        assert [line for line in done.output.splitlines() if "<bool>" in line or "BOOLEAN" in line] == []
+def output_of(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout
 
 
 def test_the_extra_is_imported_only_when_it_is_needed() -> None:
     code = "import sys, kvflow.cli.main; print('typer' in sys.modules, 'rich' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False", "False"]
+    assert output_of(code).split() == ["False", "False"]
 
 
 @each(
-    ("name", "options"),
+    ("words", "options"),
     [
-        ("transfer", "--transport --sizes --pairs --layers --idle-s --backend --json"),
-        ("topology", "--transport --size --rounds --layers --json"),
-        ("fairness", "--transport --size --huge-loads --rounds --json"),
+        ("", ""),
+        ("top", ""),
+        ("doctor", ""),
+        ("bench transfer", "--transport --sizes --pairs --layers --idle-s --backend --json"),
+        ("bench topology", "--transport --size --rounds --layers --json"),
+        ("bench fairness", "--transport --size --huge-loads --rounds --json"),
     ],
 )
-def test_help_names_the_options(name: str, options: str) -> None:
-    done = CliRunner().invoke(app, ["bench", name, "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"})
+def test_help_names_the_options_and_shows_flags_as_flags(words: str, options: str) -> None:
+    done = CliRunner().invoke(app, [*words.split(), "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"})
     assert done.exit_code == 0
-    assert [option for option in options.split() if option not in done.output] == []
+    assert [option for option in ["--help", *options.split()] if option not in done.output] == []
+    assert [line for line in done.output.splitlines() if "<bool>" in line or "BOOLEAN" in line] == []
 
 
 @each(
@@ -90,15 +91,14 @@ def test_options_that_cannot_be_measured_are_refused(words: tuple[str, ...], mes
 
 @pytest.mark.parametrize("words", [("--version",), ("--version", "doctor")], ids=["alone", "before a command"])
 def test_the_versions_are_told_without_importing_what_they_are_of(words: tuple[str, ...]) -> None:
-    lines = (
-        f"import contextlib, sys; sys.argv[1:] = {words!r}",
-        "from kvflow.cli.main import main",
-        "with contextlib.suppress(SystemExit): main()",
-        "print(*sorted({'torch', 'nixl'} & set(sys.modules)))",
-    )
-    code = "\n".join(lines)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    *told, imported = done.stdout.splitlines()
+    code = f"""
+import contextlib, sys
+sys.argv[1:] = {words!r}
+from kvflow.cli.main import main
+with contextlib.suppress(SystemExit): main()
+print(*sorted({{'torch', 'nixl'}} & set(sys.modules)))
+"""
+    *told, imported = output_of(code).splitlines()
     assert told[0] == f"kvflow {kvflow.__version__}"
     assert f"torch {version('torch')}" in told
     assert [line.split()[0] for line in told] == ["kvflow", "nixl", "torch", "python"]

@@ -25,7 +25,7 @@ from kvflow.doctor.host import Host
 from kvflow.doctor.run import examine
 from kvflow.doctor.transfer import check_self_transfer
 
-from .test_doctor import CONFIG, GOOD
+from .test_doctor import CONFIG, GOOD, assert_found
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 
@@ -46,14 +46,11 @@ DEVICES = """<?xml version="1.0" ?>
         </mig_mode>
         <fb_memory_usage>
             <total>81559 MiB</total>
-            <reserved>551 MiB</reserved>
             <used>0 MiB</used>
-            <free>81008 MiB</free>
         </fb_memory_usage>
         <bar1_memory_usage>
             <total>131072 MiB</total>
             <used>1 MiB</used>
-            <free>131071 MiB</free>
         </bar1_memory_usage>
         <compute_mode>Default</compute_mode>
     </gpu>
@@ -104,16 +101,11 @@ def test_devices_are_read_from_the_report_in_xml() -> None:
     driver = read_devices(DEVICES)
     assert driver is not None
     assert (driver.version, driver.cuda) == ("580.159.04", (13, 0))
-    assert driver.gpus[0] == H100
     l4 = Gpu(name="NVIDIA L4", memory_mib=23034, bar1_mib=None, mig=None, compute_mode="Exclusive_Process")
-    assert driver.gpus[1] == l4
+    assert driver.gpus == (H100, l4)
     older = DEVICES.replace("13.0", "N/A")
     assert read_devices(older) == replace(driver, cuda=None)
-    for nothing in (
-        "",
-        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
-        "<html></html>",
-    ):
+    for nothing in ("", "NVIDIA-SMI has failed because it couldn't communicate with the driver.", "<html></html>"):
         assert read_devices(nothing) is None
 
 
@@ -135,11 +127,7 @@ def test_how_near_nics_are_is_read_by_their_names() -> None:
 
 
 def test_kernels_are_compared_by_numbers() -> None:
-    assert (kernel_version("6.18.44-fc-v236-gpu"), kernel_version("5.4.0"), kernel_version("?")) == (
-        (6, 18),
-        (5, 4),
-        None,
-    )
+    assert [kernel_version(told) for told in ("6.18.44-fc-v236-gpu", "5.4.0", "?")] == [(6, 18), (5, 4), None]
 
 
 # --- what it means
@@ -175,6 +163,8 @@ def given(**variables: str) -> dict[str, Any]:
     return {"environment": variables}
 
 
+ALLOCATOR, UCX, NICS = "GPU memory allocator", "UCX and CUDA", "NICs near GPUs"
+EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"
 REGISTRATION, SHARING, ORDER = "RDMA and GPU memory", "GPUs and containers", "order of RDMA writes"
 WITHOUT_DMABUF = probed(attributes={**ATTRIBUTES, "DMA-BUF supported": 0})
 UNORDERED = probed(attributes={**ATTRIBUTES, "GPUDirect RDMA writes ordering": 0})
@@ -183,7 +173,7 @@ UNORDERED = probed(attributes={**ATTRIBUTES, "GPUDirect RDMA writes ordering": 0
 @each(
     ("host", "changes", "name", "status", "found", "fix"),
     [
-        (GOOD, {}, "CUDA", OK, "NIXL loads nixl_cu13", ""),
+        (GOOD, {}, "CUDA", OK, "NIXL loads nixl_cu13", ""),  # and no word of warning
         (GOOD, {"driver": None}, "CUDA", FAIL, "does not answer", "--gpus all"),
         (GOOD, probed(problem="cuInit failed: CUDA error 802"), "CUDA", FAIL, "CUDA error 802", "must load"),
         (GOOD, probed(torch_cuda=None), "CUDA", FAIL, "without CUDA", "build of torch"),
@@ -196,18 +186,18 @@ UNORDERED = probed(attributes={**ATTRIBUTES, "GPUDirect RDMA writes ordering": 0
         (GOOD, gpu(compute_mode="Prohibited"), "GPUs", FAIL, "Prohibited", "nvidia-smi -c DEFAULT"),
         (
             GOOD,
-            given(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64,expandable_segments:True"),
-            "GPU memory allocator",
+            given(PYTORCH_CUDA_ALLOC_CONF=EXPANDABLE),
+            ALLOCATOR,
             FAIL,
-            "expandable_segments",
+            "expandable_seg",
             "expandable_segments:False",
         ),
-        (GOOD, given(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), "GPU memory allocator", OK, "max_split", ""),
-        (GOOD, given(UCX_TLS="tcp,self"), "UCX and CUDA", FAIL, "UCX_TLS=tcp,self", "add cuda_copy"),
-        (GOOD, given(UCX_TLS="rc,cuda_copy"), "UCX and CUDA", WARN, "UCX_TLS=rc", "add cuda_ipc"),
-        (GOOD, given(UCX_CUDA_IPC_ENABLE_GET_ZCOPY="n"), "UCX and CUDA", WARN, "ZCOPY=n", "ZCOPY=on"),
-        (GOOD, given(UCX_CUDA_IPC_CACHE="n"), "UCX and CUDA", WARN, "CACHE=n", "unset UCX_CUDA_IPC_CACHE"),
-        (GOOD, given(UCX_TLS="rc,cuda"), "UCX and CUDA", OK, "UCX_TLS=rc,cuda", ""),
+        (GOOD, given(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), ALLOCATOR, OK, "max_split", ""),
+        (GOOD, given(UCX_TLS="tcp,self"), UCX, FAIL, "UCX_TLS=tcp,self", "add cuda_copy"),
+        (GOOD, given(UCX_TLS="rc,cuda_copy"), UCX, WARN, "UCX_TLS=rc", "add cuda_ipc"),
+        (GOOD, given(UCX_CUDA_IPC_ENABLE_GET_ZCOPY="n"), UCX, WARN, "ZCOPY=n", "ZCOPY=on"),
+        (GOOD, given(UCX_CUDA_IPC_CACHE="n"), UCX, WARN, "CACHE=n", "unset UCX_CUDA_IPC_CACHE"),
+        (GOOD, given(UCX_TLS="rc,cuda"), UCX, OK, "UCX_TLS=rc,cuda", ""),
         (GOOD, {}, SHARING, OK, "the machine's own", ""),
         (GOOD, {"pid_namespace": "pid:[4026532888]"}, SHARING, WARN, "a container's", "--pid=host"),
         (GOOD, {"pid_namespace": "pid:[4026532888]", "imex_channels": 1}, SHARING, OK, "channels: 1", ""),
@@ -219,16 +209,9 @@ UNORDERED = probed(attributes={**ATTRIBUTES, "GPUDirect RDMA writes ordering": 0
         (GOOD, gpu(bar1_mib=256), "BAR1", FAIL, "256 MiB for 81559 MiB", "Resizable BAR"),
         (GOOD, gpu(bar1_mib=131072), "BAR1", WARN, "131072 MiB", "above 65536 MiB"),
         (NO_RDMA, gpu(bar1_mib=256), "BAR1", OK, "only RDMA", ""),
-        (
-            GOOD,
-            {"nearness": {"GPU0": {"mlx5_0": "SYS"}}},
-            "NICs near GPUs",
-            WARN,
-            "no near NIC for GPU0",
-            "UCX_NET_DEV",
-        ),
-        (GOOD, {"iommu": True}, "NICs near GPUs", WARN, "an IOMMU is on", "iommu=pt"),
-        (GOOD, {"nearness": {}}, "NICs near GPUs", OK, "does not say", ""),
+        (GOOD, {"nearness": {"GPU0": {"mlx5_0": "SYS"}}}, NICS, WARN, "no near NIC for GPU0", "UCX_NET_DEV"),
+        (GOOD, {"iommu": True}, NICS, WARN, "an IOMMU is on", "iommu=pt"),
+        (GOOD, {"nearness": {}}, NICS, OK, "does not say", ""),
         (GOOD, UNORDERED, ORDER, FAIL, "not ordered", "staging='always'"),
         (NO_RDMA, UNORDERED, ORDER, OK, "there is none", ""),
         (GOOD, probed(attributes={"DMA-BUF supported": 1}), ORDER, OK, "does not say", ""),
@@ -237,35 +220,15 @@ UNORDERED = probed(attributes={**ATTRIBUTES, "GPUDirect RDMA writes ordering": 0
 def test_each_trouble_of_a_gpu_machine_is_found_and_has_its_fix(
     host: Host, changes: dict[str, Any], name: str, status: Status, found: str, fix: str
 ) -> None:
-    findings = {one.name: one for one in check_cuda(host, replace(FINE, **changes))}
-    others = {one.name for one in findings.values() if one.status is not OK} - {name}
-    assert others <= ({"BAR1"} if "driver" in changes else set())
-    one = findings[name]
-    assert one.status is status
-    assert found in one.found
-    assert fix in one.fix
-    assert bool(one.fix) == (status is not OK)
+    findings = check_cuda(host, replace(FINE, **changes))
+    assert_found(findings, name, status, found, fix, besides=["BAR1"] if "driver" in changes else ())
 
 
-def test_a_machine_that_has_all_gets_no_word_of_warning() -> None:
-    assert {one.status for one in check_cuda(GOOD, FINE)} == {OK}
-
-
-@each(
-    ("tls", "lacking"),
-    [
-        ("", ()),
-        ("all", ()),
-        ("rc,cuda", ()),
-        ("tcp", ("cuda_copy", "cuda_ipc")),
-        ("tcp,cuda_copy,self", ("cuda_ipc",)),
-        ("^tcp", ()),
-        ("^cuda_ipc", ("cuda_ipc",)),
-        ("^cuda", ("cuda_copy", "cuda_ipc")),
-    ],
-)
-def test_what_ucx_tls_leaves_out(tls: str, lacking: tuple[str, ...]) -> None:
-    assert left_out(tls) == lacking
+def test_what_ucx_tls_leaves_out() -> None:
+    lacking = dict.fromkeys(("tcp", "^cuda"), ("cuda_copy", "cuda_ipc"))
+    lacking |= dict.fromkeys(("tcp,cuda_copy,self", "^cuda_ipc"), ("cuda_ipc",))
+    lacking |= dict.fromkeys(("", "all", "rc,cuda", "^tcp"), ())
+    assert {tls: left_out(tls) for tls in lacking} == lacking
 
 
 def test_a_slow_way_between_gpus_comes_with_its_reasons() -> None:
@@ -274,13 +237,8 @@ def test_a_slow_way_between_gpus_comes_with_its_reasons() -> None:
     slow = ReadPath("software emulation", "tcp/eth0")
     alone = judge_gpu_path(FINE, "way", slow)
     assert (alone.status, alone.fix.startswith("where nothing helps: staging='always'")) == (WARN, True)
-    many = replace(
-        FINE,
-        nvlinks={0: 0},
-        **gpu(mig=True),
-        **given(UCX_TLS="tcp", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
-    )
-    said = reasons(many)
+    troubles = given(UCX_TLS="tcp", PYTORCH_CUDA_ALLOC_CONF=EXPANDABLE)
+    said = reasons(replace(FINE, nvlinks={0: 0}, **gpu(mig=True), **troubles))
     for number, word in enumerate(("expandable_segments:False", "UCX_TLS", "MIG", "GET_ZCOPY=on", "staging")):
         assert word in said[number]
     assert judge_gpu_path(FINE, "way", None).status is WARN

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +51,20 @@ NEEDED = files_needed(CONFIG)
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 LOCKING, PTRACE = "memory locking", "reading other processes"
-FEW_FILES, HUGE = {"open_files_max": 1024}, {"THP_MEM_ALLOC_ENABLE": "1"}
+FEW_FILES, HARD = {"open_files_max": 1024}, {"open_files_hard_max": 4096}
+HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}
+
+
+def assert_found(
+    findings: Iterable[Finding], name: str, status: Status, found: str, fix: str, besides: Collection[str] = ()
+) -> None:
+    """This was found and nothing else is wrong, but for what may be `besides`."""
+    known = {one.name: one for one in findings}
+    assert {one.name for one in known.values() if one.status is not OK} <= {name, *besides}
+    one = known[name]
+    assert (one.status, bool(one.fix)) == (status, status is not OK)
+    assert found in one.found
+    assert fix in one.fix
 
 
 @each(
@@ -60,13 +74,7 @@ FEW_FILES, HUGE = {"open_files_max": 1024}, {"THP_MEM_ALLOC_ENABLE": "1"}
         ({"locked_bytes_max": 8 << 20}, LOCKING, FAIL, "at most 8192 KiB", "ulimit -l"),
         (FEW_FILES, "open files", WARN, "some 106 other ranks", f"ulimit -n {NEEDED}"),
         ({"open_files_max": 50}, "open files", FAIL, "too few for a runtime", f"LimitNOFILE={NEEDED}"),
-        (
-            {**FEW_FILES, "open_files_hard_max": 4096},
-            "open files",
-            WARN,
-            "(hard limit 4096)",
-            "only root can raise",
-        ),
+        ({**FEW_FILES, **HARD}, "open files", WARN, "(hard limit 4096)", "only root can raise"),
         ({"shared_memory_free_bytes": 64 << 20}, "/dev/shm", WARN, "64 MiB free", "--shm-size"),
         ({"shared_memory_free_bytes": None}, "/dev/shm", WARN, "does not exist", "tmpfs"),
         ({"ptrace_scope": 1}, PTRACE, WARN, "ptrace_scope 1", "yama.ptrace_scope=0"),
@@ -87,19 +95,13 @@ FEW_FILES, HUGE = {"open_files_max": 1024}, {"THP_MEM_ALLOC_ENABLE": "1"}
 def test_each_trouble_is_found_and_has_its_fix(
     changes: dict[str, object], name: str, status: Status, found: str, fix: str
 ) -> None:
-    findings = {one.name: one for one in check_host(replace(GOOD, **changes), CONFIG)}  # type: ignore[arg-type]
-    assert {one.name for one in findings.values() if one.status is not Status.OK} <= {name}
-    one = findings[name]
-    assert one.status is status
-    assert found in one.found
-    assert fix in one.fix
-    assert bool(one.fix) == (status is not Status.OK)
+    assert_found(check_host(replace(GOOD, **changes), CONFIG), name, status, found, fix)  # type: ignore[arg-type]
 
 
 def test_an_engine_with_few_peers_needs_few_files() -> None:
     few = limited(CONFIG, peers_max=16, readers_max=16, side_channel_connections_max=64)
     assert files_needed(few) < 512
-    assert check_open_files("open files", replace(GOOD, open_files_max=512), few).status is Status.OK
+    assert check_open_files("open files", replace(GOOD, open_files_max=512), few).status is OK
 
 
 def test_the_docs_say_how_many_files_the_defaults_need() -> None:
@@ -147,7 +149,7 @@ def test_this_machine_can_be_read() -> None:
     host = read_host()
     assert (host.open_files_max, host.open_files_hard_max) == resource.getrlimit(resource.RLIMIT_NOFILE)
     assert host.python == sys.version_info[:3]
-    assert next(iter(check_host(host, CONFIG))).status is Status.OK
+    assert next(iter(check_host(host, CONFIG))).status is OK
     assert host.huge_pages in (None, "always", "madvise", "never")
 
 
@@ -156,9 +158,9 @@ def test_this_machine_can_be_read() -> None:
 
 def test_nixl_needs_its_plugin() -> None:
     assert judge_plugins("1.5.1", ("POSIX", "UCX")) == ok("NIXL", "1.5.1, plugins: POSIX, UCX")
-    assert judge_plugins("1.5.1", ("POSIX",)).status is Status.FAIL
+    assert judge_plugins("1.5.1", ("POSIX",)).status is FAIL
     broken = judge_plugins("1.5.1", (), problem="ImportError: libcudart.so.12")
-    assert (broken.status, "libcudart.so.12" in broken.found) == (Status.FAIL, True)
+    assert (broken.status, "libcudart.so.12" in broken.found) == (FAIL, True)
     assert BenchError("NIXL: Traceback\n  File ...\nImportError: no\n").reason == "ImportError: no"
 
 
@@ -166,9 +168,7 @@ def test_backends_say_what_they_move_and_only_the_stores_is_missed() -> None:
     moving = {"UCX": "memory", "POSIX": "files", "GDS": "!NIXL_ERR_NOT_FOUND"}
     assert judge_backends(moving) == ok("backends", "UCX moves memory; POSIX moves files; not here: GDS")
     for broken in ({**moving, "POSIX": "!no io_uring"}, {"UCX": "memory"}):
-        finding = judge_backends(broken)
-        assert finding.status is Status.WARN
-        assert "Config.store_dir needs POSIX" in finding.fix
+        assert_found([judge_backends(broken)], "backends", WARN, "", "Config.store_dir needs POSIX")
 
 
 def ucx_log(owner: str, operation: str, *rows: str) -> str:
@@ -180,42 +180,32 @@ READING = "remote memory read by ucp_get*(multi) into host memory from host"
 
 
 def test_the_way_is_what_ucx_chose_for_reads_from_others_of_that_size() -> None:
-    log = (
-        ucx_log("reader self cfg#0", READING, "| 0..inf | zero-copy | self/memory |")
-        + ucx_log("reader intra-node cfg#1", "remote memory write by ucp_put*", "| 0..inf | copy-in | tcp/lo |")
-        + ucx_log(
-            "reader intra-node cfg#1",
-            READING,
-            "| 0 | short | tcp/lo |",
-            "| 1..16383 | copy-in | posix/memory |",
-            "| 16384..inf | zero-copy | cma/memory |",
-        )
-        + ucx_log("reader intra-node cfg#1", "active message by ucp_am_send*", "| 0..inf | copy-in | tcp/lo |")
-    )
+    to_self = ucx_log("reader self cfg#0", READING, "| 0..inf | zero-copy | self/memory |")
+    other = "reader intra-node cfg#1"
+    ways = "| 0 | short | tcp/lo |", "| 1..16383 | copy-in | posix/memory |", "| 16384..inf | zero-copy | cma/memory |"
+    log = to_self + ucx_log(other, "remote memory write by ucp_put*", "| 0..inf | copy-in | tcp/lo |")
+    log += ucx_log(other, READING, *ways)
+    log += ucx_log(other, "active message by ucp_am_send*", "| 0..inf | copy-in | tcp/lo |")
     assert read_path(log, 32 << 10) == ReadPath("zero-copy", "cma/memory")
     assert read_path(log, 64) == ReadPath("copy-in", "posix/memory")
     assert read_path(log, 0) == ReadPath("short", "tcp/lo")
-    assert read_path("", 1) is None
-    assert read_path(ucx_log("reader self cfg#0", READING, "| 0..inf | zero-copy | self/memory |"), 1) is None
+    assert read_path("", 1) is read_path(to_self, 1) is None
 
 
 @each(
     ("path", "ucx_tls", "status", "found"),
     [
-        (ReadPath("zero-copy", "cma/memory"), None, Status.OK, "shared memory: cma/memory"),
-        (ReadPath("software emulation", "tcp/lo"), "tcp", Status.OK, "UCX_TLS=tcp is set"),
-        (ReadPath("software emulation", "tcp/lo"), None, Status.WARN, "tcp, on one machine"),
-        (ReadPath("zero-copy", "rc_mlx5/mlx5_0:1"), None, Status.OK, "rc_mlx5/mlx5_0:1 (zero-copy)"),
-        (None, None, Status.WARN, "UCX did not say"),
+        (ReadPath("zero-copy", "cma/memory"), None, OK, "shared memory: cma/memory"),
+        (ReadPath("software emulation", "tcp/lo"), "tcp", OK, "UCX_TLS=tcp is set"),
+        (ReadPath("software emulation", "tcp/lo"), None, WARN, "tcp, on one machine"),
+        (ReadPath("zero-copy", "rc_mlx5/mlx5_0:1"), None, OK, "rc_mlx5/mlx5_0:1 (zero-copy)"),
+        (None, None, WARN, "UCX did not say"),
     ],
 )
 def test_tcp_on_one_machine_is_fine_only_if_it_was_asked_for(
     path: ReadPath | None, ucx_tls: str | None, status: Status, found: str
 ) -> None:
-    finding = judge_host_path(ucx_tls, "way of the bytes", path)
-    assert finding.status is status
-    assert found in finding.found
-    assert bool(finding.fix) == (status is not Status.OK)
+    assert_found([judge_host_path(ucx_tls, "way", path)], "way", status, found, "")
 
 
 # --- a peer
@@ -231,31 +221,31 @@ async def test_a_peer_that_answers_says_who_it_is() -> None:
     async with Runtime(config) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
         name, connection, answer = await examine_peer(CONFIG, runtime.address, "")
-        assert (name.status, connection.status, answer.status) == (Status.OK,) * 3
+        assert (name.status, connection.status, answer.status) == (OK,) * 3
         assert "this is 'prefill-7'" in answer.found
         expected = (await examine_peer(CONFIG, runtime.address, "prefill-7"))[-1]
-        assert expected.status is Status.OK
+        assert expected.status is OK
         assert "model 'llama', dtype 'float32'" in expected.found
-        assert (await steps(runtime.address, "prefill-8"))[-1] == ("peer's answer", Status.FAIL)
+        assert (await steps(runtime.address, "prefill-8"))[-1] == ("peer's answer", FAIL)
 
 
 async def test_the_first_step_that_fails_is_the_last() -> None:
-    assert await steps("ipc:///tmp/x") == [("peer", Status.FAIL)]
-    assert await steps("tcp://no-such-host.invalid:5600") == [("peer's name", Status.FAIL)]
+    assert await steps("ipc:///tmp/x") == [("peer", FAIL)]
+    assert await steps("tcp://no-such-host.invalid:5600") == [("peer's name", FAIL)]
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
         found = await steps(f"tcp://127.0.0.1:{port}")
-        assert found[1:] == [("connection to peer", Status.OK), ("peer's answer", Status.FAIL)]
-    assert (await steps(f"tcp://127.0.0.1:{port}"))[1:] == [("connection to peer", Status.FAIL)]
+        assert found[1:] == [("connection to peer", OK), ("peer's answer", FAIL)]
+    assert (await steps(f"tcp://127.0.0.1:{port}"))[1:] == [("connection to peer", FAIL)]
 
 
 def test_another_protocol_version_is_broken_and_a_rank_without_a_cache_is_not() -> None:
     old = messages.Refusal(reason="version", version=codec.PROTOCOL_VERSION + 1)
-    assert judge_answer(old, "").status is Status.FAIL
+    assert judge_answer(old, "").status is FAIL
     assert f"ours {codec.PROTOCOL_VERSION}, theirs {codec.PROTOCOL_VERSION + 1}" in judge_answer(old, "").found
     early = messages.Refusal(reason="no KV cache registered yet", version=codec.PROTOCOL_VERSION, transient=True)
-    assert judge_answer(early, "prefill-0").status is Status.OK
+    assert judge_answer(early, "prefill-0").status is OK
 
 
 # --- the whole

@@ -3,151 +3,135 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from event_publishers import WAIT_S, KnownMap, ScriptedPublisher, stored, until
 
-from kvflow.core.prefix.events import AllBlocksCleared, BlockStored
+from kvflow.core.prefix.events import AllBlocksCleared, BlockStored, KVEvent
 from kvflow.errors import ConfigError, UsageError
 from kvflow.kv_events import EventSource, PrefixMap, SourceStatistics, Subscriber
 
 
-def of(subscriber: Subscriber) -> SourceStatistics:
-    return subscriber.statistics()["engine"]
+@contextlib.asynccontextmanager
+async def following(
+    *told: KVEvent, replays: bool = True, answers: bool = True, topic: str = ""
+) -> AsyncIterator[tuple[ScriptedPublisher, KnownMap, Callable[[], SourceStatistics]]]:
+    """A publisher that has told its one subscriber of these as numbers 0, 1, .. by a replay; what is known and seen."""
+    known = KnownMap()
+    async with (
+        ScriptedPublisher() as publisher,
+        Subscriber(known, [publisher.source(replays=replays, topic=topic)]) as subscriber,
+    ):
+        await publisher.subscribed()
+        if replays and answers:
+            assert await publisher.replayed(*enumerate(told)) == 0
+        await until(lambda: known.blocks == len(told))
+        yield publisher, known, lambda: subscriber.statistics()["engine"]
 
 
 async def test_what_was_published_before_is_replayed_and_what_comes_then_is_heard() -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
-        assert await publisher.replayed((0, stored(1)), (1, stored(2, 1))) == 0
-        await until(lambda: known.has(1, 2))
+    async with following(stored(1), stored(2, 1)) as (publisher, known, seen):
+        assert known.has(1, 2)
         await publisher.send(2, stored(3, 2))
-        await until(lambda: known.has(1, 2, 3) and of(subscriber).sequence == 2)
-        found = of(subscriber)
-    assert found == SourceStatistics(connected=True, sequence=2, batches=3, replays=1)
+        await until(lambda: known.has(1, 2, 3) and seen().sequence == 2)
+        assert seen() == SourceStatistics(connected=True, sequence=2, batches=3, replays=1)
 
 
 @pytest.mark.parametrize("topics", [True, False])
 async def test_a_gap_is_replayed_with_a_topic_frame_and_without(topics: bool) -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
-        await publisher.replayed(topics=topics)
-        await publisher.send(0, stored(1))
-        await until(lambda: known.has(1))
+    async with following(stored(1)) as (publisher, known, seen):
         await publisher.send(3, stored(4, 3))
         assert await publisher.replayed((1, stored(2, 1)), (2, stored(3, 2)), topics=topics) == 1
         await until(lambda: known.has(1, 2, 3, 4))
-        assert of(subscriber).forgotten == 0
+        assert seen().forgotten == 0
 
 
 async def test_what_comes_live_and_by_a_replay_is_taken_once() -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
+    async with following(answers=False) as (publisher, known, seen):
         client, _ = await publisher.asked()
         for number in range(2):
             await publisher.send(number, stored(number))
         await publisher.answer(client, [(0, stored(0)), (1, stored(1)), (2, AllBlocksCleared())])
         await publisher.send(2, AllBlocksCleared())
         await publisher.send(3, stored(3))
-        await until(lambda: of(subscriber).sequence == 3)
-        assert (known.has(3), known.blocks, of(subscriber).batches, of(subscriber).forgotten) == (True, 1, 4, 0)
+        await until(lambda: seen().sequence == 3)
+        assert (known.has(3), known.blocks, seen().batches, seen().forgotten) == (True, 1, 4, 0)
 
 
 @pytest.mark.parametrize("kept", [True, False])
 async def test_a_gap_that_no_replay_closes_forgets_what_was_told(kept: bool) -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
-        await publisher.replayed()
-        await publisher.send(0, stored(1))
-        await until(lambda: known.has(1))
+    async with following(stored(1)) as (publisher, known, seen):
         await publisher.send(5, stored(6))
         assert await publisher.replayed(*([(4, stored(5))] if kept else [])) == 1
         await until(lambda: known.has(6))
-        assert [known.has(1), known.has(5)] == [False, kept]
-        assert of(subscriber).forgotten == 1
+        assert [known.has(1), known.has(5), seen().forgotten] == [False, kept, 1]
 
 
 async def test_without_replays_a_gap_forgets() -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source(replays=False)]) as subscriber:
-        await publisher.subscribed()
+    async with following(replays=False) as (publisher, known, seen):
         await publisher.send(7, stored(1))
         await until(lambda: known.has(1))
-        assert of(subscriber).forgotten == 0, "nothing had been told before"
+        assert seen().forgotten == 0, "nothing had been told before"
         await publisher.send(9, stored(2))
         await until(lambda: known.has(2))
-        assert (known.has(1), of(subscriber).forgotten, of(subscriber).replays) == (False, 1, 0)
+        assert (known.has(1), seen().forgotten, seen().replays) == (False, 1, 0)
 
 
 async def test_what_a_replay_loses_is_asked_for_again() -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
+    async with following(answers=False) as (publisher, known, seen):
         await publisher.replayed((0, stored(1)), (2, stored(3, 2)))
         assert await publisher.replayed((1, stored(2, 1)), (2, stored(3, 2))) == 1
         await until(lambda: known.has(1, 2, 3))
-        assert (of(subscriber).forgotten, of(subscriber).replays) == (0, 2)
+        assert (seen().forgotten, seen().replays) == (0, 2)
 
 
 async def test_a_replay_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvflow.kv_events.following.REPLAY_S", 0.0)
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
+    async with following(answers=False) as (publisher, known, seen):
         await publisher.send(0, stored(1))
         await until(lambda: known.has(1))
         await publisher.send(2, stored(3))
         await until(lambda: known.has(3))
-        assert (known.has(1), of(subscriber).forgotten) == (False, 1)
+        assert (known.has(1), seen().forgotten) == (False, 1)
 
 
 @pytest.mark.parametrize(
     "answer", [[b"", b"1", b"2"], [b""], [b"", b"", b"", b"", b"", b""], [b"", b"\x80" + bytes(7), b""]]
 )
 async def test_an_answer_that_is_none_ends_a_replay(answer: list[bytes]) -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
+    async with following(answers=False) as (publisher, known, seen):
         client, _ = await publisher.asked()
         await publisher.replays.send_multipart([client, *answer])
         await publisher.send(0, stored(1))
         await until(lambda: known.has(1))
-        assert of(subscriber).refused == 1
+        assert seen().refused == 1
 
 
 async def test_a_publisher_that_was_restarted_under_its_address_begins_anew() -> None:
     """Its next number is the one that would have come from the one before."""
-    known = KnownMap()
-    async with ScriptedPublisher() as first, Subscriber(known, [first.source()]) as subscriber:
-        await first.subscribed()
-        await first.replayed((0, stored(1)))
-        await until(lambda: known.has(1))
+    async with following(stored(1)) as (first, known, seen):
         await first.__aexit__(None, None, None)
         await until(lambda: not known.blocks)
-        assert not of(subscriber).connected
+        assert not seen().connected
         async with ScriptedPublisher(first.endpoint, first.replay_endpoint) as second:
             await second.subscribed()
             assert await second.replayed((0, stored(7))) == 0
             await second.send(1, stored(8, 7))
             await until(lambda: known.has(7, 8))
-            assert (known.blocks, of(subscriber).connected, of(subscriber).forgotten) == (2, True, 1)
+            assert (known.blocks, seen().connected, seen().forgotten) == (2, True, 1)
 
 
 async def test_numbers_that_begin_again_over_one_connection_begin_anew() -> None:
     """As through a proxy, which a publisher's restart does not disconnect."""
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source(replays=False)]) as subscriber:
-        await publisher.subscribed()
+    async with following(replays=False) as (publisher, known, seen):
         for number in range(3):
             await publisher.send(number, stored(number))
         await until(lambda: known.has(2))
         await publisher.send(0, stored(7))
-        await until(lambda: known.has(7) and of(subscriber).batches == 4)
-        assert (known.blocks, of(subscriber).sequence, of(subscriber).forgotten) == (1, 0, 1)
+        await until(lambda: known.has(7) and seen().batches == 4)
+        assert (known.blocks, seen().sequence, seen().forgotten) == (1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -155,31 +139,23 @@ async def test_numbers_that_begin_again_over_one_connection_begin_anew() -> None
     [[b""], [b"", b"7", b""], [b"", bytes(8), b"", b"", b""], [b"", b"\xff" * 8, b""], [b"", b"\x80" + bytes(7), b""]],
 )
 async def test_messages_of_other_forms_are_counted_and_nothing_else(frames: list[bytes]) -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
-        await publisher.replayed((0, stored(1)))
+    async with following(stored(1)) as (publisher, known, seen):
         await publisher.events.send_multipart(frames)
         await publisher.send(1, stored(2, 1))
         await until(lambda: known.has(1, 2))
-        assert (of(subscriber).refused, of(subscriber).forgotten) == (1, 0)
+        assert (seen().refused, seen().forgotten) == (1, 0)
 
 
 async def test_a_batch_that_is_none_may_have_told_anything_so_all_is_forgotten() -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source()]) as subscriber:
-        await publisher.subscribed()
-        await publisher.replayed((0, stored(1)))
+    async with following(stored(1)) as (publisher, known, seen):
         await publisher.events.send_multipart([b"", (1).to_bytes(8, "big"), b"\xc1"])
         await publisher.send(2, stored(3))
         await until(lambda: known.has(3))
-        assert (known.has(1), of(subscriber).refused, of(subscriber).forgotten) == (False, 1, 1)
+        assert (known.has(1), seen().refused, seen().forgotten) == (False, 1, 1)
 
 
 async def test_other_topics_are_not_heard() -> None:
-    known = KnownMap()
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source(replays=False, topic="kv")]):
-        await publisher.subscribed()
+    async with following(replays=False, topic="kv") as (publisher, known, _):
         await publisher.send(0, stored(1), topic=b"load")
         await publisher.send(0, stored(2), topic=b"kv")
         await until(lambda: known.has(2))
@@ -188,7 +164,7 @@ async def test_other_topics_are_not_heard() -> None:
 
 async def test_a_huge_batch_lets_the_loop_go_on() -> None:
     """Of 100 events, and of 8,000 blocks in one: between two turns few are taken in."""
-    known, most = KnownMap(), 0
+    most = 0
     many = BlockStored(block_hashes=list(range(8000)), token_ids=[7] * 128_000, block_size=16)
 
     async def watch() -> None:
@@ -198,8 +174,7 @@ async def test_a_huge_batch_lets_the_loop_go_on() -> None:
             before, most = known.blocks, max(most, known.blocks - before)
             await asyncio.sleep(0)
 
-    async with ScriptedPublisher() as publisher, Subscriber(known, [publisher.source(replays=False)]):
-        await publisher.subscribed()
+    async with following(replays=False) as (publisher, known, _):
         await publisher.send(0)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(watch())
@@ -224,28 +199,25 @@ async def test_several_engines_are_told_apart_and_leave_no_task_behind() -> None
 
 
 async def test_cancelling_the_block_ends_its_tasks_wherever_they_are() -> None:
-    before = asyncio.all_tasks()
-    async with ScriptedPublisher() as publisher:
-        inside = asyncio.Event()
+    before, waits = asyncio.all_tasks(), asyncio.Event()
 
-        async def follow() -> None:
-            async with Subscriber(PrefixMap(), [publisher.source()]):
-                inside.set()
-                await asyncio.get_running_loop().create_future()
+    async def follow() -> None:
+        async with following(answers=False) as (publisher, _, _):
+            await publisher.asked()  # it waits for a replay
+            waits.set()
+            await asyncio.get_running_loop().create_future()
 
-        task = asyncio.create_task(follow())
-        await inside.wait()
-        await publisher.subscribed()
-        await publisher.asked()  # it waits for a replay
-        task.cancel()
-        await asyncio.wait([task], timeout=WAIT_S)
-        assert task.cancelled()
-        assert asyncio.all_tasks() == before
+    task = asyncio.create_task(follow())
+    await waits.wait()
+    task.cancel()
+    await asyncio.wait([task], timeout=WAIT_S)
+    assert task.cancelled()
+    assert asyncio.all_tasks() == before
 
 
 async def test_an_error_in_the_block_is_raised_as_it_is() -> None:
     with pytest.raises(KeyError):
-        async with ScriptedPublisher() as publisher, Subscriber(PrefixMap(), [publisher.source()]):
+        async with following():
             raise KeyError
 
 

@@ -6,11 +6,13 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from tests_support import in_virtual_time
 
 from kvflow.core.plan.topology import Rank
@@ -32,13 +34,15 @@ class Scraped:
 
     def samples(self) -> dict[tuple[str, ...], float]:
         """Every sample by its name and label values, engine first."""
-        text = generate_latest(self.registry).decode()
-        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         left_out = {"dp", "pp", "tp", "le"}
         return {
             (sample.name, *(sample.labels[key] for key in sorted(sample.labels.keys() - left_out))): sample.value
-            for sample in found
+            for sample in self.all_samples()
         }
+
+    def all_samples(self) -> list[Sample]:
+        families = text_string_to_metric_families(generate_latest(self.registry).decode())
+        return [sample for family in families for sample in family.samples]
 
 
 @pytest.fixture
@@ -52,7 +56,9 @@ async def test_what_has_happened_is_counted_and_what_is_open_is_shown(scraped: S
             scraped.metrics.watch(engine.runtime)
         layout = pair.consumer.layout
         pair.offer([1, 2, 3], "open").revoke()  # its blocks are held for a moment
-        seen = scraped.samples()
+        seen, whose = scraped.samples(), [sample.labels for sample in scraped.all_samples()]
+    assert all({"engine", "dp", "pp", "tp"} <= set(labels) and "rank" not in labels for labels in whose)
+    assert {labels["tp"] for labels in whose} == {"0"}
     expected = {
         ("kvflow_loads_total", "consumer", "loaded"): 1,
         ("kvflow_loads_total", "consumer", "LeaseExpired"): 1,
@@ -83,14 +89,12 @@ async def test_what_is_stored_is_shown(scraped: Scraped, tmp_path: Path) -> None
             await engine.restore("b")
         seen, entry_bytes = scraped.samples(), engine.files[0].stat().st_size
     name = engine.runtime.config.engine_id
+    requests = {"saved": 1, "restored": 1, "missed": 1, "damaged": 0, "failed": 0}
     expected = {
         ("kvflow_store_entries", name): 1,
         ("kvflow_store_bytes", name, "used"): entry_bytes,
         ("kvflow_store_bytes", name, "max"): engine.runtime.config.store_bytes_max,
-        **{
-            ("kvflow_store_requests_total", name, outcome): count
-            for outcome, count in {"saved": 1, "restored": 1, "missed": 1, "damaged": 0, "failed": 0}.items()
-        },
+        **{("kvflow_store_requests_total", name, outcome): count for outcome, count in requests.items()},
         ("kvflow_store_evictions_total", name): 0,
     }
     assert {key: value for key, value in seen.items() if "store" in key[0]} == expected
@@ -107,26 +111,13 @@ async def test_how_long_leases_and_their_loads_grew_is_shown() -> None:
 
 
 def test_a_rank_is_three_numbers_that_can_be_summed_over(scraped: Scraped) -> None:
+    counts: dict[str, Any] = {"blocks": 1, "blocks_by_group": {"kv": 1}, "tokens": 4, "readers": 1, "seconds": {}}
     for tp in (6, 7):
-        rank = Rank(3, 1, tp)
-        whose = {"engine_id": "prefill", "rank": rank, "request_id": "r", "traceparent": ""}
-        record = LeaseRecord(
-            **whose, outcome="read", blocks=1, blocks_by_group={"kv": 1}, tokens=4, readers=1, seconds={}
-        )
-        scraped.metrics.lease_ended(record)
+        whose: dict[str, Any] = {"engine_id": "prefill", "rank": Rank(3, 1, tp), "request_id": "r", "traceparent": ""}
+        scraped.metrics.lease_ended(LeaseRecord(outcome="read", **whose, **counts))
     text = generate_latest(scraped.registry).decode()
-    assert 'kvflow_leases_total{dp="3",engine="prefill",outcome="read",pp="1",tp="7"} 1.0' in text
-    assert 'kvflow_leases_total{dp="3",engine="prefill",outcome="read",pp="1",tp="6"} 1.0' in text
-
-
-async def test_every_sample_says_whose_it_is(scraped: Scraped) -> None:
-    async with observed([scraped.metrics]) as pair:
-        scraped.metrics.watch(pair.producer.runtime)
-        families = list(text_string_to_metric_families(generate_latest(scraped.registry).decode()))
-    found = [sample.labels for family in families for sample in family.samples]
-    assert len(found) > 20
-    assert all({"engine", "dp", "pp", "tp"} <= set(labels) and "rank" not in labels for labels in found)
-    assert {labels["tp"] for labels in found} == {"0"}
+    for tp in (6, 7):
+        assert f'kvflow_leases_total{{dp="3",engine="prefill",outcome="read",pp="1",tp="{tp}"}} 1.0' in text
 
 
 async def test_a_scrape_from_another_thread_takes_a_snapshot_on_the_loop(scraped: Scraped) -> None:

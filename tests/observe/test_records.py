@@ -44,6 +44,8 @@ async def test_each_load_and_lease_has_one_record() -> None:
     }
     assert leases["good"].seconds["held"] >= pair.producer.runtime.config.limits.seal_hold_s
     assert (leases["good"].blocks, leases["good"].tokens, leases["good"].traceparent) == (2, 8, TRACEPARENT)
+    moments = [record.computed for record in notebook.leases] + [record.landed for record in notebook.loads]
+    assert not any(moments), "all was there from the start"
 
 
 async def test_refused_loads_have_records_too() -> None:
@@ -51,16 +53,10 @@ async def test_refused_loads_have_records_too() -> None:
     notebook = Records()
     async with inproc_pair(observers=[notebook]) as pair:
         consumer = pair.consumer.runtime
-        lease = pair.producer.runtime.serve_blocks(
-            ServeRequest("req", block_ids=[3], num_tokens=4, prompt=[1, 2, 3, 4])
-        )
-        for bad in (
-            LoadRequest("req", ticket={}, block_ids=[0]),
-            LoadRequest("req", ticket=lease.ticket, block_ids=[99]),
-            LoadRequest("req", ticket=lease.ticket, block_ids=[0], prompt=[1, 2, 3, 5]),
-        ):
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", [3], num_tokens=4, prompt=[1, 2, 3, 4]))
+        for ticket, blocks, prompt in (({}, [0], None), (lease.ticket, [99], None), (lease.ticket, [0], [1, 2, 3, 5])):
             with pytest.raises(RequestError):
-                await consumer.load_blocks(bad)
+                await consumer.load_blocks(LoadRequest("req", ticket=ticket, block_ids=blocks, prompt=prompt))
         assert await consumer.drain(1.0)
         with pytest.raises(RuntimeDraining):
             await consumer.load_blocks(pair.wanted(lease, [0]))
@@ -103,6 +99,12 @@ async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCapture
     assert sorted(failed) == ["LeaseRecord", "LeaseRecord", "LoadRecord", "LoadRecord"]
 
 
+async def one_lease(runtime: Runtime) -> None:
+    kv_caches, cache = CacheSize(layers=1).make("b")
+    await runtime.register_kv_caches(kv_caches, cache.layout)
+    await runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
+
+
 async def test_in_a_test_an_observers_error_is_the_tests() -> None:
     """However the engine was opened, and whoever watches."""
     cluster = InprocCluster()
@@ -111,22 +113,18 @@ async def test_in_a_test_an_observers_error_is_the_tests() -> None:
             with engine.runtime.observed_by(Saboteur()):
                 await engine.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
     config = Config(engine_id="b", listen="tcp://127.0.0.1:0")
-    kv_caches, cache = CacheSize(layers=1).make("b")
     runtime = Runtime(config, observers=[Saboteur()], world=cluster.world())
     with pytest.raises(ValueError, match="no leases, please"):
         async with runtime:
-            await runtime.register_kv_caches(kv_caches, cache.layout)
-            await runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
+            await one_lease(runtime)
     await runtime.aclose()  # it is told once
 
 
 async def test_a_real_runtime_forgives(caplog: pytest.LogCaptureFixture) -> None:
     config = Config(engine_id="b", listen="tcp://127.0.0.1:0", transport="inproc")
-    kv_caches, cache = CacheSize(layers=1).make("b")
     with caplog.at_level(logging.ERROR):
         async with Runtime(config, observers=[Saboteur()]) as runtime:
-            await runtime.register_kv_caches(kv_caches, cache.layout)
-            await runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
+            await one_lease(runtime)
     assert len(caplog.records) == 1
 
 
@@ -166,14 +164,6 @@ async def test_what_flows_says_when_it_was_computed_and_when_it_landed(staging: 
     for seconds, tokens in load.landed:  # it began a second after the lease; how much is worth a read is its own matter
         assert tokens <= max(count for told_s, count in lease.computed if told_s <= seconds + 1.0 + 1e-9)
     assert load.landed[-1].seconds <= sum(load.seconds.values())
-
-
-async def test_what_was_there_from_the_start_has_no_moments() -> None:
-    notebook = Records()
-    async with observed([notebook]):
-        pass
-    assert not any(record.computed for record in notebook.leases)
-    assert not any(record.landed for record in notebook.loads)
 
 
 async def test_a_traceparent_that_is_none_is_refused() -> None:

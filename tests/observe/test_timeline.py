@@ -36,14 +36,13 @@ async def test_a_run_becomes_a_timeline(tmp_path: Path) -> None:
     events = timeline(lines)["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert sorted(names.values()) == ["consumer dp 0 pp 0 tp 0", "producer dp 0 pp 0 tp 0"]
-    opened = [(event["pid"], event["id"], event["name"]) for event in events if event["ph"] == "b"]
-    closed = [(event["pid"], event["id"], event["name"]) for event in events if event["ph"] == "e"]
-    assert sorted(opened) == sorted(closed)
+    opened, closed = (
+        sorted((event["pid"], event["id"], event["name"]) for event in events if event["ph"] == phase) for phase in "be"
+    )
+    assert opened == closed
     assert {"load good", "lease good", "wire", "offered", "held"} <= {name for _, _, name in opened}
-    starts = [names[event["pid"]] for event in events if event["ph"] == "s"]
-    ends = [names[event["pid"]] for event in events if event["ph"] == "f"]
-    assert starts == ["producer dp 0 pp 0 tp 0"] * 2
-    assert ends == ["consumer dp 0 pp 0 tp 0"] * 2
+    arrows = [[names[event["pid"]] for event in events if event["ph"] == phase] for phase in "sf"]
+    assert arrows == [["producer dp 0 pp 0 tp 0"] * 2, ["consumer dp 0 pp 0 tp 0"] * 2]
     times = [event["ts"] for event in events if event["ph"] != "M"]
     assert times == sorted(times)
 

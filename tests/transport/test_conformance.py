@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,47 +179,27 @@ async def test_a_read_moves_exactly_its_bytes(ends: Ends) -> None:
     np.testing.assert_array_equal(ends.reader.buffer, expected)
 
 
-async def test_many_reads_each_end_once(ends: Ends) -> None:
-    reads = {
-        ends.reader.transport.post_read(ends.peer, ends.descriptors((index * 64, index * 64, 64)))
-        for index in range(200)
-    }
-    events = await end_of(ends.reader.transport, 200)
-    ended = [event.read for event in events if isinstance(event, ReadEnded) and event.error is None]
-    assert len(ended) == 200
-    assert set(ended) == reads
-    np.testing.assert_array_equal(ends.reader.buffer[: 200 * 64], ends.writer.buffer[: 200 * 64])
-    assert ends.reader.transport.statistics.bytes_read == 200 * 64
-
-
-async def test_one_of_many_reads_that_cannot_be_made_fails_alone(ends: Ends) -> None:
-    transport, wrong = ends.reader.transport, (SIZE - 4, 0, 8)
-    ranges = [(index * 64, index * 64, 64) if index % 7 else wrong for index in range(50)]
-    reads = [transport.post_read(ends.peer, ends.descriptors(one)) for one in ranges]
-    errors = {event.read: event.error for event in await end_of(transport, 50) if isinstance(event, ReadEnded)}
-    assert [errors[read] is None for read in reads] == [bool(index % 7) for index in range(50)]
-    assert transport.statistics.bytes_read == 42 * 64
-
-
-async def test_reads_from_several_peers_and_of_all_sizes_at_once(make: Callable[[str], Transport], ends: Ends) -> None:
-    other = await open_side(make, "other", np.full(SIZE, 7, dtype=np.uint64))
-    transport, peers = (
-        ends.reader.transport,
-        {7: await ends.reader.transport.add_peer(await other.transport.metadata())},
-    )
-    for index in range(64):
-        size, offset = 1 << index % 13, index << 13
-        local, remote = [ends.reader.address(offset)], (other if index % 3 else ends.writer).address(offset)
-        one = Descriptors.of(local=local, remote=[remote], sizes=[size], local_device=CPU, remote_device=CPU)
-        transport.post_read(peers[7] if index % 3 else ends.peer, one)
-    assert [event.error for event in await end_of(transport, 64) if isinstance(event, ReadEnded)] == [None] * 64
-    expected = np.full(SIZE, 255, dtype=np.uint8)
-    for index in range(64):
-        size, offset = 1 << index % 13, index << 13
-        source = other if index % 3 else ends.writer
-        expected[offset : offset + size] = source.buffer[offset : offset + size]
+async def test_many_reads_of_all_sizes_from_several_peers_each_end_once_and_fail_alone(
+    make: Callable[[str], Transport], ends: Ends
+) -> None:
+    transport, other = ends.reader.transport, await open_side(make, "other", np.full(SIZE, 7, dtype=np.uint64))
+    sources = [(ends.writer, ends.peer), (other, await transport.add_peer(await other.transport.metadata()))]
+    expected, reads, bytes_read = ends.reader.buffer.copy(), [], 0
+    for index in range(200):
+        (source, peer), is_right = sources[index % 3 > 0], index % 7 > 0
+        size, offset = 1 << index % 13, index << 12
+        local = ends.reader.address(offset if is_right else SIZE - size // 2 - 1)
+        of = {"local": [local], "remote": [source.address(offset)], "sizes": [size + 1 - is_right]}
+        reads.append(transport.post_read(peer, Descriptors.of(**of, local_device=CPU, remote_device=CPU)))
+        if is_right:
+            expected[offset : offset + size] = source.buffer[offset : offset + size]
+            bytes_read += size
+    ended = [event for event in await end_of(transport, 200) if isinstance(event, ReadEnded)]
+    errors = {event.read: event.error for event in ended}
+    assert (len(ended), [errors[read] is None for read in reads]) == (200, [index % 7 > 0 for index in range(200)])
     np.testing.assert_array_equal(ends.reader.buffer, expected)
-    await transport.remove_peer(peers[7])
+    assert transport.statistics.bytes_read == bytes_read
+    await transport.remove_peer(sources[1][1])
     await other.transport.aclose(WAIT_S)
 
 
@@ -232,15 +212,12 @@ async def test_ranges_outside_registered_memory_end_with_an_error(ends: Ends, si
     assert ends.reader.transport.statistics.reads_failed == 1
 
 
-async def test_a_read_from_an_unknown_peer_ends_with_an_error(ends: Ends) -> None:
-    assert isinstance((await read_ended(ends, peer=AgentName("nobody"))).error, TransportError)
-
-
 async def test_a_peer_can_be_removed_and_added_again(ends: Ends) -> None:
     transport = ends.reader.transport
     await transport.remove_peer(ends.peer)
     assert transport.statistics.open_peers == 0
-    assert (await read_ended(ends)).error is not None
+    for unknown in (ends.peer, AgentName("nobody")):
+        assert isinstance((await read_ended(ends, peer=unknown)).error, TransportError)
     assert await transport.add_peer(await ends.writer.transport.metadata()) == ends.peer
     assert (await read_ended(ends)).error is None
 
@@ -280,9 +257,8 @@ async def test_a_notification_between_reads_arrives_although_reads_go_on(ends: E
 async def test_a_notification_is_sent_before_its_peer_is_forgotten(ends: Ends, end: str) -> None:
     await read_ended(ends)
     ends.reader.transport.notify(ends.peer, b"hello")
-    await (
-        ends.reader.transport.remove_peer(ends.peer) if end == "remove_peer" else ends.reader.transport.aclose(WAIT_S)
-    )
+    transport = ends.reader.transport
+    await (transport.remove_peer(ends.peer) if end == "remove_peer" else transport.aclose(WAIT_S))
     assert await end_of(ends.writer.transport) == [Notified(b"hello")]
 
 
@@ -321,13 +297,10 @@ async def test_closing_ends_the_wait_for_events_and_every_verb(make: Callable[[s
         await transport.metadata()
     with pytest.raises(TransportBroken):
         transport.notify(AgentName("x"), b"x")
-
-
-async def test_closing_what_was_never_opened(make: Callable[[str], Transport]) -> None:
-    transport = make("never")
-    await transport.aclose(1.0)
+    never_opened = make("never")
+    await never_opened.aclose(1.0)
     with pytest.raises(TransportBroken):
-        await transport.metadata()
+        await never_opened.metadata()
 
 
 async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], Transport]) -> None:
@@ -335,10 +308,6 @@ async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], 
     with pytest.raises(TransportError, match="cannot reach device 'tpu'"):
         await side.transport.register([Span(address=1, size_bytes=1)], Device("tpu", 0), None, BOTH)
     await side.transport.aclose(WAIT_S)
-
-
-def assert_set(gate: threading.Event) -> None:
-    assert gate.wait(WAIT_S)
 
 
 async def test_reads_that_may_be_given_up_end_once_and_others_are_as_they_were(ends: Ends) -> None:
@@ -357,62 +326,69 @@ async def test_reads_that_may_be_given_up_end_once_and_others_are_as_they_were(e
     assert (ends.reader.buffer == ends.writer.buffer).all()
 
 
-@pytest.mark.nixl
-async def test_nixl_reads_on_with_another_agent_and_tells_it_of_peers_when_they_are_needed() -> None:
-    """What was under way is posted once more; the parked agent goes when its peers have answered the other one."""
+@pytest.fixture
+async def nixl() -> AsyncIterator[tuple[Ends, Any]]:
+    """Ends of NIXL, and the reader; the first reads of a connection, which have to wait for it, are over."""
     async with two_ends(make_nixl()) as ends:
-        transport = ends.reader.transport
-        await read_ended(ends, (0, 0, SIZE))
-        agents: Any = transport._agents  # type: ignore[attr-defined]
-        first, before = agents._reading, agents.taken
-
-        def stuck(request: Any) -> bool:
-            return True
-
-        agents._check, agents._start = stuck, agents._in_flight.append
-        left, other = (transport.post_read(ends.peer, ends.descriptors((at, at, 8))) for at in (0, SIZE - 8))
-        thread = transport._thread  # type: ignore[attr-defined]
-        async with asyncio.timeout(WAIT_S):
-            while await thread.call(lambda: sum(len(one.together) for one in agents._in_flight)) < 2:
-                pass
-        del agents._check, agents._start
-        transport.give_up([left])
-        events = [event for event in await end_of(transport, 2) if isinstance(event, ReadEnded)]
-        assert {event.read: type(event.error) for event in events} == {left: PeerGone, other: type(None)}
-        assert agents._reading is not first
-        assert await thread.call(lambda: (agents._parked, agents._unknown)) == ([], set())
-        assert agents.taken - before == transport._given - before  # type: ignore[attr-defined]
-        transport.notify(ends.peer, b"from the other agent")
-        assert await end_of(ends.writer.transport) == [Notified(b"from the other agent")]
-
-
-@pytest.mark.nixl
-async def test_nixl_posts_the_smaller_of_two_reads_first() -> None:
-    """Over shared memory posting is copying, so a small read waits for one large one at most."""
-    async with two_ends(make_nixl()) as ends:
-        transport = ends.reader.transport
-        assert isinstance(transport, NixlTransport)
-        for size in (SIZE, 8):  # the first reads of a connection have to wait for it
+        for size in (SIZE, 8):
             await read_ended(ends, (0, 0, size))
-        gate = threading.Event()
-        transport._alive()[0].submit(lambda: assert_set(gate))
+        yield ends, ends.reader.transport
+
+
+@contextlib.contextmanager
+def busy(transport: Any) -> Iterator[None]:
+    """Its thread does nothing inside the block."""
+    gate = threading.Event()
+    transport._alive()[0].submit(lambda: gate.wait(WAIT_S))
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+@pytest.mark.nixl
+async def test_nixl_reads_on_with_another_agent_and_tells_it_of_peers_when_they_are_needed(
+    nixl: tuple[Ends, Any],
+) -> None:
+    """What was under way is posted once more; the parked agent goes when its peers have answered the other one."""
+    ends, transport = nixl
+    thread, agents = transport._alive()
+    first = agents._reading
+    agents._check, agents._start = (lambda request: True), agents._in_flight.append
+    left, other = (transport.post_read(ends.peer, ends.descriptors((at, at, 8))) for at in (0, SIZE - 8))
+    async with asyncio.timeout(WAIT_S):
+        while await thread.call(lambda: sum(len(one.together) for one in agents._in_flight)) < 2:
+            pass
+    del agents._check, agents._start
+    transport.give_up([left])
+    events = [event for event in await end_of(transport, 2) if isinstance(event, ReadEnded)]
+    assert {event.read: type(event.error) for event in events} == {left: PeerGone, other: type(None)}
+    assert agents._reading is not first
+    assert await thread.call(lambda: (agents._parked, agents._unknown)) == ([], set())
+    assert agents.taken == transport._given
+    transport.notify(ends.peer, b"from the other agent")
+    assert await end_of(ends.writer.transport) == [Notified(b"from the other agent")]
+
+
+@pytest.mark.nixl
+async def test_nixl_posts_the_smaller_of_two_reads_first(nixl: tuple[Ends, Any]) -> None:
+    """Over shared memory posting is copying, so a small read waits for one large one at most."""
+    ends, transport = nixl
+    with busy(transport):
         large = transport.post_read(ends.peer, ends.descriptors((0, 0, SIZE // 2)))
         small = transport.post_read(ends.peer, ends.descriptors((SIZE // 2, 0, 8)))
         assert transport.statistics.open_reads == 2
-        gate.set()
-        events = await end_of(transport, 2)
-        assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
+    events = await end_of(transport, 2)
+    assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
 
 
 @pytest.mark.nixl
-async def test_nixl_tells_of_ends_however_often_its_thread_is_called() -> None:
+async def test_nixl_tells_of_ends_however_often_its_thread_is_called(nixl: tuple[Ends, Any]) -> None:
     """An end waits for what the thread is called for, once."""
-    async with two_ends(make_nixl()) as ends:
-        await read_ended(ends, (0, 0, SIZE))
-        agents: Any = ends.reader.transport._agents  # type: ignore[attr-defined]
-        agents._called = lambda: True
-        await read_ended(ends, (0, 0, SIZE))
-        await read_ended(ends, (0, 0, 8))
+    ends, transport = nixl
+    transport._agents._called = lambda: True
+    await read_ended(ends, (0, 0, SIZE))
+    await read_ended(ends, (0, 0, 8))
 
 
 class Watched:
@@ -429,46 +405,40 @@ class Watched:
 
 
 @pytest.mark.nixl
-async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again() -> None:
+async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again(nixl: tuple[Ends, Any]) -> None:
     """Every call of NIXL lets go of Python's lock, and beside a busy loop waits for it: none is between landing and
     telling. Only what has landed is told of before its handle is released.
     """
+    ends, transport = nixl
+    thread, agents = transport._alive()
     log: list[str] = []
-    async with two_ends(make_nixl()) as ends:
-        await read_ended(ends, (0, 0, SIZE))
-        thread, agents = ends.reader.transport._alive()  # type: ignore[attr-defined]
-        put, native = agents._put, agents._reading.native
+    put, native = agents._put, agents._reading.native
 
-        def tell(event: Event) -> None:
-            log.append("told")
-            put(event)
+    def tell(event: Event) -> None:
+        log.append("told")
+        put(event)
 
-        def watch() -> None:
-            agents._put, agents._reading.native = tell, Watched(native, log)
+    def watch() -> None:
+        agents._put, agents._reading.native = tell, Watched(native, log)
 
-        await thread.call(watch)
-        await read_ended(ends, (0, 0, 8))
-        await thread.call(lambda: setattr(agents._reading, "native", native))
+    await thread.call(watch)
+    await read_ended(ends, (0, 0, 8))
+    await thread.call(lambda: setattr(agents._reading, "native", native))
     calls = [name for name in log if name not in ("getNotifs", "getXferStatus")]
     assert calls == ["createXferReq", "postXferReq", "told", "releaseXferReq"]
     assert log[log.index("told") - 1] in ("postXferReq", "getXferStatus")
 
 
 @pytest.mark.nixl
-async def test_nixl_is_behind_while_many_reads_wait_to_be_started() -> None:
-    async with two_ends(make_nixl()) as ends:
-        transport = ends.reader.transport
-        assert isinstance(transport, NixlTransport)
-        gate = threading.Event()
-        transport._alive()[0].submit(lambda: assert_set(gate))
-        seen = []
+async def test_nixl_is_behind_while_many_reads_wait_to_be_started(nixl: tuple[Ends, Any]) -> None:
+    ends, transport = nixl
+    seen = []
+    with busy(transport):
         for index in range(64):
             transport.post_read(ends.peer, ends.descriptors((index * 64, index * 64, 64)))
             seen.append(transport.behind)
-        assert (seen[0], seen[-1], seen == sorted(seen)) == (False, True, True)
-        gate.set()
-        await end_of(transport, 64)
-        assert not transport.behind
-        await read_ended(ends, (0, 0, SIZE))
-        assert not transport.behind
-        np.testing.assert_array_equal(ends.reader.buffer, ends.writer.buffer)
+    assert (seen[0], seen[-1], seen == sorted(seen)) == (False, True, True)
+    await end_of(transport, 64)
+    assert not transport.behind
+    await read_ended(ends, (0, 0, SIZE))
+    assert not transport.behind

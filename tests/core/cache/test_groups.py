@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -90,7 +91,8 @@ def test_what_is_needed_is_what_the_next_token_and_the_last_one_attend_to(
 
 # --- what does not go together
 
-FEWER = layers(1, blocks=7)
+FEWER, LAYOUT = layers(1, blocks=7), layout_of(layers(0))
+POOLED = [group("a", 0, pool="p"), group("b", 1, blocks=7, pool="p")]
 
 
 @each(
@@ -102,20 +104,14 @@ FEWER = layers(1, blocks=7)
         (lambda: group("a", 0, kind="sliding"), "kind is 'sliding', window is None"),
         (lambda: group("a", 0, kind="full", window=3), "kind is 'full', window is 3"),
         (lambda: group("a", 0, kind="latent"), r"kind: expected one of \['full', 'sliding', 'chunked', 'state'\]"),
-        (lambda: CacheGroup("a", layers(0, 1), layout_of(layers(0))), "not one layout for 'layers.1'"),
-        (lambda: CacheGroup("a", layers(0), [layout_of(layers(0))] * 2), "not one layout for 'layers.0'"),
-        (
-            lambda: CacheGroup("a", layers(0) | FEWER, [layout_of(layers(0)), layout_of(FEWER)]),
-            "num_blocks is 6 and 7",
-        ),
+        (lambda: CacheGroup("a", layers(0, 1), LAYOUT), "not one layout for 'layers.1'"),
+        (lambda: CacheGroup("a", layers(0), [LAYOUT] * 2), "not one layout for 'layers.0'"),
+        (lambda: CacheGroup("a", layers(0) | FEWER, [LAYOUT, layout_of(FEWER)]), "num_blocks is 6 and 7"),
         (lambda: groups_of([], None), "expected 1 to 64 CacheGroups"),
         (lambda: groups_of([group("a", 0), group("a", 1)], None), "group 'a' is there twice"),
         (lambda: groups_of([group("a", 0), group("b", 0)], None), "layer 0 is there twice; give each layout its"),
-        (
-            lambda: groups_of([group("a", 0, pool="p"), group("b", 1, blocks=7, pool="p")], None),
-            "group 'b': it has 7 blocks, group 'a' of the same pool 'p' has 6",
-        ),
-        (lambda: groups_of([group("a", 0)], layout_of(layers(0))), "groups have layouts of their own"),
+        (lambda: groups_of(POOLED, None), "group 'b': it has 7 blocks, group 'a' of the same pool 'p' has 6"),
+        (lambda: groups_of([group("a", 0)], LAYOUT), "groups have layouts of their own"),
         (lambda: groups_of(layers(0), None), "layout: a cache that is given as a dict"),
     ],
 )
@@ -133,13 +129,16 @@ def regions_at(tensor: torch.Tensor) -> Any:
 
 
 def test_groups_of_one_pool_may_lie_over_the_same_memory() -> None:
-    tensor = torch.zeros(2, BLOCKS, SIZE, HEADS, DIM)
-    regions = regions_at(tensor)
-    check_sets_apart([PooledSet("a", "all", 1, regions), PooledSet("b", "all", 1, regions)])
+    regions = regions_at(torch.zeros(2, BLOCKS, SIZE, HEADS, DIM))
+
+    def check(*sets: tuple[str, str]) -> None:
+        check_sets_apart([PooledSet(name, pool, 1, regions) for name, pool in sets])
+
+    check(("a", "all"), ("b", "all"))
     with pytest.raises(LayoutError, match=r"group 'a' and group 'b' overlap: .*pools are 'one' and 'two'"):
-        check_sets_apart([PooledSet("a", "one", 1, regions), PooledSet("b", "two", 1, regions)])
+        check(("a", "one"), ("b", "two"))
     with pytest.raises(LayoutError, match="group 'a' and group 'a' overlap"):
-        check_sets_apart([PooledSet("a", "all", 1, regions), PooledSet("a", "all", 1, regions)])
+        check(("a", "all"), ("a", "all"))
 
 
 def test_a_group_may_split_the_blocks_of_its_pool() -> None:
@@ -163,11 +162,8 @@ def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
     for inner, fits in ((small, True), (shared, False)):
         pairs = [PooledSet("a", "a", 1, regions_at(one)) for one in (large, inner)]
         for order in itertools.permutations(pairs):
-            if fits:
+            with nullcontext() if fits else pytest.raises(LayoutError, match="overlap"):
                 check_sets_apart(order)
-            else:
-                with pytest.raises(LayoutError, match="overlap"):
-                    check_sets_apart(order)
 
 
 def test_facts_survive_the_wire() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,9 +43,19 @@ def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> N
     cache.fill(seed)
     layout = cache.infer()
     regions, shape = map_regions(layout, cache.tensors), layout.block_shape
+    run = recipe.dim * recipe.dtype.itemsize
+    assert (layout.layer_names, layout.style) == (cache.layer_names, recipe.style)
+    parts = {KVStyle.FUSED: ("KV",), KVStyle.MLA: ("latent",)}.get(recipe.style, ("K", "V"))
+    assert (layout.parts, layout.latent) == (parts, recipe.style is KVStyle.MLA)
+    assert layout.kv_head_size == (recipe.dim // 2 if recipe.style is KVStyle.FUSED else recipe.dim)
+    assert layout.dtype == str(recipe.dtype).removeprefix("torch.")
+    assert (layout.num_blocks, layout.num_kv_heads, layout.head_size) == (recipe.blocks, recipe.heads, recipe.dim)
+    assert (shape.tokens, shape.heads, shape.run) == (layout.block_size, recipe.heads, run)
+    assert (layout.block_size, layout.slot_size_bytes) == (recipe.tokens, recipe.heads * run)
+    assert layout.region_block_size_bytes == shape.size_bytes == recipe.tokens * recipe.heads * run
+    assert layout.block_size_bytes == len(regions) * shape.size_bytes
     assert len(regions) == recipe.layers * cache.part_count
-    assert regions.num_blocks == recipe.blocks
-    assert regions.block == shape
+    assert (regions.num_blocks, regions.block) == (recipe.blocks, shape)
     for layer, part, block, address in cache.addresses():
         region = layer * cache.part_count + part
         assert int(regions.bases[region]) + block * int(regions.strides[region]) == address
@@ -56,25 +65,6 @@ def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> N
             for token, head in itertools.product(range(recipe.tokens), range(recipe.heads)):
                 found = cache.slot(layer, part, block, token, head).data_ptr()
                 assert found == address + token * shape.token_stride + head * shape.head_stride
-
-
-@examples(30, 150)
-@given(recipe=recipes())
-def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
-    cache = Cache(recipe)
-    layout = cache.infer()
-    assert layout.layer_names == cache.layer_names
-    assert layout.style is recipe.style
-    assert layout.dtype == str(recipe.dtype).removeprefix("torch.")
-    assert (layout.num_blocks, layout.block_size) == (recipe.blocks, recipe.tokens)
-    assert (layout.num_kv_heads, layout.head_size) == (recipe.heads, recipe.dim)
-    slot_size_bytes = recipe.heads * recipe.dim * recipe.dtype.itemsize
-    assert layout.slot_size_bytes == slot_size_bytes
-    assert layout.region_block_size_bytes == layout.block_shape.size_bytes == recipe.tokens * slot_size_bytes
-    assert layout.block_size_bytes == recipe.layers * cache.part_count * recipe.tokens * slot_size_bytes
-    shape = layout.block_shape
-    assert (shape.tokens, shape.heads, shape.run) == (recipe.tokens, recipe.heads, recipe.dim * recipe.dtype.itemsize)
-    layout.check(cache.tensors)
 
 
 @examples(30, 150)
@@ -94,29 +84,6 @@ def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -
             span for span in spans if span.address <= address and address + size_bytes <= span.address + span.size_bytes
         ]
         assert len(homes) == 1
-
-
-@each(
-    ("shape", "style", "parts", "kv_head_size"),
-    [
-        ((2, B, N, H, D), KVStyle.KV_FIRST, ("K", "V"), D),
-        ((B, 2, N, H, D), KVStyle.BLOCKS_FIRST, ("K", "V"), D),
-        ((B, N, H, D), KVStyle.FUSED, ("KV",), D // 2),
-        ((B, N, D), KVStyle.MLA, ("latent",), D),
-    ],
-)
-def test_the_style_is_read_off_the_shape(
-    shape: tuple[int, ...], style: KVStyle, parts: tuple[str, ...], kv_head_size: int
-) -> None:
-    layout = CacheLayout.infer({"l0": torch.zeros(shape)}, order="NHD", block_size=N)
-    assert (layout.style, layout.parts, layout.kv_head_size) == (style, parts, kv_head_size)
-    assert layout.latent == (style is KVStyle.MLA)
-
-
-def test_a_pair_may_be_a_list() -> None:
-    caches: dict[str, Any] = {"l0": [torch.zeros(B, N, H, D), torch.zeros(B, N, H, D)]}
-    assert CacheLayout.infer(caches, order="NHD", block_size=N).style is KVStyle.APART
-    assert len(map_spans(caches.items())) == 2
 
 
 @each("style", [KVStyle.KV_FIRST, "blocks_first"])
@@ -153,8 +120,8 @@ def test_the_device_is_named() -> None:
     assert device_of([("l0", torch.zeros(2, B, N, H, D, device="meta"))]) == Device("meta", 0)
 
 
-def kv_first(**changes: Any) -> torch.Tensor:
-    return torch.zeros(2, B, N, H, D, **changes)
+LAYER, KV = torch.zeros(B, N, H, D), torch.zeros(2, B, N, H, D)
+ROWS = torch.zeros(4096)
 
 
 def infer(caches: Any, **changes: Any) -> CacheLayout:
@@ -165,26 +132,13 @@ def infer_and_map(caches: Any, **changes: Any) -> Regions:
     return map_regions(infer(caches, **changes), caches)
 
 
-def second_layer(other: Any) -> Callable[[], object]:
-    return lambda: infer_and_map({"good": kv_first(), "odd.layer": other})
+def two(layer: Any, good: Any = KV) -> dict[str, Any]:
+    return {"good": good, "odd.layer": layer}
 
 
-def only_layer(layer: Any, **changes: Any) -> Callable[[], object]:
-    return lambda: infer_and_map({"odd.layer": layer}, **changes)
-
-
-def halfway() -> object:
-    """Block 3 of one layer's K is block 0 of the other's."""
-    whole = torch.zeros(2, 2 * B, N, H, D)
-    return infer_and_map({"good": whole[:, :B], "odd.layer": whole[:, B // 2 : B // 2 + B]})
-
-
-def swapped() -> object:
-    k, v, other = (torch.zeros(B, N, H, D) for _ in range(3))
-    return infer_and_map({"good": (k, v), "odd.layer": (other, k)})
-
-
-ROWS = torch.zeros(4096)
+def strided(block: int) -> torch.Tensor:
+    """K and V, each block so many elements behind the one before."""
+    return torch.as_strided(ROWS, (2, B, N, H, D), (1024 if block < N * H * D else block, block, H * D, D, 1))
 
 
 def half_rows(first: int) -> torch.Tensor:
@@ -192,136 +146,114 @@ def half_rows(first: int) -> torch.Tensor:
     return torch.as_strided(ROWS, (B, N, D), (3 * N * D, D, 1), first * N * D // 2)
 
 
-BAD_CACHES = {
-    # what is wrong: (call, what the message has to contain besides the layer's name)
-    "two axes": (only_layer(torch.zeros(B, D)), [f"({B}, {D})"]),
-    "another rank in a later layer": (second_layer(torch.zeros(B, N, D)), ["5", f"({B}, {N}, {D})"]),
-    "no 2 in front": (only_layer(torch.zeros(3, B, N, H, D)), [f"(3, {B}, {N}, {H}, {D})"]),
-    "no blocks": (only_layer(torch.zeros(2, 0, N, H, D)), [f"(2, 0, {N}, {H}, {D})"]),
-    "another block size": (only_layer(kv_first(), block_size=N + 1), [str(N), str(N + 1)]),
-    "heads where tokens should be": (only_layer(kv_first(), order="HND"), [str(N), str(H)]),
-    "another dtype": (second_layer(kv_first(dtype=torch.float16)), ["float16", "float32"]),
-    "more heads": (second_layer(torch.zeros(2, B, N, H + 4, D)), ["num_kv_heads", str(H + 4), str(H)]),
-    "another order in memory": (
-        second_layer(torch.zeros(2, B, H, N, D).transpose(2, 3)),
-        ["memory_order", "HND", "NHD"],
-    ),
-    "another device": (second_layer(kv_first(device="meta")), ["meta:0", "cpu:0", "'good'"]),
-    "a pair among single tensors": (second_layer((torch.zeros(B, N, H, D), torch.zeros(B, N, H, D))), ["kv_first"]),
-    "three tensors": (only_layer((torch.zeros(B, N, H, D),) * 3), ["pair"]),
+HALFWAY = torch.zeros(2, 2 * B, N, H, D)
+BLOCK = str(N * H * D)
+BAD_CACHES: dict[str, tuple[Any, list[str]]] = {
+    # what is wrong: (a layer, or layers; what the message has to contain besides the layer's name)
+    "two axes": (torch.zeros(B, D), [f"({B}, {D})"]),
+    "another rank in a later layer": (two(torch.zeros(B, N, D)), ["5", f"({B}, {N}, {D})"]),
+    "no 2 in front": (torch.zeros(3, B, N, H, D), [f"(3, {B}, {N}, {H}, {D})"]),
+    "no blocks": (torch.zeros(2, 0, N, H, D), [f"(2, 0, {N}, {H}, {D})"]),
+    "another block size": (torch.zeros(2, B, N + 1, H, D), [str(N), str(N + 1)]),
+    "heads where tokens should be": (torch.zeros(2, B, H, N, D), [str(N), str(H)]),
+    "another dtype": (two(KV.half()), ["float16", "float32"]),
+    "more heads": (two(torch.zeros(2, B, N, H + 4, D)), ["num_kv_heads", str(H + 4), str(H)]),
+    "another order in memory": (two(torch.zeros(2, B, H, N, D).transpose(2, 3)), ["memory_order", "HND", "NHD"]),
+    "another device": (two(KV.to("meta")), ["meta:0", "cpu:0", "'good'"]),
+    "a pair among single tensors": (two((LAYER, LAYER.clone())), ["kv_first"]),
+    "three tensors": ((LAYER, LAYER, LAYER), ["pair"]),
     "K and V of different shapes": (
-        only_layer((torch.zeros(B, N, H, D), torch.zeros(B + 1, N, H, D))),
+        (LAYER, torch.zeros(B + 1, N, H, D)),
         [f"({B}, {N}, {H}, {D})", f"({B + 1}, {N}, {H}, {D})"],
     ),
-    "K and V of different dtypes": (
-        only_layer((torch.zeros(B, N, H, D), torch.zeros(B, N, H, D, dtype=torch.float16))),
-        ["float32", "float16"],
+    "K and V of different dtypes": ((LAYER, LAYER.half()), ["float32", "float16"]),
+    "K and V on different devices": ((LAYER, LAYER.to("meta")), ["cpu:0", "meta:0"]),
+    "K and V in different orders of memory": ((LAYER, torch.zeros(B, H, N, D).transpose(1, 2)), ["NHD", "HND"]),
+    "ambiguous": (torch.zeros(2, 2, N, H, D), ["(2, 2", "style"]),
+    "every second token": (torch.zeros(2, B, N * 2, H, D)[:, :, ::2], [str(2 * H * D), str(H * D)]),
+    "half a head": (torch.zeros(2, B, N, H, D * 2)[..., :D], [str(D * 2), str(D)]),
+    "one head for all": (torch.zeros(2, B, N, 1, D).expand(2, B, N, H, D), ["stride 0", "1"]),
+    "one block for all": (torch.zeros(2, 1, N, H, D).expand(2, B, N, H, D), ["stride 0", BLOCK]),
+    "one K for V": (torch.zeros(1, B, N, H, D).expand(2, B, N, H, D), ["stride 0", BLOCK]),
+    "blocks that overlap": (strided(48), ["48", BLOCK]),
+    # K's block 1 and V's block 0 are the same bytes: a load of one would write the other
+    "K in the place of V": (strided(N * H * D), ["V overlaps K"]),
+    # block 3 of one layer's K is block 0 of the other's
+    "a layer half in the place of another": (
+        two(HALFWAY[:, B // 2 : B // 2 + B], good=HALFWAY[:, :B]),
+        ["K", "'good'", str(2 * N * H * D * 4)],
     ),
-    "K and V on different devices": (
-        only_layer((torch.zeros(B, N, H, D), torch.zeros(B, N, H, D, device="meta"))),
-        ["cpu:0", "meta:0"],
-    ),
-    "K and V in different orders of memory": (
-        only_layer((torch.zeros(B, N, H, D), torch.zeros(B, H, N, D).transpose(1, 2))),
-        ["NHD", "HND"],
-    ),
-    "ambiguous": (only_layer(torch.zeros(2, 2, N, H, D)), ["(2, 2", "style"]),
-    "every second token": (only_layer(torch.zeros(2, B, N * 2, H, D)[:, :, ::2]), [str(2 * H * D), str(H * D)]),
-    "half a head": (only_layer(torch.zeros(2, B, N, H, D * 2)[..., :D]), [str(D * 2), str(D)]),
-    "one head for all": (only_layer(torch.zeros(2, B, N, 1, D).expand(2, B, N, H, D)), ["stride 0", "1"]),
-    "one block for all": (
-        only_layer(torch.zeros(2, 1, N, H, D).expand(2, B, N, H, D)),
-        ["stride 0", str(N * H * D)],
-    ),
-    "one K for V": (only_layer(torch.zeros(1, B, N, H, D).expand(2, B, N, H, D)), ["stride 0", str(N * H * D)]),
-    "blocks that overlap": (
-        only_layer(torch.as_strided(torch.zeros(4096), (2, B, N, H, D), (1024, 48, H * D, D, 1))),
-        ["48", str(N * H * D)],
-    ),
-    "K in the place of V": (  # K's block 1 and V's block 0 are the same bytes: a load of one would write the other
-        only_layer(torch.as_strided(ROWS, (2, B, N, H, D), (N * H * D, N * H * D, H * D, D, 1))),
-        ["V overlaps K"],
-    ),
-    "a layer half in the place of another": (halfway, ["K", "'good'", str(2 * N * H * D * 4)]),
-    "V in the place of another layer's K": (swapped, ["V", "'good'"]),
+    "V in the place of another layer's K": (two((LAYER.clone(), LAYER), good=(LAYER, LAYER.clone())), ["V", "'good'"]),
     "layers that follow each other too closely": (
-        lambda: infer_and_map({"good": half_rows(0), "odd.layer": half_rows(1)}),
+        two(half_rows(1), good=half_rows(0)),
         ["'good'", str(N * D * 2), str(3 * N * D * 4)],
     ),
-    "one tensor as K and V": (only_layer((torch.zeros(B, N, H, D),) * 2), ["V overlaps K"]),
-    "no tensor": (only_layer("tensor"), ["str"]),
-    "an empty pair": (only_layer(()), []),
+    "one tensor as K and V": ((LAYER, LAYER), ["V overlaps K"]),
+    "no tensor": ("tensor", ["str"]),
+    "an empty pair": ((), []),
 }
 
 
 @each("what", BAD_CACHES)
 def test_a_bad_cache_is_a_layout_error_with_the_layer_and_both_values(what: str) -> None:
-    call, expected = BAD_CACHES[what]
+    layers, expected = BAD_CACHES[what]
     with pytest.raises(LayoutError) as caught:
-        call()
+        infer_and_map(layers if isinstance(layers, dict) else {"odd.layer": layers})
     message = str(caught.value)
     assert "'odd.layer'" in message
     for text in expected:
         assert re.search(rf"(?<!\d){re.escape(text)}(?!\d)", message), f"no {text!r} in {message!r}"
 
 
-@each(
-    ("call", "expected"),
-    [
-        (lambda: infer({}), "at least one layer"),
-        (lambda: infer({"l0": kv_first()}, order="NDH"), "NDH"),
-        (lambda: infer({"l0": kv_first()}, style="kv_last"), "kv_last"),
-    ],
-)
-def test_a_bad_description_is_a_layout_error(call: Callable[[], object], expected: str) -> None:
+@each(("changes", "expected"), [({"order": "NDH"}, "NDH"), ({"style": "kv_last"}, "kv_last")])
+def test_a_bad_description_is_a_layout_error(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(LayoutError, match=expected):
-        call()
+        infer({"l0": KV}, **changes)
+    with pytest.raises(LayoutError, match="at least one layer"):
+        infer({})
 
 
 def test_other_layers_than_described_are_refused() -> None:
-    layout = infer({"a": kv_first(), "b": kv_first()})
+    layout = infer({"a": KV, "b": KV})
     for names in (("a",), ("b", "a"), ("a", "b", "c"), ("a", "x")):
         with pytest.raises(LayoutError, match=f"a, b.*{', '.join(names)}"):
-            map_regions(layout, {name: kv_first() for name in names})
+            map_regions(layout, dict.fromkeys(names, KV))
 
 
-def test_layers_may_be_the_same_tensor() -> None:
-    """As where a model uses one layer's KV for several: written alike, whatever is loaded."""
-    layer, pair = kv_first(), (torch.zeros(B, N, H, D), torch.zeros(B, N, H, D))
-    assert len(infer_and_map({"a": layer, "b": layer})) == 4
-    assert len(infer_and_map({"a": pair, "b": pair, "c": pair})) == 6
+PAIR = (LAYER, LAYER.clone())
 
 
-def test_layers_may_lie_between_each_others_blocks() -> None:
-    assert len(infer_and_map({"l0": half_rows(0), "l1": half_rows(2), "l2": half_rows(4)})) == 3
-    whole = torch.zeros(B, 5, 2, N, H, D)
-    layers = {f"l{index}": whole[:, index].transpose(0, 1) for index in (3, 0, 4)}
-    assert len(infer_and_map(layers)) == 6
+GOOD_CACHES: dict[str, tuple[list[Any], int]] = {
+    # As where a model uses one layer's KV for several: written alike, whatever is loaded.
+    "one tensor for all": ([KV, KV], 4),
+    "one pair for all": ([PAIR, PAIR, PAIR], 6),
+    "latents between each other's blocks": ([half_rows(0), half_rows(2), half_rows(4)], 3),
+    "layers between each other's blocks": ([WHOLE[:, index].transpose(0, 1) for index in (2, 0, 1)], 6),
+    "a pair in a list": ([list(PAIR)], 2),
+}
+
+
+@each("what", GOOD_CACHES)
+def test_layers_may_be_one_tensor_or_lie_between_each_others_blocks(what: str) -> None:
+    layers, regions = GOOD_CACHES[what]
+    assert len(infer_and_map({f"l{index}": layer for index, layer in enumerate(layers)})) == regions
 
 
 @each(("name", "value"), [("itemsize", 1), ("num_blocks", B + 1), ("head_size", 2 * D), ("memory_order", "HND")])
 def test_a_layout_that_says_something_else_than_the_tensors_is_refused(name: str, value: Any) -> None:
     """A wrong `itemsize` would leave bytes behind without anybody noticing."""
-    layout = replace(infer({"l0": kv_first()}), **{name: value})
+    layout = replace(infer({"l0": KV}), **{name: value})
     with pytest.raises(LayoutError, match=f"'l0': {name} is "):
-        map_regions(layout, {"l0": kv_first()})
-
-
-def test_numbers_of_numpy_become_pythons() -> None:
-    """What messages carry has to be Python's own."""
-    layout = infer({"a": kv_first(), "b": kv_first()}, layer_indices=np.array([4, 1]), block_size=np.int64(N))
-    assert layout.layer_indices == (4, 1)
-    assert {type(index) for index in layout.layer_indices} == {int}
-    assert type(replace(layout, num_blocks=np.int64(3)).num_blocks) is int
+        map_regions(layout, {"l0": KV})
 
 
 @each(
     ("plain", "turned"),
     [
         (torch.zeros(B, N, D), torch.zeros(B, D, N).permute(0, 2, 1)),
-        (torch.zeros(B, N, H, D), torch.zeros(B, H, D, N).permute(0, 3, 1, 2)),
-        (torch.zeros(2, B, N, H, D), torch.zeros(2, B, H, D, N).permute(0, 1, 4, 2, 3)),
-        (torch.zeros(2, B, N, H, D), torch.zeros(2, B, N, D, H).permute(0, 1, 2, 4, 3)),
+        (LAYER, torch.zeros(B, H, D, N).permute(0, 3, 1, 2)),
+        (KV, torch.zeros(2, B, H, D, N).permute(0, 1, 4, 2, 3)),
+        (KV, torch.zeros(2, B, N, D, H).permute(0, 1, 2, 4, 3)),
     ],
 )
 def test_blocks_whose_bytes_are_in_another_order_do_not_look_alike(plain: torch.Tensor, turned: torch.Tensor) -> None:
@@ -355,21 +287,23 @@ def test_half_of_an_odd_axis_is_no_k() -> None:
     ],
 )
 def test_layers_are_those_of_their_names(names: list[str], expected: tuple[int, ...]) -> None:
-    assert infer({name: kv_first() for name in names}).layer_indices == expected
+    assert infer(dict.fromkeys(names, KV)).layer_indices == expected
 
 
-def test_layers_may_be_given() -> None:
-    caches = {"layers.0": kv_first(), "layers.1": kv_first()}
-    assert infer(caches, layer_indices=[31, 4]).layer_indices == (31, 4)
-    assert infer(caches, layer_indices=[0, (1 << 15) - 1]).layer_indices == (0, (1 << 15) - 1)
+@each("given_indices", [[31, 4], [0, (1 << 15) - 1], np.array([4, 1])])
+def test_layers_may_be_given_and_are_pythons_own_numbers(given_indices: Any) -> None:
+    """What messages carry has to be."""
+    layout = infer({"layers.0": KV, "layers.1": KV}, layer_indices=given_indices, block_size=np.int64(N))
+    assert (layout.layer_indices, {*map(type, layout.layer_indices)}) == (tuple(given_indices), {int})
+    assert type(replace(layout, num_blocks=np.int64(3)).num_blocks) is int
 
 
 @each("given_indices", [[], [1], [1, 2, 3], [1, 1], [-1, 0], [0, 1 << 15]])
 def test_layers_that_cannot_be_are_refused(given_indices: list[int]) -> None:
     with pytest.raises(LayoutError, match=r"^layer_indices: expected 2 different"):
-        infer({"a": kv_first(), "b": kv_first()}, layer_indices=given_indices)
+        infer({"a": KV, "b": KV}, layer_indices=given_indices)
 
 
 def test_the_format_of_the_bytes_is_plain_unless_given() -> None:
-    assert infer({"l0": kv_first()}).kv_format == "plain"
-    assert infer({"l0": kv_first()}, kv_format="fp8_ds_mla").kv_format == "fp8_ds_mla"
+    assert infer({"l0": KV}).kv_format == "plain"
+    assert infer({"l0": KV}, kv_format="fp8_ds_mla").kv_format == "fp8_ds_mla"

@@ -74,11 +74,12 @@ def test_a_state_group_says_so_and_its_blocks_are_slots() -> None:
 
 
 def test_a_slot_that_is_not_sliced_is_no_other_ranks() -> None:
-    layout = StateLayout.infer(caches(0), (StateTensor(name="conv"), SSM))
-    assert [(part.name, part.segment.model_units) for part in state_parts(layout, 4)] == [
-        ("conv.all", 4),
-        ("ssm.all", 4),
-    ]
+    parts = state_parts(StateLayout.infer(caches(0), (StateTensor(name="conv"), SSM)), 4)
+    assert [(part.name, part.segment.model_units) for part in parts] == [("conv.all", 4), ("ssm.all", 4)]
+
+
+def state(*tensors: StateTensor, of: dict[str, Any] | None = None) -> StateLayout:
+    return StateLayout.infer(of or caches(0), tensors)
 
 
 WHOLE = caches(0)["layers.0"]
@@ -89,29 +90,20 @@ TURNED = {"layers.0": WHOLE, "layers.1": WHOLE[::-1]}
 @each(
     ("make", "problem"),
     [
-        (lambda: StateLayout.infer(caches(0), (CONV,)), "expected 1 tensors, got 2"),
-        (lambda: StateLayout.infer(caches(0), ()), "expected 1 to 16 StateTensors"),
-        (
-            lambda: StateLayout.infer(caches(0), (StateTensor(name="ssm"), SSM)),
-            "two have the same name",
-        ),
-        (lambda: StateLayout.infer(caches(0), (StateTensor(name="conv", axis=2), SSM)), "has no axis 2 in a slot"),
-        (
-            lambda: StateLayout.infer(caches(0), (StateTensor(name="conv", segments=(X, B)), SSM)),
-            r"axis 0 has 20 entries, segments have \[8, 6\]",
-        ),
-        (lambda: StateLayout.infer(BROKEN, (CONV, SSM)), "tensor 'conv': a slot is not contiguous"),
-        (lambda: StateLayout.infer(TURNED, (StateTensor(name="a"), SSM)), "layer 'layers.1': tensor 'a' is"),
+        (lambda: state(CONV), "expected 1 tensors, got 2"),
+        (lambda: state(), "expected 1 to 16 StateTensors"),
+        (lambda: state(StateTensor(name="ssm"), SSM), "two have the same name"),
+        (lambda: state(StateTensor(name="conv", axis=2), SSM), "has no axis 2 in a slot"),
+        (lambda: state(StateTensor(name="c", segments=(X, B)), SSM), r"axis 0 has 20 entries, segments have \[8, 6\]"),
+        (lambda: state(CONV, SSM, of=BROKEN), "tensor 'conv': a slot is not contiguous"),
+        (lambda: state(StateTensor(name="a"), SSM, of=TURNED), "layer 'layers.1': tensor 'a' is"),
         (lambda: StateTensor(name="a b"), "without spaces"),
-        (
-            lambda: StateTensor(name="a", segments=(Segment(name="x", size=7, units=2, model_units=2),)),
-            "size 7 is no multiple of its 2 units",
-        ),
+        (lambda: Segment(name="x", size=7, units=2, model_units=2), "size 7 is no multiple of its 2 units"),
         (lambda: StateTensor(name="a", segments=(X, X)), "two of its segments have the same name"),
-        (lambda: StateTensor(name="a", segments=(Segment(name="x", size=4, units=0, model_units=2),)), "units"),
-        (lambda: CacheGroup("m", caches(0), StateLayout.infer(caches(0), (CONV, SSM)), window=4), "window is 4"),
-        (lambda: CacheGroup("m", caches(0), StateLayout.infer(caches(0), (CONV, SSM)), kind="full"), "StateLayout"),
-        (lambda: CacheGroup("m", caches(1), StateLayout.infer(caches(0), (CONV, SSM))), "layers differ"),
+        (lambda: Segment(name="x", size=4, units=0, model_units=2), "units"),
+        (lambda: CacheGroup("m", caches(0), state(CONV, SSM), window=4), "window is 4"),
+        (lambda: CacheGroup("m", caches(0), state(CONV, SSM), kind="full"), "StateLayout"),
+        (lambda: CacheGroup("m", caches(1), state(CONV, SSM)), "layers differ"),
     ],
 )
 def test_what_cannot_be_is_named(make: Any, problem: str) -> None:

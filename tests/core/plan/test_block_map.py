@@ -14,7 +14,7 @@ from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle
 from kvflow.core.cache.regions import Regions, map_regions, map_spans
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, RegionMap
 from kvflow.core.plan.descriptors import plan_read
-from tests.core.caches import Cache, Recipe, Sides, sides
+from tests.core.caches import Cache, Recipe, Sides, sides, whole_sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
     CPU,
@@ -61,18 +61,14 @@ def tables(draw: st.DrawFn) -> tuple[Regions, Regions]:
 def test_any_two_tables_are_paired_region_by_region(
     both: tuple[Regions, Regions], local_ids: list[int], remote_ids: list[int], count: int
 ) -> None:
-    here, there = both
+    (here, there), ids = both, (local_ids[:count], remote_ids[:count])
     wanted = [
-        (
-            int(here.bases[region] + here.strides[region] * mine),
-            int(there.bases[region] + there.strides[region] * theirs),
-        )
+        (*(int(side.bases[region] + side.strides[region] * block) for side, block in zip(both, pair, strict=True)), 4)
         for region in range(len(here))
-        for mine, theirs in zip(local_ids[:count], remote_ids[:count], strict=True)
+        for pair in zip(*ids, strict=True)
     ]
-    plan = plan_read(pair_whole(here, there).groups[1], whole_blocks(local_ids[:count], remote_ids[:count], 1))
-    expected = bytes_of([(mine, theirs, here.block_size_bytes) for mine, theirs in wanted])
-    assert sorted(bytes_of(rows(plan))) == sorted(expected)
+    plan = plan_read(pair_whole(here, there).groups[1], whole_blocks(*ids, 1))
+    assert sorted(bytes_of(rows(plan))) == sorted(bytes_of(wanted))
 
 
 # --- layers and parts
@@ -126,9 +122,7 @@ def pair_count(groups: Sequence[RegionMap]) -> int:
 )
 def test_neighbours_in_both_caches_are_fused(local: Recipe, remote: Recipe, expected: int) -> None:
     for ours, theirs in ((local, remote), (remote, local)):
-        case = Sides(local=ours, remote=theirs, local_start=0, remote_start=0, heads=2)
-        block_map = pair_sides(case, Cache(ours), Cache(theirs))
-        assert pair_count(block_map.groups[4]) == expected
+        assert pair_count(pair_sides(whole_sides(ours, theirs), Cache(ours), Cache(theirs)).groups[4]) == expected
 
 
 def test_a_tail_is_not_fused() -> None:
@@ -240,22 +234,15 @@ def test_opaque_blocks_are_read_whole_however_far_they_are_filled() -> None:
     """What scales or checksums in a block mean for half of its tokens is not ours to know."""
     for recipe in (PLAIN, HND, FUSED, LATENT, replace(PLAIN, block_padding=3)):
         here, there = Cache(recipe), Cache(recipe)
-        heads = HeadSlice(0, 0, recipe.heads)
-        block_map = BlockMap(
-            regions_of(here),
-            regions_of(there),
-            heads=heads,
-            layers=LayersOf((0,), (0,)),
-            opaque=True,
-        )
+        heads, layers = HeadSlice(0, 0, recipe.heads), LayersOf((0,), (0,))
+        block_map = BlockMap(regions_of(here), regions_of(there), heads=heads, layers=layers, opaque=True)
+        (pairs,) = block_map.groups[16]
+        assert pairs.piece_size == here.infer().region_block_size_bytes
         for tokens in (1, 7, 16):
-            groups = block_map.groups[tokens]
-            assert groups is block_map.groups[16]
-            assert [pairs.piece_size for pairs in groups] == [here.infer().region_block_size_bytes]
-            copies = rows(plan_read(groups, whole_blocks([2, 0], [1, 2], tokens)))
+            assert block_map.groups[tokens] is block_map.groups[16]
+            copies = rows(plan_read(block_map.groups[tokens], whole_blocks([2, 0], [1, 2], tokens)))
             assert sorted(copies) == sorted(
                 (here.block(0, part, mine).data_ptr(), there.block(0, part, theirs).data_ptr(), pairs.piece_size)
-                for pairs in groups
                 for part in range(here.part_count)
                 for mine, theirs in ((2, 1), (0, 2))
             )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,10 +29,11 @@ from kvflow.core.plan.descriptors import (
     plan_read,
 )
 from kvflow.core.plan.slices import cut_slices, plan_slices
-from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol import codec
 from kvflow.core.protocol.claims import regions_from_wire
 from kvflow.errors import RequestError
 from tests.core.caches import Cache, Recipe, Sides, whole_sides
+from tests.core.claimed import REGIONS
 from tests.core.plans import (
     BLOCKS_TOGETHER,
     CPU,
@@ -45,7 +47,6 @@ from tests.core.plans import (
     loads,
     located_chunks,
     lump,
-    pair,
     pair_sides,
     pair_whole,
     rows,
@@ -69,13 +70,10 @@ def slots_of(chunks: Sequence[Chunks], ours: int, theirs: int) -> list[Slot]:
     found = []
     for some in chunks:
         assert 1 <= some.tokens <= size
-        local_parts, remote_parts = (
-            [0] * len(some) if parts is None else parts.tolist() for parts in (some.local_parts, some.remote_parts)
-        )
-        columns = (some.local_ids.tolist(), local_parts, some.remote_ids.tolist(), remote_parts)
-        for local, local_part, remote, remote_part in zip(*columns, strict=True):
-            for token in range(some.tokens):
-                found.append((local, local_part * size + token, remote, remote_part * size + token))
+        parts = (np.zeros_like(some.local_ids) if of is None else of for of in (some.local_parts, some.remote_parts))
+        local, remote = (np.add.outer(part * size, np.arange(some.tokens)).ravel() for part in parts)
+        ours_at, theirs_at = (np.repeat(ids, some.tokens) for ids in (some.local_ids, some.remote_ids))
+        found += zip(*(column.tolist() for column in (ours_at, local, theirs_at, remote)), strict=True)
     return found
 
 
@@ -85,15 +83,9 @@ block_sizes = st.tuples(st.integers(1, 6), st.sampled_from([1, 1, 2, 3, 4]), st.
 
 
 @examples(100, 350)
-@given(
-    sizes=block_sizes,
-    offered=st.integers(0, 8),
-    num_tokens=st.integers(0, 200),
-    data=st.data(),
-    extra=st.integers(1, 3),
-)
+@given(sizes=block_sizes, offered=st.integers(0, 8), num_tokens=st.integers(0, 200), data=st.data())
 def test_every_token_goes_where_the_prompt_has_it(
-    sizes: tuple[int, int], offered: int, num_tokens: int, data: st.DataObject, extra: int
+    sizes: tuple[int, int], offered: int, num_tokens: int, data: st.DataObject
 ) -> None:
     ours, theirs = sizes
     tokens = min(num_tokens, offered * theirs)
@@ -116,8 +108,11 @@ def test_every_token_goes_where_the_prompt_has_it(
     for some in chunks:  # numbered as chunks of the prompt
         assert some.first == at
         at += len(some)
-    with pytest.raises(RequestError):
-        match_chunks(np.arange(most + extra, dtype=np.int64), offered, **of_prompt)
+    too_many = most + data.draw(st.integers(1, 3))
+    with pytest.raises(RequestError) as caught:
+        match_chunks(np.arange(too_many, dtype=np.int64), offered, **of_prompt)
+    offer = f"{tokens} tokens in {offered} blocks of {theirs} are offered"
+    assert str(caught.value) == f"load: {too_many} local blocks of {ours} tokens, but only {offer}"
 
 
 @examples(60, 300)
@@ -142,12 +137,6 @@ def test_the_chunks_between_two_places_of_the_prompt(
             assert some.first == int(some.remote_ids[0]) * (theirs // size) + remote_part
 
 
-def test_more_local_blocks_than_tokens_are_refused() -> None:
-    with pytest.raises(RequestError) as caught:
-        match_chunks(array([1, 2, 3, 4]), 5, local_block_size=16, remote_block_size=8, num_tokens=1000)
-    assert str(caught.value) == "load: 4 local blocks of 16 tokens, but only 40 tokens in 5 blocks of 8 are offered"
-
-
 def test_the_tokens_of_a_prompt_may_be_more_than_memory_has() -> None:
     """A ticket may claim anything: what is made of it grows with our own blocks."""
     full, tail = match_chunks(
@@ -156,54 +145,46 @@ def test_the_tokens_of_a_prompt_may_be_more_than_memory_has() -> None:
     assert (full.local_ids.tolist(), tail.local_ids.tolist(), tail.tokens) == ([5], [9], 7)
 
 
-def test_positions_become_the_blocks_of_a_rank() -> None:
-    (some,) = match_chunks(array([7, 8]), 4, local_block_size=4, remote_block_size=2, num_tokens=8)
-    here, there = some.locate(array([30, 10, 20, 40])), some.locate(array([3, 1, 2, 4]))
-    assert some.remote_ids.tolist() == [0, 1, 2, 3]
-    assert (here.remote_ids.tolist(), there.remote_ids.tolist()) == ([30, 10, 20, 40], [3, 1, 2, 4])
-    for found in (here, there):
-        assert found.local_ids.tolist() == [7, 7, 8, 8]
-        assert found.local_parts is not None
-        assert (found.local_parts.tolist(), found.remote_parts) == ([0, 1, 0, 1], None)
-
-
 # --- any part of a prompt between caches that hold the same model in different ways
 
 
+WHOLE = (1 << 40, 1 << 20)
+
+
+def slices_of(
+    block_map: BlockMap, chunks: Sequence[Chunks], limits: tuple[int, int] = WHOLE, head: Piece | None = None
+) -> Iterator[Descriptors]:
+    """With limits of bytes and of descriptors."""
+    pairs = zip(repeat(block_map), chunks)
+    return plan_slices(pairs, bytes_max=limits[0], descriptors_max=limits[1], head=head)
+
+
 def planned(
-    load: Load, local: Cache, remote: Cache, *, bytes_max: int = 1 << 40, descriptors_max: int = 1 << 20
+    load: Load, caches: tuple[Cache, Cache] | None = None, limits: tuple[int, int] = WHOLE
 ) -> list[Descriptors]:
-    block_map = pair_sides(load.sides, local, remote)
-    return list(plan_slices(zip(repeat(block_map), load.chunks), bytes_max=bytes_max, descriptors_max=descriptors_max))
+    """Slices of a load between these caches, or two of that kind."""
+    local, remote = caches or (Cache(load.sides.local), Cache(load.sides.remote))
+    return list(slices_of(pair_sides(load.sides, local, remote), load.chunks, limits))
 
 
-TAIL = Load(
-    Sides(
-        local=Recipe(style=KVStyle.FUSED, order="NHD", layers=2, blocks=4, tokens=2, heads=3, dim=4),
-        remote=Recipe(
-            style=KVStyle.APART, order="HND", layers=3, blocks=3, tokens=6, heads=2, dim=2, hnd_in_memory=True
-        ),
-        local_start=2,
-        remote_start=0,
-        heads=1,
-    ),
-    tokens=13,
-    local_ids=[3, 0],
-    remote_ids=[2, 0, 1],
-)
-
-
+OURS = Recipe(style=KVStyle.FUSED, order="NHD", layers=2, blocks=4, tokens=2, heads=3, dim=4)
+THEIRS = Recipe(style=KVStyle.APART, order="HND", layers=3, blocks=3, tokens=6, heads=2, dim=2, hnd_in_memory=True)
+TAIL = Load(Sides(local=OURS, remote=THEIRS, local_start=2, remote_start=0, heads=1), 13, [3, 0], [2, 0, 1])
 # Layers lie side by side in a row of blocks, but with one row their spans touch and do not overlap.
 ONE_ROW = replace(BLOCKS_TOGETHER, blocks=1)
 
 
-@examples(120, 320)
-@given(load=loads(), seed=st.integers(0, 2**31))
-@example(load=TAIL, seed=0)
-@example(load=Load(whole_sides(ONE_ROW, ONE_ROW), 4, [0], [0]), seed=0)
-@example(load=Load(whole_sides(*[replace(ONE_ROW, spare_blocks=5)] * 2), 4, [0], [0]), seed=0)
-def test_every_wanted_token_arrives_once_and_no_other_byte_changes(load: Load, seed: int) -> None:
-    """The proof of it all: styles, orders, block sizes, layers, heads and tails against torch, token by token."""
+@examples(140, 400)
+@given(
+    load=loads(), seed=st.integers(0, 2**31), limits=st.just(WHOLE) | st.tuples(st.integers(1, 300), st.integers(1, 12))
+)
+@example(load=TAIL, seed=0, limits=WHOLE)
+@example(load=Load(whole_sides(ONE_ROW, ONE_ROW), 4, [0], [0]), seed=0, limits=WHOLE)
+@example(load=Load(whole_sides(*[replace(ONE_ROW, spare_blocks=5)] * 2), 4, [0], [0]), seed=0, limits=WHOLE)
+def test_every_wanted_token_arrives_once_and_no_other_byte_changes(
+    load: Load, seed: int, limits: tuple[int, int]
+) -> None:
+    """The proof of it all: styles, orders, block sizes, layers, heads, tails, slices; torch, token by token."""
     local, remote = Cache(load.sides.local), Cache(load.sides.remote)
     local.fill(seed)
     remote.fill(seed + 1)
@@ -211,7 +192,10 @@ def test_every_wanted_token_arrives_once_and_no_other_byte_changes(load: Load, s
     slow_load(load, local, remote)
     expected = local.snapshot()
     local.restore(local_before)
-    copies = rows_of_all(planned(load, local, remote))
+    slices = planned(load, (local, remote), limits)
+    assert all(1 <= piece.size_bytes <= limits[0] and 1 <= len(piece) <= limits[1] for piece in slices)
+    assert limits != WHOLE or len(slices) == len(load.chunks)
+    copies = rows_of_all(slices)
     execute(copies)
     assert local.snapshot() == expected
     assert remote.snapshot() == remote_before
@@ -228,24 +212,13 @@ def test_every_wanted_token_arrives_once_and_no_other_byte_changes(load: Load, s
         assert inside_one(remote_spans, theirs, size)
 
 
-@examples(60, 300)
-@given(load=loads(), bytes_max=st.integers(1, 300), descriptors_max=st.integers(1, 12))
-def test_a_load_in_slices_is_the_whole_load(load: Load, bytes_max: int, descriptors_max: int) -> None:
-    local, remote = Cache(load.sides.local), Cache(load.sides.remote)
-    slices = planned(load, local, remote, bytes_max=bytes_max, descriptors_max=descriptors_max)
-    for piece in slices:
-        assert 1 <= len(piece) <= descriptors_max
-        assert 1 <= piece.size_bytes <= bytes_max
-    assert sorted(bytes_of(rows_of_all(slices))) == sorted(bytes_of(rows_of_all(planned(load, local, remote))))
-
-
 # --- consecutive chunks
 
 
 def descriptor_count(local: Recipe, remote: Recipe, local_ids: list[int], remote_ids: list[int]) -> int:
     """Of a load of full blocks."""
     load = Load(whole_sides(local, remote), len(remote_ids) * remote.tokens, local_ids, remote_ids)
-    return sum(map(len, planned(load, Cache(local), Cache(remote))))
+    return sum(map(len, planned(load)))
 
 
 RUN = list(range(2, 9))
@@ -321,43 +294,38 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
     ]
 
 
-@each("stride", [4096, 1 << 50, 1 << 62, (1 << 63) - 4096, 1 << 63])
-@each("base", [(1 << 62) + 1, (1 << 63) - 8192, (1 << 63) - 1, 1 << 63, (1 << 64) - 8193])
-@each("parts", [("latent",), ("KV",)])
-def test_a_peers_table_is_refused_or_planned_exactly(base: int, stride: int, parts: tuple[str, ...]) -> None:
+@each(
+    ("stride", "base", "parts"),
+    itertools.product(
+        [4096, 1 << 50, 1 << 62, (1 << 63) - 4096, 1 << 63],
+        [(1 << 62) + 1, (1 << 63) - 8192, (1 << 63) - 1, 1 << 63, (1 << 64) - 8193],
+        [("latent",), ("KV",)],
+    ),
+)
+def test_a_peers_table_is_refused_or_planned_exactly(stride: int, base: int, parts: tuple[str, ...]) -> None:
     """Whatever addresses a peer claims: what passes the check must not trip the planner, nor wrap around in it."""
-    table = messages.RegionTable(
-        bases=[base],
-        strides=[stride],
-        block=lump(4096),
-        parts=parts,
-        num_blocks=2,
-        device_kind="cpu",
-        device_index=0,
-    )
+    claim = {"bases": [base], "strides": [stride], "block": lump(4096), "parts": parts, "num_blocks": 2}
     try:
-        there = regions_from_wire(table)
+        there = regions_from_wire(msgspec.structs.replace(REGIONS, **claim))
     except codec.WireError:
         return
-    if parts == ("KV",):  # K and V of a head together there, apart here
-        here = replace(
-            there,
-            bases=np.array([4096, 4096 + 8192], dtype=np.uint64),
-            strides=np.array([2048, 2048], dtype=np.uint64),
-            block=lump(2048),
-            parts=("K", "V"),
-        )
-        expected = [
-            (4096, base + stride, 2048),
-            (4096 + 2048, base, 2048),
-            (4096 + 8192, base + stride + 2048, 2048),
-            (4096 + 8192 + 2048, base + 2048, 2048),
-        ]
-    else:
-        here = replace(there, bases=np.array([4096], dtype=np.uint64), strides=np.array([8192], dtype=np.uint64))
-        expected = [(4096, base + stride, 4096), (4096 + 8192, base, 4096)]
+    # K and V of a head together there may be apart here.
+    ours, size = (("latent",), 4096) if parts == ("latent",) else (("K", "V"), 2048)
+    bases = [4096 + 8192 * part for part in range(len(ours))]
+    here = Regions(
+        bases=np.array(bases, dtype=np.uint64),
+        strides=np.array([size] * len(ours), dtype=np.uint64),
+        block=lump(size),
+        parts=ours,
+        num_blocks=2,
+        device=CPU,
+    )
     plan = plan_read(pair_whole(here, there).groups[1], whole_blocks([0, 1], [1, 0], 1))
-    assert sorted(rows(plan)) == expected
+    assert sorted(rows(plan)) == [
+        (at + size * block, base + stride * (1 - block) + size * part, size)
+        for part, at in enumerate(bases)
+        for block in (0, 1)
+    ]
 
 
 # --- slices
@@ -365,7 +333,9 @@ def test_a_peers_table_is_refused_or_planned_exactly(base: int, stride: int, par
 
 @st.composite
 def plans(draw: st.DrawFn) -> Descriptors:
-    sizes = draw(st.lists(st.integers(1, 60), max_size=25))
+    sizes = [draw(st.integers(1, 60))] * draw(st.integers(0, 25))
+    if draw(st.booleans()):  # not all of one size
+        sizes = draw(st.lists(st.integers(1, 60), max_size=25))
     starts = np.cumsum([0, *sizes])[:-1]
     gaps = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
     return Descriptors.of(
@@ -394,26 +364,14 @@ def test_slices_carry_every_byte_once_in_order_and_within_limits(
         assert full or len(before) == descriptors_max
 
 
-def test_a_load_that_fits_is_one_slice() -> None:
-    block_map = pair(Cache(RECIPE), Cache(RECIPE))
-    chunks = whole_blocks([7, 2, 9], [7, 2, 9], 4)
-    (only,) = plan_slices([(block_map, chunks)], bytes_max=3 * 6 * 4 * 2 * 8, descriptors_max=3 * 6)
-    assert sorted(rows(only)) == sorted(rows(plan_read(block_map.groups[4], chunks)))
-
-
 def test_chunks_are_read_in_the_order_of_the_peers_memory() -> None:
     latent = replace(RECIPE, style=KVStyle.MLA, layers=1, heads=1)
     big = replace(latent, tokens=8)
-    for local, remote, remote_ids in (
-        (latent, latent, [9, 2, 7, 4]),
-        (latent, big, [6, 2]),
-        (big, latent, [8, 1, 3, 6]),
-    ):
-        case = Sides(local=local, remote=remote, local_start=0, remote_start=0, heads=1)
+    cases = (latent, latent, [9, 2, 7, 4]), (latent, big, [6, 2]), (big, latent, [8, 1, 3, 6])
+    for local, remote, remote_ids in cases:
         tokens = len(remote_ids) * remote.tokens
-        load = Load(case, tokens, [9, 1, 5, 3][: tokens // local.tokens], remote_ids)
-        slices = planned(load, Cache(local), Cache(remote), bytes_max=4 * 8, descriptors_max=1)
-        starts = [int(piece.remote[0]) for piece in slices]
+        load = Load(whole_sides(local, remote), tokens, [9, 1, 5, 3][: tokens // local.tokens], remote_ids)
+        starts = [int(piece.remote[0]) for piece in planned(load, limits=(4 * 8, 1))]
         assert len(starts) == tokens // 4
         assert starts == sorted(starts)
 
@@ -443,25 +401,18 @@ def test_a_slice_is_planned_when_it_is_asked_for(
     block_map: BlockMap, blocks: int, tokens: int, limits: tuple[int, int], peak_bytes_max: int
 ) -> None:
     """The first bytes leave before the last ones are planned, and no load plans all of its gigabytes at once."""
-    bytes_max, descriptors_max = limits
     scattered = np.arange(0, 2 * blocks, 2, dtype=np.int64)
     chunks = [whole_blocks(scattered, scattered, tokens)]
-    slices = plan_slices(zip(repeat(block_map), chunks), bytes_max=bytes_max, descriptors_max=descriptors_max)
-    first = []
+    slices, first = slices_of(block_map, chunks, limits), []
     _, peak_bytes = traced_bytes(lambda: first.append(next(slices)))
-    assert first[0].size_bytes == bytes_max or len(first[0]) == descriptors_max
+    assert first[0].size_bytes == limits[0] or len(first[0]) == limits[1]
     assert peak_bytes < peak_bytes_max
 
 
 @examples(25, 100)
-@given(
-    count=st.integers(1, 9),
-    num_tokens=st.integers(1, 36),
-    bytes_max=st.integers(1, 400),
-    descriptors_max=st.integers(1, 6),
-)
+@given(count=st.integers(1, 9), num_tokens=st.integers(1, 36), limits=st.tuples(st.integers(1, 400), st.integers(1, 6)))
 def test_a_head_is_the_first_of_the_first_slice_and_changes_nothing_else(
-    count: int, num_tokens: int, bytes_max: int, descriptors_max: int
+    count: int, num_tokens: int, limits: tuple[int, int]
 ) -> None:
     block = BlockShape(tokens=4, heads=1, run=8, token_stride=8, head_stride=32)
     regions = large_regions(16, layers=1, block=block)
@@ -469,8 +420,7 @@ def test_a_head_is_the_first_of_the_first_slice_and_changes_nothing_else(
     blocks = list(range(-(-tokens // 4)))
     chunks = located_chunks(blocks[-count:], [block + 3 for block in blocks], 4, 4, tokens)
     head = Piece(local=5, remote=7, size_bytes=16)
-    block_map, limits = pair_whole(regions, regions), {"bytes_max": bytes_max, "descriptors_max": descriptors_max}
-    plain, headed = (list(plan_slices(zip(repeat(block_map), chunks), **limits, head=which)) for which in (None, head))
+    plain, headed = (list(slices_of(pair_whole(regions, regions), chunks, limits, which)) for which in (None, head))
     first = headed[0]
     assert (int(first.local[0]), int(first.remote[0]), int(first.sizes[0])) == head
     tables = [np.concatenate([piece.table for piece in slices], axis=1) for slices in (plain, headed)]

@@ -75,18 +75,12 @@ def common(draw: st.DrawFn) -> Load:
     return Load(whole_sides(local, remote), offered * local.tokens, *ids)
 
 
-@examples(60, 400)
-@given(load=common(), head=st.sampled_from(HEADS))
+@examples(90, 700)
+@given(load=common() | loads(), head=st.sampled_from(HEADS))
 def test_the_short_way_plans_what_the_general_one_plans(load: Load, head: Piece | None) -> None:
-    local, remote = (Cache(side) for side in (load.sides.local, load.sides.remote))
-    event(f"applies: {both_plans(load, pair_sides(load.sides, local, remote), head)}")
-
-
-@examples(30, 300)
-@given(load=loads(), head=st.sampled_from(HEADS))
-def test_it_says_nothing_else_of_any_other_load(load: Load, head: Piece | None) -> None:
     """Any caches, tails and heads: where it does not apply it gives None, where it does it is equal."""
-    both_plans(load, pair_sides(load.sides, Cache(load.sides.local), Cache(load.sides.remote)), head)
+    block_map = pair_sides(load.sides, Cache(load.sides.local), Cache(load.sides.remote))
+    event(f"applies: {both_plans(load, block_map, head)}")
 
 
 def test_it_applies_where_it_is_meant_for() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-import msgspec
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvflow.config import RANKS_MAX, Config
 from kvflow.core.cache.layout import CacheLayout
@@ -25,14 +24,10 @@ Parallelism = tuple[int, int, int]  # our tp_size, their tp_size, the model's KV
 SIZES = range(1, 17)
 
 
-def divides(a: int, b: int) -> bool:
-    return a % b == 0 or b % a == 0
-
-
 CUTS = [
-    (ours, theirs, heads)
-    for ours, theirs, heads in itertools.product(SIZES, SIZES, SIZES)
-    if divides(ours, theirs) and divides(ours, heads) and divides(theirs, heads)
+    cut
+    for cut in itertools.product(SIZES, repeat=3)
+    if all(a % b == 0 or b % a == 0 for a, b in itertools.combinations(cut, 2))
 ]
 assert len(CUTS) == 376
 
@@ -47,57 +42,33 @@ def heads_of(rank: int, size: int, heads: int) -> list[int]:
     return [head for head in range(heads) if rank // (size // heads) == head]
 
 
-def slow_reads(cut: Parallelism) -> dict[tuple[int, int], list[int]]:
-    """(our rank, their rank) -> the model's heads that are read: reader j of n takes holder j*m/n of m."""
+def slow_sources(cut: Parallelism) -> list[list[HeadSource]]:
+    """By our rank: reader j of n of a head takes holder j*m/n of m, and all of theirs are told.
+
+    Those that nobody reads are told by the first reader of the last rank before them with any.
+    """
     ours, theirs, heads = cut
-    found: dict[tuple[int, int], list[int]] = {}
+    reads: dict[tuple[int, int], list[int]] = {}  # (our rank, their rank) -> the model's heads that are read
     for head in range(heads):
         readers = [rank for rank in range(ours) if head in heads_of(rank, ours, heads)]
         holders = [rank for rank in range(theirs) if head in heads_of(rank, theirs, heads)]
         for index, reader in enumerate(readers):
-            holder = holders[index * len(holders) // len(readers)]
-            found.setdefault((reader, holder), []).append(head)
-    return found
-
-
-def slow_reporters(cut: Parallelism) -> dict[int, list[int]]:
-    """Their rank -> our ranks that tell it: its readers, else the first reader of the last rank before it with any."""
-    ours, theirs, _ = cut
-    reads = slow_reads(cut)
-    found: dict[int, list[int]] = {}
+            reads.setdefault((reader, holders[index * len(holders) // len(readers)]), []).append(head)
+    found: list[list[HeadSource]] = [[] for _ in range(ours)]
+    reporters: list[int] = []
     for holder in range(theirs):
-        readers = [reader for reader in range(ours) if (reader, holder) in reads]
-        found[holder] = readers or found[holder - 1][:1]
-    return found
-
-
-def slow_sources(rank: int, cut: Parallelism) -> tuple[HeadSource, ...]:
-    ours, theirs, heads = cut
-    reads, reporters = slow_reads(cut), slow_reporters(cut)
-    found = []
-    for holder in range(theirs):
-        if rank in reporters[holder]:
+        reporters = [reader for reader in range(ours) if (reader, holder) in reads] or reporters[:1]
+        for rank in reporters:
             read = reads.get((rank, holder), [])
             local_start = heads_of(rank, ours, heads).index(read[0]) if read else 0
             remote_start = heads_of(holder, theirs, heads).index(read[0]) if read else 0
-            found.append(HeadSource(holder, local_start, remote_start, len(read), len(reporters[holder])))
-    return tuple(found)
+            found[rank].append(HeadSource(holder, local_start, remote_start, len(read), len(reporters)))
+    return found
 
 
-def all_sources(cut: Parallelism) -> Iterator[tuple[int, HeadSource]]:
-    """(our rank, source) of all our ranks."""
-    ours, theirs, heads = cut
-    for rank in range(ours):
-        for source in head_sources(rank, ours, theirs, heads):
-            yield rank, source
-
-
-@each("ours", SIZES)
-def test_sources_are_those_of_the_slow_model(ours: int) -> None:
+def test_sources_are_those_of_the_slow_model() -> None:
     for cut in CUTS:
-        if cut[0] == ours:
-            for rank in range(ours):
-                assert head_sources(rank, *cut) == slow_sources(rank, cut), (rank, cut)
+        assert [list(head_sources(rank, *cut)) for rank in range(cut[0])] == slow_sources(cut), cut
 
 
 # --- what must hold whatever the rule is
@@ -106,60 +77,25 @@ def test_sources_are_those_of_the_slow_model(ours: int) -> None:
 def test_the_readers_of_a_head_spread_over_its_holders() -> None:
     """No rank serves more than one reader above another rank that holds the same heads."""
     for cut in CUTS:
-        _, theirs, heads = cut
+        ours, theirs, heads = cut
         readers = [0] * theirs
-        for _, source in all_sources(cut):
+        for source in itertools.chain(*(head_sources(rank, *cut) for rank in range(ours))):
             readers[source.tp_rank] += source.heads > 0
         for head in range(heads):
             holders = [readers[rank] for rank in range(theirs) if head in heads_of(rank, theirs, heads)]
             assert max(holders) - min(holders) <= 1, cut
 
 
-@each(
-    ("cut", "expected"),
-    [
-        # Ranks 0 and 1 read the first and the second half of rank 0's heads, 2 and 3 those of rank 1.
-        ((4, 2, 8), [[(0, 0, 0, 2)], [(0, 0, 2, 2)], [(1, 0, 0, 2)], [(1, 0, 2, 2)]]),
-        ((2, 4, 8), [[(0, 0, 0, 2), (1, 2, 0, 2)], [(2, 0, 0, 2), (3, 2, 0, 2)]]),
-        # Neighbours hold the same head, and read it from the same rank.
-        ((4, 1, 2), [[(0, 0, 0, 1)], [(0, 0, 0, 1)], [(0, 0, 1, 1)], [(0, 0, 1, 1)]]),
-        # Half of their ranks are read, the others told.
-        ((1, 4, 2), [[(0, 0, 0, 1), (1, 0, 0, 0), (2, 1, 0, 1), (3, 0, 0, 0)]]),
-        # A latent is read from replicas in turn.
-        ((4, 2, 1), [[(0, 0, 0, 1)], [(0, 0, 0, 1)], [(1, 0, 0, 1)], [(1, 0, 0, 1)]]),
-        ((2, 2, 1), [[(0, 0, 0, 1)], [(1, 0, 0, 1)]]),
-    ],
-)
-def test_examples(cut: Parallelism, expected: list[list[tuple[int, int, int, int]]]) -> None:
-    """(their rank, our first head, their first head, heads) of what each rank reads."""
-    assert [[source[:4] for source in head_sources(rank, *cut)] for rank in range(cut[0])] == expected
-
-
 # --- holdings
 
 
 def hold(
-    rank: int,
-    size: int,
-    heads: int,
-    *,
-    said: bool = True,
-    pp: tuple[int, int] = (0, 1),
-    layers: tuple[int, ...] = (0, 1),
-    **changes: Any,
+    rank: int, size: int, heads: int, *, said: bool = True, pp: tuple[int, int] = (0, 1), **changes: Any
 ) -> CacheShare:
     """What rank `rank` of `size` holds of a model with so many heads."""
-    return msgspec.structs.replace(
-        SHARE,
-        tp_rank=rank,
-        tp_size=size,
-        pp_rank=pp[0],
-        pp_size=pp[1],
-        layers=layers,
-        kv_heads=changes.pop("kv_heads", len(heads_of(rank, size, heads))),
-        model_kv_heads=changes.pop("model_kv_heads", heads if said else 0),
-        **changes,
-    )
+    of_heads = {"kv_heads": len(heads_of(rank, size, heads)), "model_kv_heads": heads if said else 0}
+    place = {"tp_rank": rank, "tp_size": size, "pp_rank": pp[0], "pp_size": pp[1]}
+    return replace(SHARE, **{**place, **of_heads, **changes})
 
 
 def test_a_cache_share_is_what_the_layout_says() -> None:
@@ -177,8 +113,7 @@ def test_ranks_are_shown_in_words() -> None:
     assert str(Rank(2, 0, 5)) == "dp 2 pp 0 tp 5"
 
 
-@each("ours_said", [False, True])
-@each("theirs_said", [False, True])
+@each(("ours_said", "theirs_said"), itertools.product([False, True], repeat=2))
 def test_whatever_is_known_of_the_models_heads_the_right_bytes_are_read(ours_said: bool, theirs_said: bool) -> None:
     """Also if both sides hold replicas and neither says of how many heads."""
     for cut in CUTS:
@@ -217,89 +152,69 @@ def test_the_models_heads_follow_from_what_both_sides_know(ours: CacheShare, the
 # --- shares
 
 
-def cut_layers(layers: int, cuts: set[int]) -> list[tuple[int, ...]]:
-    """Layers 0.. in stages, cut at these layers as far as there are so many."""
-    bounds = [0, *sorted(at for at in cuts if at < layers), layers]
-    return [tuple(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
-
-
 STAGES = st.sets(st.integers(1, 8), max_size=3)
+CUT = st.sampled_from(CUTS)
+
+
+def cut_layers(layers: int, cuts: set[int]) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
+    """Stages of layers 0.. as (pp_rank, pp_size) and layers, cut at these layers as far as there are so many."""
+    bounds = [0, *sorted(at for at in cuts if at < layers), layers]
+    stages = [tuple(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
+    return [((pp, len(stages)), held) for pp, held in enumerate(stages)]
 
 
 @examples(30, 150)
-@given(
-    cut=st.sampled_from(CUTS),
-    layers=st.integers(1, 9),
-    ours_at=STAGES,
-    theirs_at=STAGES,
-    said=st.booleans(),
-    latent=st.booleans(),
-)
+@given(cut=CUT, layers=st.integers(1, 9), ours=STAGES, theirs=STAGES, said=st.booleans(), latent=st.booleans())
 def test_the_shares_of_all_readers_add_up_to_1(
-    cut: Parallelism, layers: int, ours_at: set[int], theirs_at: set[int], said: bool, latent: bool
+    cut: Parallelism, layers: int, ours: set[int], theirs: set[int], said: bool, latent: bool
 ) -> None:
     """For every rank of the producer, however both engines are cut: exactly when the last one is done."""
-    ours_tp, theirs_tp, heads = cut
-    if latent:
-        heads = 1
-    our_stages, their_stages = (cut_layers(layers, where) for where in (ours_at, theirs_at))
-    for pp, their_layers in enumerate(their_stages):
+    ours_tp, theirs_tp, heads = (*cut[:2], 1) if latent else cut
+    first = hold(0, theirs_tp, heads, said=said, latent=latent)
+    for theirs_pp, their_layers in cut_layers(layers, theirs):
         sums = dict.fromkeys(range(theirs_tp), Fraction(0))
-        for our_pp, our_layers in enumerate(our_stages):
-            for rank in range(ours_tp):
-                mine = hold(
-                    rank, ours_tp, heads, said=said, latent=latent, pp=(our_pp, len(our_stages)), layers=our_layers
-                )
-                for source in topology.sources_of(mine, hold(0, theirs_tp, heads, said=said, latent=latent)):
-                    place = (pp, len(their_stages))
-                    other = hold(source.tp_rank, theirs_tp, heads, latent=latent, pp=place, layers=their_layers)
-                    share = Fraction(*topology.report_share((mine,), (other,)))
-                    assert (share == 0) == (not set(our_layers) & set(their_layers))
-                    sums[source.tp_rank] += share
+        for (ours_pp, our_layers), rank in itertools.product(cut_layers(layers, ours), range(ours_tp)):
+            mine = hold(rank, ours_tp, heads, said=said, latent=latent, pp=ours_pp, layers=our_layers)
+            for source in topology.sources_of(mine, first):
+                other = hold(source.tp_rank, theirs_tp, heads, latent=latent, pp=theirs_pp, layers=their_layers)
+                share = Fraction(*topology.report_share((mine,), (other,)))
+                assert (share == 0) == (not set(our_layers) & set(their_layers))
+                sums[source.tp_rank] += share
         assert set(sums.values()) == {1}, cut
 
 
 def test_a_reader_with_nothing_in_common_has_no_share() -> None:
-    one, other = hold(0, 2, 8, layers=(0, 2)), hold(0, 1, 8, layers=(4, 3, 2))
-    assert topology.report_share((hold(0, 1, 8, layers=(0, 1)),), (other,)) == (0, 1)
-    assert topology.report_share((one,), (other,)) == (1, 6)
-    assert topology.report_share((hold(0, 1, 8),), (hold(0, 1, 8),)) == (1, 1)
+    other = hold(0, 1, 8, layers=(4, 3, 2))
+    assert topology.report_share((hold(0, 1, 8),), (other,)) == (0, 1)
+    assert topology.report_share((hold(0, 2, 8, layers=(0, 2)),), (other,)) == (1, 6)
     assert topology.report_share((hold(0, 2, 8),), (hold(1, 2, 8),)) == (0, 1), "it holds other heads"
 
 
 # --- why not
 
 
+UNSAID, TWELVE = hold(0, 2, 8, said=False), hold(0, 8, 8, model_kv_heads=12)
+HEADS = "num_kv_heads: ours {} on each of {} ranks, theirs {} on each of {} ranks"
+
+
 @each(
     ("ours", "theirs", "expected"),
     [
-        (hold(0, 1, 8, layers=(0, 1)), hold(0, 1, 8, layers=(1, 0)), []),
+        (hold(0, 1, 8), hold(0, 1, 8, layers=(1, 0)), []),
         (hold(0, 1, 8, block_size=64), hold(0, 1, 8, block_size=16), []),
         (
-            hold(0, 1, 8, layers=(0, 1)),
+            hold(0, 1, 8),
             hold(0, 1, 8, layers=tuple(range(8))),
             ["layers: ours 2 (0, 1), theirs 8 (0, 1, 2, 3, 4, 5, ...)"],
         ),
         # Stages of a pipeline hold some of the layers: whether none is missing is known when all have been asked.
-        (hold(0, 1, 8, layers=(0, 1), pp=(0, 2)), hold(0, 1, 8, layers=(0, 1, 2, 3)), []),
-        (hold(0, 1, 8, layers=(0, 1)), hold(0, 1, 8, layers=(0,), pp=(0, 2)), []),
+        (hold(0, 1, 8, pp=(0, 2)), hold(0, 1, 8, layers=(0, 1, 2, 3)), []),
+        (hold(0, 1, 8), hold(0, 1, 8, layers=(0,), pp=(0, 2)), []),
         (hold(0, 2, 8), hold(0, 2, 4), ["model's num_kv_heads: ours 8, theirs 4"]),
-        (
-            hold(0, 2, 8, said=False),
-            hold(0, 2, 4),
-            ["num_kv_heads: ours 4 on each of 2 ranks, theirs 2 on each of 2 ranks"],
-        ),
-        (
-            hold(0, 2, 8, said=False),
-            hold(0, 4, 4, said=False),
-            ["num_kv_heads: ours 4 on each of 2 ranks, theirs 1 on each of 4 ranks"],
-        ),
+        (UNSAID, hold(0, 2, 4), [HEADS.format(4, 2, 2, 2)]),
+        (UNSAID, hold(0, 4, 4, said=False), [HEADS.format(4, 2, 1, 4)]),
         # Sizes that do not go with the heads: nobody knows who would hold what.
-        (
-            hold(0, 8, 8, model_kv_heads=12),
-            hold(0, 8, 8, model_kv_heads=12),
-            ["num_kv_heads: ours 1 on each of 8 ranks, theirs 1 on each of 8 ranks"],
-        ),
+        (TWELVE, TWELVE, [HEADS.format(1, 8, 1, 8)]),
         # A latent has no heads to split.
         (hold(0, 4, 1, latent=True), hold(0, 2, 1, latent=True, model_kv_heads=128), []),
         (
@@ -321,11 +236,9 @@ def test_differences_name_every_problem_with_both_values(
     assert len(topology.differences((theirs,), (ours,))) == len(expected)
 
 
+SIZE = st.integers(1, 16)
 cache_shares = st.builds(
-    lambda size, held, of_model: hold(0, size, 1, kv_heads=held, model_kv_heads=of_model),
-    st.integers(1, 16),
-    st.integers(1, 16),
-    st.integers(0, 16),
+    lambda size, held, of_model: hold(0, size, 1, kv_heads=held, model_kv_heads=of_model), SIZE, SIZE, SIZE | st.just(0)
 )
 
 
@@ -336,7 +249,7 @@ def test_heads_that_pass_are_planned_within_bounds(ours: CacheShare, theirs: Cac
     if topology.differences((ours,), (theirs,)):
         return
     for rank in range(ours.tp_size):
-        mine = msgspec.structs.replace(ours, tp_rank=rank)
+        mine = replace(ours, tp_rank=rank)
         sources = topology.sources_of(mine, theirs)
         assert sum(source.heads for source in sources) == ours.kv_heads
         for source in sources:

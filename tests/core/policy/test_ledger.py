@@ -11,6 +11,7 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.ledger import BlockCounts, BlockLedger, GroupBlocks
 from kvflow.errors import BlocksBusy, RequestError
 from tests.support.budgets import machine_test
+from tests.support.tests_support import each
 
 TOTAL = 7
 block_sets = st.lists(st.integers(0, TOTAL - 1), unique=True, max_size=4)
@@ -40,6 +41,9 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     def held(self) -> set[int]:
         return {block for ids in self.quarantined for block in ids}
 
+    def busy(self) -> set[int]:
+        return self.flying() | self.held() | self.leased()
+
     @rule(ids=block_sets)
     def lease(self, ids: list[int]) -> None:
         if set(ids) & (self.flying() | self.held()):
@@ -57,7 +61,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
     @rule(ids=block_sets)
     def begin_load(self, ids: list[int]) -> None:
-        if set(ids) & (self.flying() | self.held() | self.leased()):
+        if set(ids) & self.busy():
             with pytest.raises(BlocksBusy, match="cannot be loaded"):
                 self.ledger.begin_load(array(ids))
         else:
@@ -79,7 +83,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
     @rule(ids=block_sets)
     def keep(self, ids: list[int]) -> None:
-        if set(ids) & (self.flying() | self.held() | self.leased()):
+        if set(ids) & self.busy():
             with pytest.raises(BlocksBusy, match="cannot be loaded"):
                 self.ledger.keep(array(ids))
         else:
@@ -156,20 +160,6 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 TestLedgerAgainstModel = machine_test(LedgerAgainstModel, 20, 80, steps=25)
 
 
-@pytest.mark.parametrize("last", [1, 2, 3])
-def test_one_busy_block_refuses_the_whole_request(last: int) -> None:
-    """The busy one comes last, so that a call that worked through its blocks would have changed the others."""
-    ledger = BlockLedger([GroupBlocks("kv", 6, "kv")])
-    ledger.lease(array([1]))
-    ledger.begin_load(array([2, 3]))
-    ledger.quarantine(array([3]))
-    before = ledger.counts()
-    with pytest.raises(BlocksBusy, match=f"block {last} "):
-        ledger.begin_load(array([0, 4, 5, last]))
-    assert ledger.counts() == before
-    ledger.begin_load(array([0, 4, 5]))
-
-
 def test_a_cache_of_many_blocks_is_counted_in_full() -> None:
     ledger = BlockLedger([GroupBlocks("kv", 100_000, "kv")])
     for ids in np.array_split(np.arange(90_000, dtype=np.int64), 9):
@@ -205,7 +195,7 @@ def test_groups_of_one_pool_share_its_entries_and_others_have_their_own() -> Non
         ledger.lease(others)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "problem"),
     [
         ([[1], [1], []], "block 1 of one pool is given for two groups"),
@@ -243,11 +233,11 @@ def test_more_blocks_than_there_are_is_told_by_pool() -> None:
     ledger.lease(np.arange(9))
     for counts in ((12, 0, 3), (5, 3, 0), (0, 6, 3)):
         ledger.check_there(counts, "req: 9 tokens")
-    for counts, problem in (
-        ((5, 4, 0), "req: 9 tokens need 7 blocks of pool 'one', there are 6"),
-        ((0, 0, 4), "req: 9 tokens need 4 blocks of pool 'two', there are 3"),
+    kv = BlockLedger([GroupBlocks("kv", 7, "kv", split=7)])
+    for of, counts, problem in (
+        (ledger, (5, 4, 0), "7 blocks of pool 'one', there are 6"),
+        (ledger, (0, 0, 4), "4 blocks of pool 'two', there are 3"),
+        (kv, (8,), "8 blocks, there are 7"),
     ):
-        with pytest.raises(RequestError, match=f"^{problem}$"):
-            ledger.check_there(counts, "req: 9 tokens")
-    with pytest.raises(RequestError, match="need 8 blocks, there are 7"):
-        BlockLedger([GroupBlocks("kv", 7, "kv", split=7)]).check_there((8,), "req: 9 tokens")
+        with pytest.raises(RequestError, match=f"^req: 9 tokens need {problem}$"):
+            of.check_there(counts, "req: 9 tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,20 +107,19 @@ def test_every_state_is_reached_and_every_life_can_end(machine: Machine) -> None
         assert machine.after(state) & machine.final
 
 
+def ways(table: Mapping[tuple[Any, Any], Any], is_one: Callable[[Any, Any, Any], bool]) -> set[tuple[Any, Any, Any]]:
+    """Those (state, event, state after) of a table."""
+    return {(state, event, after) for (state, event), after in table.items() if is_one(state, event, after)}
+
+
 # --- peers
 
 
-def test_a_peer_has_one_handshake_at_a_time() -> None:
+def test_a_peer_is_ready_only_by_a_handshake_of_which_it_has_one_at_a_time_also_when_it_was_broken() -> None:
     idle = {state for state in PeerState if knows(PEER_TABLE, state, PeerEvent.CONNECT)}
     assert idle == set(PeerState) - {PeerState.CONNECTING, PeerState.CLOSED}
-
-
-def test_a_peer_is_ready_only_by_a_handshake() -> None:
-    ways = [(state, event) for (state, event), after in PEER_TABLE.items() if after is PeerState.READY]
-    assert ways == [(PeerState.CONNECTING, PeerEvent.CONNECTED)]
-
-
-def test_a_broken_peer_can_become_ready_again() -> None:
+    connected = (PeerState.CONNECTING, PeerEvent.CONNECTED, PeerState.READY)
+    assert ways(PEER_TABLE, lambda state, event, after: after is PeerState.READY) == {connected}
     state = PeerState.READY
     for event in (PeerEvent.BREAK, PeerEvent.CONNECT, PeerEvent.BACK_OFF, PeerEvent.CONNECT, PeerEvent.CONNECTED):
         state = fire(PEER_TABLE, state, event)
@@ -132,18 +131,13 @@ def test_a_broken_peer_can_become_ready_again() -> None:
 
 def test_held_blocks_are_given_back_by_a_workers_report_only() -> None:
     """An abort keeps the blocks held; what ends the holding is that a load, or a lease, has ended."""
-    reports = {ConsumerEvent.RECEIVED, ProducerEvent.SENT}
-    for table in (CONSUMER_TABLE, PRODUCER_TABLE):
-        for (state, event), after in table.items():
-            if request_blocks_held(state) and not request_blocks_held(after):
-                assert event in reports
+    for table, report in ((CONSUMER_TABLE, ConsumerEvent.RECEIVED), (PRODUCER_TABLE, ProducerEvent.SENT)):
+        ends = ways(table, lambda state, _, after: request_blocks_held(state) and not request_blocks_held(after))
+        assert {event for _, event, _ in ends} == {report}
 
 
-def test_a_prompt_is_received_at_most_once() -> None:
+def test_a_prompt_is_received_at_most_once_and_a_ticket_that_is_out_stays_out() -> None:
     assert ConsumerState.RECEIVING not in MACHINES["consumer"].after(ConsumerState.LOCAL)
-
-
-def test_a_ticket_that_is_out_stays_out() -> None:
     assert MACHINES["producer"].after(ProducerState.SENDING) == {ProducerState.SENDING, ProducerState.ENDED}
 
 
@@ -159,27 +153,20 @@ def test_a_lease_is_open_exactly_until_its_one_end() -> None:
 # --- transfers
 
 
-def test_bytes_are_posted_only_from_pending() -> None:
-    """The one way from safe to unsafe; nothing posts into blocks whose transfer has ended (invariant I1)."""
-    unsafe_ways = [
-        (state, event)
-        for (state, event), after in TRANSFER_TABLE.items()
-        if transfer_blocks_safe(state) and not transfer_blocks_safe(after)
-    ]
-    assert unsafe_ways == [(TransferState.PENDING, TransferEvent.POST)]
-    assert all(transfer_blocks_safe(state) for state in MACHINES["transfer"].final)  # type: ignore[arg-type]
-
-
-def test_only_the_end_of_the_bytes_makes_blocks_safe_again() -> None:
-    ways = {
-        (event, after)
-        for (state, event), after in TRANSFER_TABLE.items()
-        if not transfer_blocks_safe(state) and (transfer_blocks_safe(after) or event is TransferEvent.LAST_STOPPED)
-    }
-    assert ways == {
+def test_bytes_are_posted_only_from_pending_and_only_their_end_makes_blocks_safe_again() -> None:
+    """Nothing posts into blocks whose transfer has ended (invariant I1)."""
+    safe = transfer_blocks_safe
+    begins = ways(TRANSFER_TABLE, lambda state, _, after: safe(state) and not safe(after))
+    assert {way[:2] for way in begins} == {(TransferState.PENDING, TransferEvent.POST)}
+    ends = ways(
+        TRANSFER_TABLE,
+        lambda state, event, after: not safe(state) and (safe(after) or event is TransferEvent.LAST_STOPPED),
+    )
+    assert {way[1:] for way in ends} == {
         (TransferEvent.LAND, TransferState.LANDED),
         (TransferEvent.LAST_STOPPED, TransferState.STOPPED),
     }
+    assert all(safe(state) for state in MACHINES["transfer"].final)  # type: ignore[arg-type]
 
 
 def test_an_abandoned_transfer_never_lands() -> None:

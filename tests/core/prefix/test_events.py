@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tracemalloc
+import itertools
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ from kvflow.core.prefix.events import (
 )
 from kvflow.core.prefix.map import PrefixMap
 from kvflow.errors import ProtocolError
+from tests.core.plans import traced_bytes
+from tests.support.tests_support import each
 
 pack = msgspec.msgpack.encode
 HASHES = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.binary(max_size=64))
@@ -113,77 +115,48 @@ def test_what_is_encoded_is_read_again(events: list[Any], arrays: bool) -> None:
     assert list(decode_batch(encode_batch(events, ts=1.5, data_parallel_rank=2, arrays=arrays))) == events
 
 
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        {"type": "BlockMoved", "block_hashes": []},
-        ["BlockMoved", []],
-        {"type": 7},
-        {},
-        [],
-        None,
-        "BlockStored",
-        {"type": "BlockRemoved"},
-        ["BlockStored", [1]],
-        {"type": "BlockRemoved", "block_hashes": [bytes(65)]},
-        {"type": "BlockRemoved", "block_hashes": [1.0]},
-        {"type": "BlockRemoved", "block_hashes": [0] * (BLOCKS_MAX + 1)},
-        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 0},
-        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": (1 << 64) - 1},
-        {
-            "type": "BlockStored",
-            "block_hashes": [1],
-            "token_ids": [1],
-            "block_size": 1,
-            "extra_keys": [[b"embeddings"]],
-        },
-    ],
-)
+PLAIN = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1}
+
+
+NO_EVENTS = [{"type": "BlockMoved", "block_hashes": []}, ["BlockMoved", []], {"type": 7}, {}, [], None, "BlockStored"]
+LACKING = [{"type": "BlockRemoved"}, ["BlockStored", [1]]]
+REMOVING = [{"type": "BlockRemoved", "block_hashes": wrong} for wrong in ([bytes(65)], [1.0], [0] * (BLOCKS_MAX + 1))]
+STORING = [
+    {**PLAIN, "block_size": 0},
+    {**PLAIN, "block_size": (1 << 64) - 1},
+    {**PLAIN, "extra_keys": [[b"embeddings"]]},
+]
+
+
+@each("unknown", [*NO_EVENTS, *LACKING, *REMOVING, *STORING])
 def test_events_of_other_forms_are_passed_over(unknown: object) -> None:
     cleared = {"type": "AllBlocksCleared", "new": {"deep": [1]}}
     assert list(decode_batch(pack([1, [unknown, cleared]]))) == [AllBlocksCleared()]
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"",
-        b"\xc1",
-        b"\xc0",
-        b"\x93\x01",
-        pack([]),
-        pack(["now", []]),
-        pack([1, {}]),
-        pack({"ts": 1}),
-        pack([1, [], "rank"]),
-        b"\x92\x01\xdd\xff\xff\xff\xff",
-        pack([1, [None] * (EVENTS_MAX + 1)]),
-        b"\x92\x01\x91" + b"\x91" * 100_000 + b"\xc0",
-        b"\x91" * 100_000,
-        bytes(BATCH_BYTES_MAX + 1),
-    ],
-)
+JUNK = [b"", b"\xc1", b"\xc0", b"\x93\x01"]
+SHAPES = map(pack, ([], ["now", []], [1, {}], {"ts": 1}, [1, [], "rank"], [1, [None] * (EVENTS_MAX + 1)]))
+DEEP = [b"\x91" * 100_000, b"\x92\x01\x91" + b"\x91" * 100_000 + b"\xc0"]
+LONG = [b"\x92\x01\xdd\xff\xff\xff\xff", bytes(BATCH_BYTES_MAX + 1)]
+
+
+@each("payload", [*JUNK, *SHAPES, *DEEP, *LONG])
 def test_what_is_no_batch_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"^KV events from tcp://peer:1: "):
         decode_batch(payload, peer="tcp://peer:1")
 
 
-@pytest.mark.parametrize("name", ["block_hashes", "token_ids", "extra_keys", "unknown"])
-@pytest.mark.parametrize("entry", [b"\x90", b"\x80", b"\x01", b"\xc0"])
+@each(
+    ("name", "entry"),
+    itertools.product(["block_hashes", "token_ids", "extra_keys", "unknown"], [b"\x90", b"\x80", b"\x01", b"\xc0"]),
+)
 def test_a_batch_of_the_largest_size_takes_memory_in_proportion(name: str, entry: bytes) -> None:
     """Of 4 MiB, whatever they are: an empty list of one byte would be an object of 64."""
-    known = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1}
-    head = b"\x92\x01\x91\x85" + b"".join(pack(one) for item in known.items() if item[0] != name for one in item)
-    head = head.replace(b"\x85", b"\x84", 1) if name in known else head
+    known = [pack(one) for item in PLAIN.items() if item[0] != name for one in item]
+    head = b"\x92\x01\x91" + bytes([0x81 + len(known) // 2]) + b"".join(known)
     entries = BATCH_BYTES_MAX - len(head) - len(pack(name)) - 5
     payload = head + pack(name) + b"\xdd" + entries.to_bytes(4, "big") + entry * entries
-    tracemalloc.start()
-    try:
-        list(decode_batch(payload))
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 4 * BATCH_BYTES_MAX
+    assert traced_bytes(lambda: list(decode_batch(payload)))[1] < 4 * BATCH_BYTES_MAX
 
 
 @given(st.sampled_from([VLLM, SGLANG]), st.data())

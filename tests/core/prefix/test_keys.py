@@ -7,6 +7,7 @@ import re
 import struct
 from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import kvflow
 from kvflow.core.prefix.keys import SALT_BYTES_MAX
 from kvflow.core.protocol.prompts import marked
 from kvflow.errors import RequestError
+from tests.support.tests_support import each
 
 PAGE = Path(__file__).parents[3] / "docs" / "prefix.md"
 TOKENS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=70)
@@ -63,28 +65,18 @@ def test_tokens_may_be_in_any_flat_sequence(make: type) -> None:
     assert kvflow.prefix_keys(given, 16) == kvflow.prefix_keys(list(range(33)), 16)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "block_tokens", "salt", "said"),
-    [
-        ("12", 1, b"", "tokens"),
-        ([1.5], 1, b"", "tokens"),
-        ([True], 1, b"", "tokens"),
-        ([1 << 63], 1, b"", "tokens"),
-        ([[1]], 1, b"", "tokens"),
-        (None, 1, b"", "tokens"),
-        ([None], 1, b"", "tokens"),
-        (b"12", 1, b"", "tokens"),
-        ([1], 0, b"", "block_tokens"),
-        ([1], 1.0, b"", "block_tokens"),
-        ([1], None, b"", "block_tokens"),
-        ([1], 1, "tenant", "salt"),
-        ([1], 1, None, "salt"),
-        ([1], 1, bytes(SALT_BYTES_MAX + 1), "salt"),
-    ],
-)
-def test_nonsense_is_refused_by_name(tokens: object, block_tokens: object, salt: object, said: str) -> None:
+WRONG: dict[str, tuple[Any, ...]] = {
+    "tokens": ("12", [1.5], [True], [1 << 63], [[1]], None, [None], b"12"),
+    "block_tokens": (0, 1.0, None),
+    "salt": ("tenant", None, bytes(SALT_BYTES_MAX + 1)),
+}
+
+
+@each(("said", "wrong"), [(said, wrong) for said, values in WRONG.items() for wrong in values])
+def test_nonsense_is_refused_by_name(said: str, wrong: Any) -> None:
+    given: dict[str, Any] = {"tokens": [1], "block_tokens": 1, "salt": b"", said: wrong}
     with pytest.raises(RequestError, match=f"^{said}: expected"):
-        kvflow.prefix_keys(tokens, block_tokens, salt=salt)  # type: ignore[arg-type]
+        kvflow.prefix_keys(given["tokens"], given["block_tokens"], salt=given["salt"])
 
 
 def test_a_block_larger_than_the_prompt_and_than_any_memory_has_no_key() -> None:

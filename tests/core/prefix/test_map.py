@@ -15,6 +15,7 @@ from kvflow.core.prefix.events import AllBlocksCleared, BlockRemoved, BlockStore
 from kvflow.core.prefix.map import PrefixMap
 from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.errors import RequestError
+from tests.support.tests_support import each
 
 PROMPT = list(range(1000, 1096))
 
@@ -103,31 +104,34 @@ def test_blocks_of_several_groups_are_there_while_one_has_them() -> None:
     assert known.blocks == 0
 
 
-@pytest.mark.parametrize(
-    "more",
+UNKNOWN: dict[str, list[Any]] = {
+    "medium": ["CPU", "DISK"],
+    "kv_cache_spec_kind": ["sliding_window", "mamba"],
+    "lora_id": [1],
+    "lora_name": ["adapter"],
+    "cache_salt": ["SGLang's"],
+    "block_size": [1 << 20],
+    "extra_keys": [[None] * 5, [[("picture", 16)], *[None] * 5]],
+    "token_ids": [PROMPT[:-1], [1 << 63, *PROMPT[1:]]],
+}
+
+
+@each(("name", "value"), [(name, value) for name, values in UNKNOWN.items() for value in values])
+def test_what_cannot_be_named_as_prompts_are_is_not_known(name: str, value: Any) -> None:
+    assert told(stored(PROMPT, 16, **{name: value})).blocks == 0
+
+
+@each(
+    ("more", "tokens"),
     [
-        {"medium": "CPU"},
-        {"medium": "DISK"},
-        {"kv_cache_spec_kind": "sliding_window"},
-        {"kv_cache_spec_kind": "mamba"},
-        {"lora_id": 1},
-        {"lora_name": "adapter"},
-        {"cache_salt": "SGLang's"},
-        {"extra_keys": [None] * 5},
-        {"extra_keys": [[("picture", 16)], *[None] * 5]},
-        {"token_ids": PROMPT[:-1]},
-        {"token_ids": [1 << 63, *PROMPT[1:]]},
-        {"block_size": 1 << 20},
+        ({"medium": None}, 96),
+        ({"kv_cache_spec_kind": "mla_attention"}, 96),
+        ({"extra_keys": [None] * 6}, 96),
+        ({"extra_keys": [None, ["only the first block has a salt"], *[None] * 4]}, 16),
     ],
 )
-def test_what_cannot_be_named_as_prompts_are_is_not_known(more: dict[str, Any]) -> None:
-    assert told(stored(PROMPT, 16, **more)).blocks == 0
-    for plain in ({"medium": None}, {"kv_cache_spec_kind": "mla_attention"}, {"extra_keys": [None] * 6}):
-        assert tokens_known(told(stored(PROMPT, 16, **plain))) == 96
-
-
-def test_only_the_first_block_has_a_salt() -> None:
-    assert tokens_known(told(stored(PROMPT, 16, extra_keys=[None, ["a picture's name"], *[None] * 4]))) == 16
+def test_how_much_of_others_is_known(more: dict[str, Any], tokens: int) -> None:
+    assert tokens_known(told(stored(PROMPT, 16, **more))) == tokens
 
 
 def test_salts_and_pictures_of_vllm_are_marked_as_in_its_prompts() -> None:
@@ -193,18 +197,11 @@ def test_a_holder_that_is_forgotten_meanwhile_stays_forgotten() -> None:
         assert known.blocks == 0
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from("ab"),
-            st.sampled_from(["stored", "removed", "cleared"]),
-            st.integers(0, 3),
-            st.integers(0, 6),
-            st.integers(1, 6),
-        ),
-        max_size=25,
-    )
-)
+WHAT = st.sampled_from(["stored", "removed", "cleared"])
+STEP = st.tuples(st.sampled_from("ab"), WHAT, st.integers(0, 3), st.integers(0, 6), st.integers(1, 6))
+
+
+@given(st.lists(STEP, max_size=25))
 def test_what_is_known_is_what_a_model_counts(steps: list[tuple[str, str, int, int, int]]) -> None:
     """Prompts that share beginnings, blocks of 2; the model holds the names that each engine has."""
     known, model = PrefixMap(), {"a": set[int](), "b": set[int]()}
@@ -233,20 +230,20 @@ def test_what_is_known_is_what_a_model_counts(steps: list[tuple[str, str, int, i
     assert known.blocks == sum(len(has) for has in model.values())
 
 
-@pytest.mark.parametrize(
-    ("ask", "said"),
+@each(
+    ("said", "ask"),
     [
-        (lambda: PrefixMap(salt="tenant"), "salt"),  # type: ignore[arg-type]
-        (lambda: PrefixMap(blocks_max=0), "blocks_max"),
-        (lambda: PrefixMap(media="GPU"), "media"),
-        (lambda: PrefixMap(media=[7]), "media"),  # type: ignore[list-item]
-        (lambda: PrefixMap().apply("a", None), "event"),  # type: ignore[arg-type]
-        (lambda: PrefixMap().holders(7, 16), "keys"),  # type: ignore[arg-type]
-        (lambda: PrefixMap().holders([[1]], 16), "keys"),  # type: ignore[list-item]
-        (lambda: PrefixMap().holders([], 0), "key_tokens"),
+        ("salt", lambda: PrefixMap(salt="tenant")),  # type: ignore[arg-type]
+        ("blocks_max", lambda: PrefixMap(blocks_max=0)),
+        ("media", lambda: PrefixMap(media="GPU")),
+        ("media", lambda: PrefixMap(media=[7])),  # type: ignore[list-item]
+        ("event", lambda: PrefixMap().apply("a", None)),  # type: ignore[arg-type]
+        ("keys", lambda: PrefixMap().holders(7, 16)),  # type: ignore[arg-type]
+        ("keys", lambda: PrefixMap().holders([[1]], 16)),  # type: ignore[list-item]
+        ("key_tokens", lambda: PrefixMap().holders([], 0)),
     ],
 )
-def test_nonsense_is_refused_by_name(ask: Any, said: str) -> None:
+def test_nonsense_is_refused_by_name(said: str, ask: Any) -> None:
     with pytest.raises(RequestError, match=f"^{said}: expected"):
         ask()
 

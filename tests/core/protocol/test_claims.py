@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
-from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.claims import (
     all_regions_from_wire,
@@ -98,7 +98,7 @@ def test_region_tables_survive_the_wire(
 )
 def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(codec.WireError, match=f"region table|{'|'.join(changes)}|out of range") as caught:
-        regions_from_wire(sent(msgspec.structs.replace(REGIONS, **changes)))
+        regions_from_wire(sent(replace(REGIONS, **changes)))
     assert len(str(caught.value)) < 300
 
 
@@ -119,9 +119,7 @@ NUMBERS = st.integers(-1, 2**64 - 1) | st.integers(1, 64)
 def test_no_byte_of_an_accepted_table_wraps_around(
     bases: list[int], strides: list[int], block: BlockShape, blocks: int
 ) -> None:
-    table = msgspec.structs.replace(
-        REGIONS, bases=bases, strides=strides, block=block, parts=("latent",), num_blocks=blocks
-    )
+    table = replace(REGIONS, bases=bases, strides=strides, block=block, parts=("latent",), num_blocks=blocks)
     try:
         regions = regions_from_wire(sent(table))
     except codec.WireError:
@@ -137,120 +135,89 @@ def test_no_byte_of_an_accepted_table_wraps_around(
 # --- holdings
 
 
-def cache_share_and_regions(**changes: Any) -> tuple[CacheShare, Regions]:
-    return msgspec.structs.replace(HOLDING, **changes), regions_from_wire(REGIONS)
-
-
-def check_set(share: CacheShare, regions: Regions) -> None:
+def check_set(regions: messages.RegionTable = REGIONS, **changes: Any) -> None:
     """Of a rank that has this set of layers only."""
-    check_sets((sent(share),), (regions,), (GroupFacts(name="kv", block_size=max(share.block_size, 1)),))
+    share = replace(HOLDING, **changes)
+    group = GroupFacts(name="kv", block_size=max(share.block_size, 1))
+    check_sets((sent(share),), (regions_from_wire(regions),), (group,))
 
 
 def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
-    check_set(*cache_share_and_regions())
-    check_set(*cache_share_and_regions(model_kv_heads=0))
-    check_set(*cache_share_and_regions(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024))
-    latent = msgspec.structs.replace(REGIONS, parts=("latent",), block=shape_of(8, 1, 8, "NHD"))
-    theirs = msgspec.structs.replace(HOLDING, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
-    check_set(theirs, regions_from_wire(latent))
+    check_set()
+    check_set(model_kv_heads=0)
+    check_set(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024)
+    latent = replace(REGIONS, parts=("latent",), block=shape_of(8, 1, 8, "NHD"))
+    check_set(latent, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
 
 
-@each(
-    "changes",
-    [
-        {"tp_size": 0},
-        {"tp_rank": 2},
-        {"tp_size": 1025},
-        {"tp_rank": 1 << 63, "tp_size": (1 << 64) - 1},
-        {"pp_rank": -1},
-        {"pp_rank": 3},
-        {"pp_size": 1025},
-        {"layers": ()},
-        {"layers": (7, 8)},
-        {"layers": (7, 7)},
-        {"layers": (-1,)},
-        {"layers": (1 << 15,)},
-        {"layers": tuple(range(100_000))},
-        {"kv_heads": 4},
-        {"kv_heads": 0},
-        {"model_kv_heads": -1},
-        {"block_size": 8},
-        {"latent": True},
-    ],
-)
-def test_a_cache_share_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(codec.WireError, match=f"^cache share: |{next(iter(changes))}") as caught:
-        check_set(*cache_share_and_regions(**changes))
+WRONG: dict[str, tuple[Any, ...]] = {
+    "tp_size": (0, 1025, (1 << 64) - 1),
+    "tp_rank": (2, 1 << 63),
+    "pp_rank": (-1, 3),
+    "pp_size": (1025,),
+    "layers": ((), (7, 8), (7, 7), (-1,), (1 << 15,), tuple(range(100_000))),
+    "kv_heads": (4, 0),
+    "model_kv_heads": (-1,),
+    "block_size": (8,),
+    "latent": (True,),
+}
+
+
+@each(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_cache_share_that_cannot_be_true_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(codec.WireError, match=f"^cache share: |{name}") as caught:
+        check_set(**{name: value})
     assert len(str(caught.value)) < 300
 
 
-FACTS_OF_GROUP = GroupFacts(name="kv", block_size=4)
+FACTS, OTHER = (GroupFacts(name=name, block_size=4) for name in ("kv", "b"))
+SECOND = replace(HOLDING, layers=(8,))
+TWO = (HOLDING, SECOND)
 
 
 @each(
     ("shares", "tables", "groups", "problem"),
     [
-        ((), (), (FACTS_OF_GROUP,), "cache share: 0 shares"),
-        ((HOLDING,) * 65, (REGIONS,) * 65, (FACTS_OF_GROUP,), "cache share: 65 shares"),
-        ((HOLDING, HOLDING), (REGIONS,) * 2, (FACTS_OF_GROUP,), "some layer is in two of them"),
-        (
-            (HOLDING, msgspec.structs.replace(HOLDING, layers=(8,), tp_rank=0)),
-            (REGIONS,) * 2,
-            (FACTS_OF_GROUP,),
-            "of several ranks",
-        ),
-        ((HOLDING,), (REGIONS,) * 2, (FACTS_OF_GROUP,), "1, but 2 region tables"),
+        ((), (), (FACTS,), "cache share: 0 shares"),
+        ((HOLDING,) * 65, (REGIONS,) * 65, (FACTS,), "cache share: 65 shares"),
+        ((HOLDING, HOLDING), (REGIONS,) * 2, (FACTS,), "some layer is in two of them"),
+        ((HOLDING, replace(SECOND, tp_rank=0)), (REGIONS,) * 2, (FACTS,), "of several ranks"),
+        ((HOLDING,), (REGIONS,) * 2, (FACTS,), "1, but 2 region tables"),
         ((HOLDING,), (REGIONS,), (), "groups: 0, expected 1 to 64"),
-        ((HOLDING,), (REGIONS,), (FACTS_OF_GROUP, FACTS_OF_GROUP), "groups: 2, expected 1 to 64 of different names"),
+        ((HOLDING,), (REGIONS,), (FACTS, FACTS), "groups: 2, expected 1 to 64 of different names"),
         ((HOLDING,), (REGIONS,), (GroupFacts(name="a\x1bb", block_size=4),), "different names"),
-        ((HOLDING,), (REGIONS,), (FACTS_OF_GROUP, GroupFacts(name="b", block_size=4)), "of 1 groups, but there are 2"),
+        ((HOLDING,), (REGIONS,), (FACTS, OTHER), "of 1 groups, but there are 2"),
         ((HOLDING,), (REGIONS,), (GroupFacts(name="a", block_size=4, window=3),), "groups: kind full, window 3"),
         ((HOLDING,), (REGIONS,), (GroupFacts(name="a", block_size=4, kind=GroupKind.STATE),), "kind state"),
-        (
-            (HOLDING, msgspec.structs.replace(HOLDING, layers=(8,))),
-            (REGIONS, msgspec.structs.replace(REGIONS, num_blocks=3)),
-            (FACTS_OF_GROUP,),
-            "group 0 has 4 and other blocks",
-        ),
-        (
-            (HOLDING, msgspec.structs.replace(HOLDING, layers=(8,))),
-            (REGIONS, msgspec.structs.replace(REGIONS, device_kind="cuda")),
-            (FACTS_OF_GROUP,),
-            "on several devices",
-        ),
-        ((msgspec.structs.replace(HOLDING, part="conv.x"),), (REGIONS,), (FACTS_OF_GROUP,), "blocks of shape|part"),
-        ((msgspec.structs.replace(HOLDING, part="a b"),), (REGIONS,), (FACTS_OF_GROUP,), "part 'a b'"),
+        (TWO, (REGIONS, replace(REGIONS, num_blocks=3)), (FACTS,), "group 0 has 4 and other blocks"),
+        (TWO, (REGIONS, replace(REGIONS, device_kind="cuda")), (FACTS,), "on several devices"),
+        ((replace(HOLDING, part="conv.x"),), (REGIONS,), (FACTS,), "blocks of shape|part"),
+        ((replace(HOLDING, part="a b"),), (REGIONS,), (FACTS,), "part 'a b'"),
     ],
 )
-def test_sets_of_layers_that_cannot_be_true_are_refused(
-    shares: tuple[CacheShare, ...],
-    tables: tuple[messages.RegionTable, ...],
-    groups: tuple[GroupFacts, ...],
-    problem: str,
-) -> None:
+def test_sets_of_layers_that_cannot_be_true_are_refused(shares: Any, tables: Any, groups: Any, problem: str) -> None:
     with pytest.raises(codec.WireError, match=problem) as caught:
-        regions = tuple(map(regions_from_wire, tables))
-        check_sets(shares, regions, groups)
+        check_sets(shares, tuple(map(regions_from_wire, tables)), groups)
     assert len(str(caught.value)) < 300
 
 
 def test_more_regions_than_can_be_looked_at_are_refused_unread() -> None:
-    many = msgspec.structs.replace(REGIONS, bases=[4096] * 40_000, strides=[64] * 40_000)
+    many = replace(REGIONS, bases=[4096] * 40_000, strides=[64] * 40_000)
     with pytest.raises(codec.WireError, match="region tables: 2 with 80000 regions"):
         all_regions_from_wire((many, many))
     with pytest.raises(codec.WireError, match="region tables: 65 with 130 regions"):
         all_regions_from_wire((REGIONS,) * 65)
     with pytest.raises(codec.WireError, match="cache share: 3 shares with 90000 layers"):
-        check_cache_shares((msgspec.structs.replace(HOLDING, layers=tuple(range(30_000))),) * 3)
+        check_cache_shares((replace(HOLDING, layers=tuple(range(30_000))),) * 3)
 
 
 def test_a_latent_has_one_head() -> None:
     """A plan reads one: with more, the rest of a block would be left out."""
-    latent = regions_from_wire(msgspec.structs.replace(REGIONS, parts=("latent",)))
+    latent = replace(REGIONS, parts=("latent",))
     with pytest.raises(codec.WireError, match=r"^cache share: .*latent.* 2 heads"):
-        check_set(msgspec.structs.replace(HOLDING, layers=(7, 8), latent=True), latent)
+        check_set(latent, layers=(7, 8), latent=True)
     with pytest.raises(codec.WireError, match=r"^cache share: .*latent is False"):
-        check_set(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
+        check_set(latent, layers=(7, 8))
 
 
 @each(

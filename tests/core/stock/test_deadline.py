@@ -15,60 +15,53 @@ TERMS = Terms()
 
 
 class Watch:
+    """A deadline that began at 100 s, and what time it is."""
+
     def __init__(self) -> None:
         self.now_s = 100.0
         self.unsent = 0
+        self.proof = DeadlineProof(100.0, TERMS, lambda: self.now_s, lambda: self.unsent)
 
-    def deadline(self, terms: Terms = TERMS) -> DeadlineProof:
-        return DeadlineProof(100.0, terms, lambda: self.now_s, lambda: self.unsent)
+    def beat(self, *times_s: float) -> None:
+        for self.now_s in times_s:
+            self.proof.beat()
+
+    def until_s(self, now_s: float) -> float:
+        self.now_s = now_s
+        return self.proof.surely_until_s()
 
 
 def test_without_heartbeats_it_is_the_lease_without_the_routers_share() -> None:
     watch = Watch()
-    deadline = watch.deadline()
     watch.now_s = 124.9
-    assert (deadline.before(watch.now_s), deadline.after(1.0)) == (Step.POST, Step.FRESH)
+    assert (watch.proof.before(watch.now_s), watch.proof.after(1.0)) == (Step.POST, Step.FRESH)
     watch.now_s = 125.0
-    assert (deadline.before(watch.now_s), deadline.after(1.0)) == (Step.STALE, Step.STALE)
-    assert deadline.after(None) is Step.STALE, "what it was is what it stays"
+    assert (watch.proof.before(watch.now_s), watch.proof.after(1.0)) == (Step.STALE, Step.STALE)
+    assert watch.proof.after(None) is Step.STALE, "what it was is what it stays"
 
 
 def test_heartbeats_move_it_once_the_producer_knows_of_the_request() -> None:
     watch = Watch()
-    deadline = watch.deadline()
-    deadline.beat()
-    watch.now_s = 105.0
-    deadline.beat()
-    assert deadline.surely_until_s() == 125.0, "these may have been dropped"
-    watch.now_s = 110.0
-    deadline.beat()
-    assert deadline.surely_until_s() == 125.0, "it may be under way"
-    watch.now_s = 111.0
-    assert deadline.surely_until_s() == 110.0 + 20.0 - 1.0
+    watch.beat(100.0, 105.0)
+    assert watch.until_s(105.0) == 125.0, "these may have been dropped"
+    watch.beat(110.0)
+    assert watch.until_s(110.0) == 125.0, "it may be under way"
+    assert watch.until_s(111.0) == 110.0 + 20.0 - 1.0
 
 
 def test_a_gap_ends_it_for_good() -> None:
     watch = Watch()
-    deadline = watch.deadline()
-    watch.now_s = 124.5  # too late to get there for sure
-    deadline.beat()
-    watch.now_s = 130.0
-    deadline.beat()
-    watch.now_s = 135.0
-    assert deadline.surely_until_s() == 125.0
-    assert deadline.after(1.0) is Step.STALE
+    watch.beat(124.5, 130.0)  # the first is too late to get there for sure
+    assert watch.until_s(135.0) == 125.0
+    assert watch.proof.after(1.0) is Step.STALE
 
 
 def test_one_message_that_was_not_sent_ends_it_for_good() -> None:
     watch = Watch()
-    deadline = watch.deadline()
-    watch.now_s = 110.0
-    deadline.beat()
+    watch.beat(110.0)
     watch.unsent = 1
-    watch.now_s = 115.0
-    deadline.beat()
-    watch.now_s = 118.0
-    assert deadline.surely_until_s() == 125.0
+    watch.beat(115.0)
+    assert watch.until_s(118.0) == 125.0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +83,7 @@ def test_it_never_outlives_what_the_producer_holds(
     """The producer's own arithmetic beside it, with any delays that the terms allow: a request that ended up to
     `router_s` before, heartbeats that are dropped at first, and each up to `allowance_s` under way."""
     watch = Watch()
-    deadline = watch.deadline()
+    deadline = watch.proof
     held_until_s = 100.0 - router_s + TERMS.lease_s
     on_the_way: list[float] = []
     for pause_s, delay_s in steps:

@@ -57,21 +57,11 @@ def test_no_question_is_made_for_what_is_no_rank(rank: tuple[int, int]) -> None:
         encode_question(*rank)
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        b"",
-        b"get_meta_msg",
-        msgspec.msgpack.encode([b"get_meta_msg", 0]),
-        msgspec.msgpack.encode(["get_meta_msg", 0, 0]),
-        msgspec.msgpack.encode([b"get_meta_msg", 0, 0, 0]),
-        msgspec.msgpack.encode([b"other", 0, 0]),
-        msgspec.msgpack.encode([b"get_meta_msg", -1, 0]),
-        msgspec.msgpack.encode([b"get_meta_msg", 0.0, 0]),
-        msgspec.msgpack.encode([b"get_meta_msg" * 10, 0, 0]),
-        msgspec.msgpack.encode({"a": 1}),
-    ],
-)
+QUESTIONS: list[Any] = [[b"get_meta_msg", 0], ["get_meta_msg", 0, 0], [b"get_meta_msg", 0, 0, 0], [b"other", 0, 0]]
+QUESTIONS += [[b"get_meta_msg", -1, 0], [b"get_meta_msg", 0.0, 0], [b"get_meta_msg" * 10, 0, 0], {"a": 1}]
+
+
+@each("frame", [b"", b"get_meta_msg", *map(msgspec.msgpack.encode, QUESTIONS)])
 def test_another_question_is_refused(frame: bytes) -> None:
     with pytest.raises(WireError):
         decode_question(frame)
@@ -139,26 +129,26 @@ def test_an_answer_takes_no_more_than_others_may() -> None:
     assert peak < 3 * len(frames[0])
 
 
-def test_metadata_of_very_many_fields_is_refused() -> None:
-    with pytest.raises(WireError, match="length"):
-        decode_answer(answer_with(**{str(number): None for number in range(1000)}))
-
-
-@pytest.mark.parametrize("name", METADATA.__struct_fields__[:11])
+@each("name", METADATA.__struct_fields__[:11])
 def test_a_field_that_every_line_has_is_needed(name: str) -> None:
     values = {key: value for key, value in VALUES.items() if key != name}
     with pytest.raises(WireError):
         decode_answer(encode_answer(HASH, msgspec.msgpack.encode(values), 1.0))
 
 
-def test_frames_that_are_no_answer_are_refused() -> None:
-    payload, clock = answer_with()
-    wrong = [[], [payload], [payload, clock, b""], [b"", clock], [payload, b""], [payload, msgspec.msgpack.encode("a")]]
-    wrong += [[payload, msgspec.msgpack.encode(float("nan"))], [b"\0" * (METADATA_BYTES_MAX + 1), clock]]
-    wrong += [encode_answer("short", b"", 1.0), encode_answer("AB" * 32, b"", 1.0)]
-    for frames in wrong:
-        with pytest.raises(WireError):
-            decode_answer(frames)
+PAYLOAD, CLOCK = answer_with()
+
+
+ODD_FRAMES = [[], [PAYLOAD], [PAYLOAD, CLOCK, b""], [b"", CLOCK], [PAYLOAD, b""]]
+ODD_FRAMES += [[PAYLOAD, msgspec.msgpack.encode(clock)] for clock in ("a", float("nan"))]
+ODD_FRAMES += [encode_answer(wrong_hash, b"", 1.0) for wrong_hash in ("short", "AB" * 32)]
+ODD_FRAMES += [[bytes(METADATA_BYTES_MAX + 1), CLOCK], answer_with(**{str(number): None for number in range(1000)})]
+
+
+@each("frames", ODD_FRAMES)
+def test_frames_that_are_no_answer_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(WireError):
+        decode_answer(frames)
 
 
 @pytest.mark.parametrize(

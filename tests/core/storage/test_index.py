@@ -25,10 +25,15 @@ def saved(index: StoreIndex, *entries: Entry) -> list[str]:
     return gone
 
 
+def filled(names: str) -> tuple[StoreIndex, *tuple[Entry, ...]]:
+    """An index with entries of these names, and they."""
+    index, entries = StoreIndex(BOUND), [entry(name) for name in names]
+    assert saved(index, *entries) == []
+    return index, *entries
+
+
 def test_who_was_not_used_for_longest_goes_first() -> None:
-    index = StoreIndex(BOUND)
-    a, b, c = entry("a"), entry("b"), entry("c")
-    assert saved(index, a, b, c) == []
+    index, a, _, _ = filled("abc")
     index.touch(a)
     assert saved(index, entry("d")) == ["b"]
     assert saved(index, entry("e", 60)) == ["c", "a"]
@@ -36,9 +41,7 @@ def test_who_was_not_used_for_longest_goes_first() -> None:
 
 
 def test_what_is_read_stays_and_the_next_one_goes() -> None:
-    index = StoreIndex(BOUND)
-    a, b = entry("a"), entry("b")
-    saved(index, a, b, entry("c"))
+    index, a, _, _ = filled("abc")
     index.begin_read(a)
     assert saved(index, entry("d")) == ["b"]
     with pytest.raises(NoRoom, match="80 bytes more, 90 of 100 are used"):
@@ -49,9 +52,7 @@ def test_what_is_read_stays_and_the_next_one_goes() -> None:
 
 
 def test_what_was_replaced_counts_until_nobody_reads_it() -> None:
-    index = StoreIndex(BOUND)
-    old, new = entry("a"), entry("a")
-    saved(index, old)
+    (index, old), new = filled("a"), entry("a")
     index.begin_read(old)
     saved(index, new)
     assert (index.find("a"), index.used_bytes) == (new, 60)
@@ -71,9 +72,7 @@ def test_what_was_found_counts_and_makes_room_for_a_smaller_bound() -> None:
 
 
 def test_what_could_not_be_removed_is_there_again_and_the_first_to_go() -> None:
-    index = StoreIndex(BOUND)
-    a, b, c = entry("a"), entry("b"), entry("c")
-    saved(index, a, b, c)
+    index, a, b, _ = filled("abc")
     assert index.make_room(60) == (a, b)
     assert index.put_back([b]) == []
     index.give_back(60)
@@ -82,9 +81,7 @@ def test_what_could_not_be_removed_is_there_again_and_the_first_to_go() -> None:
 
 
 def test_what_was_saved_again_meanwhile_is_kept_when_the_old_one_could_not_be_removed() -> None:
-    index = StoreIndex(BOUND)
-    old, new = entry("a"), entry("a")
-    saved(index, old)
+    (index, old), new = filled("a"), entry("a")
     assert index.make_room(80) == (old,)
     index.give_back(80)
     saved(index, new)
@@ -93,9 +90,7 @@ def test_what_was_saved_again_meanwhile_is_kept_when_the_old_one_could_not_be_re
 
 
 def test_what_cannot_be_read_is_not_found_and_the_first_to_go() -> None:
-    index = StoreIndex(BOUND)
-    a, b, c = entry("a"), entry("b"), entry("c")
-    saved(index, a, b, c)
+    index, a, b, c = filled("abc")
     assert index.set_aside(b)
     assert not index.set_aside(b), "it was"
     assert (index.find("b"), index.used_bytes) == (None, 90), "it takes room"
