@@ -250,7 +250,7 @@ BUGS: dict[str, Bug] = {
     "an answer is given to whoever asked first": Bug(
         "            question = self.waiting.get(number)\n",
         "            question = next(iter(self.waiting.values()), None)\n",
-        (RUNTIME + "connections.py::test_questions_share_a_connection_and_answers_may_come_in_any_order",),
+        (RUNTIME + "connections.py::test_so_many_questions_share_a_connection_and_answers_may_come_in_any_order",),
     ),
     "requests of any size are taken": Bug(
         "            (zmq.MAXMSGSIZE, REQUEST_BYTES_MAX),\n",
@@ -315,7 +315,7 @@ BUGS: dict[str, Bug] = {
         "waits = [serving.drained()]",
         (
             RUNTIME + "drain.py::test_new_work_is_refused_and_old_work_goes_on",
-            RUNTIME + "drain.py::test_what_is_left_at_the_deadline_is_named_in_the_log",
+            RUNTIME + "drain.py::test_at_the_deadline_leases_are_revoked_and_named_in_the_log",
             RUNTIME + "drain.py::test_at_the_deadline_loads_are_ended",
         ),
     ),

@@ -23,6 +23,7 @@ from tests.support.pairs import EnginePair
 from tests.support.tests_support import PATIENT, Records, each, in_virtual_time
 
 CONFIG = replace(PATIENT, lease_ttl_s=100.0, cancel_grace_s=0.05)
+OTHER = "other/0.0.0#1"
 SOON_S = LOOK_EVERY_S * (2 + REFUSED_MAX)
 """A look that was due, the looks that show a death, and the one that acts on it."""
 
@@ -57,6 +58,10 @@ class Scene(EnginePair):
         """Another process of that name listens there."""
         shown = messages.ClockShown(incarnation=incarnation, clock_s=0.0)
         self.answer_by(lambda _, reply: reply(codec.encode_frames(codec.our_header(b""), shown)))
+
+    def tell(self, said: ReadDone | Renew) -> None:
+        """The producer hears that."""
+        self.producer.transport.deliver(codec.encode(said))
 
     def answer_as_ever(self) -> None:
         self.be_replaced(made_of(self.consumer.transport.name))
@@ -150,24 +155,17 @@ async def test_a_listener_that_is_gone_for_a_moment_is_no_death() -> None:
         await made.let_go(load)
 
 
+@each("why", ["its address never led there", "it said nothing"])
 @in_virtual_time
-async def test_an_address_that_never_led_to_the_reader_shows_nothing() -> None:
+async def test_of_a_reader_that_it_has_not_seen_the_producer_cannot_know(why: str) -> None:
     """It may be behind something that translates addresses."""
-    async with scene(warm=False) as made:
+    async with scene(warm=why == "it said nothing") as made:
         listener = made.refuse()
-        lease, load = await made.reading()
+        lease, load = (made.offer([3], "r"), None) if why == "it said nothing" else await made.reading()
         await made.assert_stays(lease)
         made.exchange.listeners[made.address] = listener
-        await made.let_go(load)
-
-
-@in_virtual_time
-async def test_of_a_reader_that_said_nothing_the_producer_cannot_know() -> None:
-    async with scene() as made:
-        lease = made.offer([3], "r")
-        listener = made.refuse()
-        await made.assert_stays(lease)
-        made.exchange.listeners[made.address] = listener
+        if load is not None:
+            await made.let_go(load)
 
 
 @in_virtual_time
@@ -176,8 +174,7 @@ async def test_a_lease_that_others_are_to_read_is_kept_for_them() -> None:
         lease, load = await made.reading(reader_count=2)
         made.refuse()
         await made.assert_stays(lease)
-        done = ReadDone((lease.ticket.lease_id,), "other/0.0.0#1", 1, 1)
-        made.producer.transport.deliver(codec.encode(done))
+        made.tell(ReadDone((lease.ticket.lease_id,), OTHER, 1, 1))
         async with asyncio.timeout(SOON_S):
             assert await lease is LeaseOutcome.EXPIRED
         await gone(load, made)
@@ -189,8 +186,7 @@ async def test_another_reader_that_has_come_keeps_the_lease() -> None:
     async with scene() as made:
         lease, load = await made.reading()
         made.refuse()
-        renewed = codec.encode(Renew((lease.ticket.lease_id,), "other/0.0.0#1"))
-        made.producer.transport.deliver(renewed)
+        made.tell(Renew((lease.ticket.lease_id,), OTHER))
         await made.assert_stays(lease)
         await made.let_go(load)
 
@@ -202,43 +198,35 @@ async def test_a_word_of_a_reader_shows_that_it_lives_after_all() -> None:
         listener = made.refuse()
         await asyncio.sleep(SOON_S)
         made.exchange.listeners[made.address] = listener
-        for reader in (made.consumer.transport.name, "other/0.0.0#1"):
-            made.producer.transport.deliver(codec.encode(Renew((lease.ticket.lease_id,), reader)))
-        done = ReadDone((lease.ticket.lease_id,), "other/0.0.0#1", 1, 1)
-        made.producer.transport.deliver(codec.encode(done))
+        for reader in (made.consumer.transport.name, OTHER):
+            made.tell(Renew((lease.ticket.lease_id,), reader))
+        made.tell(ReadDone((lease.ticket.lease_id,), OTHER, 1, 1))
         await made.assert_stays(lease)
         await made.let_go(load)
         assert await lease is LeaseOutcome.READ
 
 
-@each("opened", [False, True])
+@each("how", ["asked early", "asked", "keeps"])
 @in_virtual_time
-async def test_who_has_asked_for_an_offer_is_at_it(opened: bool) -> None:
+async def test_who_has_asked_for_an_offer_or_keeps_a_lease_is_at_it(how: str) -> None:
     """It may die before the offer is there."""
-    async with scene() as made:
-        ticket, lease = rendezvous(made, "r"), None
-        if opened:
-            lease = made.offer([3, 4], "r")
-        made.transport.faults.hold = True
-        load = made.start(ticket, [0, 1])
-        await asyncio.sleep(0.1)
+    async with scene() as made, contextlib.AsyncExitStack() as kept:
+        ticket = rendezvous(made, "r")
+        lease = None if how == "asked early" else made.offer([3, 4], "r")
+        if how == "keeps":
+            assert lease is not None
+            kept.enter_context(made.reader.keep_leases(lease.ticket))
+        else:
+            made.transport.faults.hold = True
+            load = made.start(ticket, [0, 1])
+        await asyncio.sleep(0.3)
         made.refuse()
         await asyncio.sleep(1.0)
         lease = lease or made.offer([3, 4], "r")
         async with asyncio.timeout(SOON_S):
             assert await lease is LeaseOutcome.EXPIRED
-        await gone(load, made)
-
-
-@in_virtual_time
-async def test_who_keeps_a_lease_is_at_it() -> None:
-    async with scene() as made:
-        lease = made.offer([3, 4], "r")
-        with made.reader.keep_leases(lease.ticket):
-            await asyncio.sleep(0.3)
-            made.refuse()
-            async with asyncio.timeout(SOON_S):
-                assert await lease is LeaseOutcome.EXPIRED
+        if how != "keeps":
+            await gone(load, made)
 
 
 @in_virtual_time

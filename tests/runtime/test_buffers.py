@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from pairs import EnginePair, cache_of
-from tests_support import PATIENT, WAIT_S, in_virtual_time, limited, until
+from tests_support import PATIENT, WAIT_S, in_virtual_time, limited, small_cache, until
 
-from kvflow import CacheLayout, Config, LeaseOutcome, LoadReport, Runtime, ServeRequest
+from kvflow import Config, LeaseOutcome, LoadReport, Runtime, ServeRequest
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.policy.states import PeerState
 from kvflow.errors import (
@@ -40,54 +40,37 @@ from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 HEADS, HEAD_SIZE, LAYERS, BLOCKS = 4, 8, 2, 12
 BLOCK_BYTES = 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 4
-PROMPT = 37
 SIZE = CacheSize(layers=LAYERS, num_blocks=BLOCKS, kv_heads=HEADS, head_size=HEAD_SIZE)
 
 BASE = replace(PATIENT, listen="tcp://127.0.0.1:0", transport="inproc")
-ALWAYS = replace(BASE, scratch="always")
-STAGED = replace(BASE, staging="always", host_buffer_bytes_max=6 * BLOCK_BYTES)
 SMALL = replace(BASE, host_buffer_bytes_max=3 * BLOCK_BYTES)
 BRIEF = limited(replace(BASE, drain_timeout_s=0.05, cancel_grace_s=0.05), transport_close_timeout_s=0.05)
 
 
 @contextlib.asynccontextmanager
-async def engines(
-    configs: tuple[Config, Config], orders: tuple[str, str], sizes: tuple[int, int]
-) -> AsyncIterator[EnginePair]:
+async def engines(*sides: tuple[str, Config, str]) -> AsyncIterator[EnginePair]:
+    """Two, by name, config and order."""
     network = InprocNetwork()
-
-    def make(_: Config, name: str) -> InprocTransport:
-        return InprocTransport(name, network)
-
     async with contextlib.AsyncExitStack() as stack:
         made = [
             await stack.enter_async_context(
-                open_engine(name, config, make, size=SIZE._replace(order=order, block_size=size))
+                open_engine(
+                    name, config, lambda _, agent: InprocTransport(agent, network), size=SIZE._replace(order=order)
+                )
             )
-            for name, config, order, size in zip(("producer", "consumer"), configs, orders, sizes, strict=True)
+            for name, config, order in sides
         ]
         pair = EnginePair(producer=made[0], consumer=made[1])
         yield pair
         await pair.assert_all_ended()
 
 
-async def hand_over(pair: EnginePair, prefix_blocks: int) -> LoadReport:
-    """Offer a prompt whose last block is partly filled, load what is not cached, and look at every byte."""
-    ours, theirs = pair.consumer.layout.block_size, pair.producer.layout.block_size
-    offered = list(range(BLOCKS))[::-1][: -(-PROMPT // theirs)]
-    wanted = [(7 * block + 3) % BLOCKS for block in range(-(-PROMPT // ours))][prefix_blocks:]
-    lease = pair.writer.serve_blocks(ServeRequest("req", block_ids=offered, num_tokens=PROMPT))
-    report = await pair.load(lease, wanted)
-    assert await lease is LeaseOutcome.READ
-    assert report.tokens == PROMPT - prefix_blocks * ours
-    assert_loaded(pair.consumer.cache, wanted, pair.producer.cache, offered, num_tokens=PROMPT)
-    return report
-
-
 async def test_scratch_memory_reads_whole_blocks_and_not_pieces() -> None:
     """What they hold in the end is in `test_topologies`, for every way."""
-    async with engines((BASE, ALWAYS), ("NHD", "HND"), (4, 4)) as pair:
-        assert (await hand_over(pair, 0)).descriptors < 2 * LAYERS * (BLOCKS + 1)
+    async with engines(("producer", BASE, "NHD"), ("consumer", replace(BASE, scratch="always"), "HND")) as pair:
+        report = await pair.load(pair.offer(range(BLOCKS)), range(BLOCKS))
+        assert report.descriptors < 2 * LAYERS * (BLOCKS + 1)
+        pair.assert_loaded(range(BLOCKS), range(BLOCKS))
 
 
 # --- a device that the transport cannot reach, and an engine that copies
@@ -233,15 +216,6 @@ async def test_blocks_that_come_too_late_cost_the_deadline_and_nothing_else() ->
         assert await lease is LeaseOutcome.READ
 
 
-async def test_nothing_is_reported_before_it_is_on_the_device(far: FarPair) -> None:
-    load = await far.hold_copy()
-    assert not load.done()
-    assert (far.offered.leased, far.wanting.in_flight) == (1, 1)
-    far.loaded.gate.set()
-    await load
-    far.assert_loaded([0], [3])
-
-
 async def test_closing_says_that_a_copy_still_writes() -> None:
     """It cannot be stopped; who frees the cache after an orderly end would have it written to."""
     async with far_pair(consumer=BRIEF) as far:
@@ -301,8 +275,12 @@ async def test_reads_go_on_beside_copies_and_no_more_than_these_may_be() -> None
 
 
 async def test_a_cancelled_load_gives_its_buffers_back_when_the_copy_has_ended() -> None:
+    """Nothing of it is reported before that."""
     async with far_pair(replace(BASE, cancel_grace_s=0.02)) as far:
-        quarantine = await far.quarantined(await far.hold_copy())
+        load = await far.hold_copy()
+        assert not load.done()
+        assert (far.offered.leased, far.wanting.in_flight) == (1, 1)
+        quarantine = await far.quarantined(load)
         assert quarantine.block_ids == (0,)
         assert far.reader.statistics().buffers_used == 1
         far.loaded.gate.set()
@@ -355,10 +333,9 @@ async def test_loads_larger_than_the_host_buffers_take_turns() -> None:
 
 
 async def test_host_buffers_too_small_for_a_block_are_refused() -> None:
-    caches = {"layers.0": torch.zeros(2, BLOCKS, HEADS, 4, HEAD_SIZE)}
-    async with Runtime(replace(STAGED, host_buffer_bytes_max=100)) as runtime:
+    async with Runtime(replace(BASE, staging="always", host_buffer_bytes_max=100)) as runtime:
         with pytest.raises(ConfigError, match="host_buffer_bytes_max: 100 bytes hold no block, which has 1024"):
-            await runtime.register_kv_caches(caches, CacheLayout.infer(caches, order="HND", block_size=4))
+            await runtime.register_kv_caches(*small_cache())
 
 
 # --- the pool of numbered buffers: first come, first served, and what cancelling leaves behind

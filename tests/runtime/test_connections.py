@@ -17,6 +17,7 @@ import zmq.asyncio
 from side_channels import ANSWER, PLAIN, REQUEST, address_of, asking, listening, seen
 from tests_support import limited, until
 
+from kvflow import Config
 from kvflow.core.protocol import codec, messages
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.channel import connections
@@ -46,12 +47,13 @@ class Scripted:
 
 
 @contextlib.asynccontextmanager
-async def scripted() -> AsyncIterator[tuple[Scripted, str]]:
-    """One, and its address."""
+async def scripted(config: Config = PLAIN) -> AsyncIterator[tuple[Scripted, ZmqSideChannel, str]]:
+    """One, who asks it, and its address."""
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger = 0
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        yield Scripted(socket), f"tcp://127.0.0.1:{port}"
+        with asking(config) as channel:
+            yield Scripted(socket), channel, f"tcp://127.0.0.1:{port}"
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +103,7 @@ async def acquainted(peer: Scripted, channel: ZmqSideChannel, address: str) -> b
     return sender
 
 
-async def put(channel: ZmqSideChannel, peer: Scripted, address: str, count: int) -> dict[str, tuple[bytes, int]]:
+async def put(peer: Scripted, count: int) -> dict[str, tuple[bytes, int]]:
     """Wait until so many questions have come: over which connection each, and its number there, by who asks."""
     found = {}
     for _ in range(count):
@@ -111,54 +113,48 @@ async def put(channel: ZmqSideChannel, peer: Scripted, address: str, count: int)
     return found
 
 
-async def test_questions_share_a_connection_and_answers_may_come_in_any_order() -> None:
-    async with scripted() as (peer, address):
-        with asking() as channel:
-            kept = await acquainted(peer, channel, address)
-            asked = [start(channel, address, index) for index in range(QUESTIONS_MAX)]
-            came = await put(channel, peer, address, QUESTIONS_MAX)
-            assert {sender for sender, _ in came.values()} == {kept}
-            for reader in sorted(came, reverse=True):
-                await peer.answer(*came[reader], float(reader))
-            assert await asyncio.gather(*asked) == [shown(index) for index in range(QUESTIONS_MAX)]
-
-
-async def test_no_more_questions_share_a_connection_than_answers_may_wait_there() -> None:
-    async with scripted() as (peer, address):
-        with asking() as channel:
-            kept = await acquainted(peer, channel, address)
-            count = QUESTIONS_MAX + 2
-            asked = [start(channel, address, index) for index in range(count)]
-            came = await put(channel, peer, address, count)
-            assert sum(sender == kept for sender, _ in came.values()) == QUESTIONS_MAX
-            assert len({sender for sender, _ in came.values()}) == 3
-            for reader, where in came.items():
-                await peer.answer(*where, float(reader))
-            assert await asyncio.gather(*asked) == [shown(index) for index in range(count)]
+async def test_so_many_questions_share_a_connection_and_answers_may_come_in_any_order() -> None:
+    async with scripted() as (peer, channel, address):
+        kept = await acquainted(peer, channel, address)
+        count = QUESTIONS_MAX + 2
+        asked = [start(channel, address, index) for index in range(count)]
+        came = await put(peer, count)
+        assert sum(sender == kept for sender, _ in came.values()) == QUESTIONS_MAX
+        assert len({sender for sender, _ in came.values()}) == 3
+        for reader in sorted(came, reverse=True):
+            await peer.answer(*came[reader], float(reader))
+        assert await asyncio.gather(*asked) == [shown(index) for index in range(count)]
 
 
 async def test_where_those_that_are_kept_are_full_further_connections_are_kept() -> None:
     """Of 3 connections' worth of questions that always wait: once that is so no question opens another connection."""
-    async with scripted() as (peer, address):
-        with asking() as channel:
-            await acquainted(peer, channel, address)
-            count = 3 * QUESTIONS_MAX
-            asked = {str(index): start(channel, address, index) for index in range(count)}
-            came = list((await put(channel, peer, address, count)).items())
-            senders = []
-            for turn in range(4 * count):
-                reader, (sender, number) = came.pop(turn % 5)
-                await peer.answer(sender, number, float(turn))
-                assert await asked.pop(reader) == shown(float(turn))
-                asked[str(count + turn)] = start(channel, address, count + turn)
-                came += (await put(channel, peer, address, 1)).items()
-                senders.append(came[-1][1][0])
-            assert len({*senders[2 * count :]}) <= 3
-            assert {*senders[2 * count :]} <= {*senders[: 2 * count]}
-            for reader, (sender, number) in came:
-                await peer.answer(sender, number, 0.0)
-                await asked.pop(reader)
-            assert open_connections(channel) == 3
+    async with scripted() as (peer, channel, address):
+        await acquainted(peer, channel, address)
+        count = 3 * QUESTIONS_MAX
+        asked = {str(index): start(channel, address, index) for index in range(count)}
+        came = list((await put(peer, count)).items())
+        senders = []
+        for turn in range(4 * count):
+            reader, where = came.pop(turn % 5)
+            await peer.answer(*where, float(turn))
+            assert await asked.pop(reader) == shown(float(turn))
+            asked[str(count + turn)] = start(channel, address, count + turn)
+            came += (await put(peer, 1)).items()
+            senders.append(came[-1][1][0])
+        assert len({*senders[2 * count :]}) <= 3
+        assert {*senders[2 * count :]} <= {*senders[: 2 * count]}
+        for reader, where in came:
+            await peer.answer(*where, 0.0)
+            await asked.pop(reader)
+        assert open_connections(channel) == 3
+
+
+def large_or_small(header: codec.Header, request: messages.Request) -> messages.Reply:
+    """A large one, to one question, is more than the system's buffers take."""
+    return LARGE if request == numbered(1) else ANSWER
+
+
+LARGE = msgspec.structs.replace(METADATA, agent_metadata=b"x" * (8 << 20))
 
 
 async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_for_it(
@@ -166,12 +162,7 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
 ) -> None:
     """Also of a reader that is slow: and ZeroMQ takes answers that have left for waiting ones until some more leave."""
     monkeypatch.setattr(connections, "ANSWER_BYTES_MAX", 16 << 20)
-    large = msgspec.structs.replace(METADATA, agent_metadata=b"x" * (8 << 20))  # more than the system's buffers take
-
-    def answer(header: codec.Header, request: messages.Request) -> messages.Reply:
-        return large if request == numbered(1) else ANSWER
-
-    async with listening(PLAIN, answer=answer) as listener, relayed(listener.port) as (address, flows):
+    async with listening(PLAIN, answer=large_or_small) as listener, relayed(listener.port) as (address, flows):
         with asking(PLAIN) as channel:
             for left_before in range(1, QUESTIONS_MAX):
                 for _ in range(left_before):
@@ -181,17 +172,13 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
                 asked = [start(channel, address, 1), *(start(channel, address, 0) for _ in range(QUESTIONS_MAX - 1))]
                 await seen(listener, answered=answered + QUESTIONS_MAX)
                 flows.set()
-                assert await asyncio.gather(*asked) == [large, *[ANSWER] * (QUESTIONS_MAX - 1)]
+                assert await asyncio.gather(*asked) == [LARGE, *[ANSWER] * (QUESTIONS_MAX - 1)]
             await seen(listener, dropped=0, connections=1)
 
 
 async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_others_get_theirs() -> None:
-    def answer(header: codec.Header, request: messages.Request) -> messages.Reply:
-        large = msgspec.structs.replace(METADATA, agent_metadata=b"x" * (8 << 20))
-        return large if request == numbered(1) else ANSWER
-
     question = codec.encode_frames(codec.our_header(b"", 1), numbered(1))
-    async with listening(PLAIN, answer=answer) as listener, relayed(listener.port) as (address, flows):
+    async with listening(PLAIN, answer=large_or_small) as listener, relayed(listener.port) as (address, flows):
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as reader, asking() as channel:
             reader.linger = 0
             reader.connect(address)
@@ -228,129 +215,107 @@ async def test_an_answer_to_a_reader_that_has_left_harms_nobody() -> None:
 
 async def test_the_first_question_shares_with_nobody() -> None:
     """Nothing is known of who is there: one of them may be the only one that is answered."""
-    async with scripted() as (peer, address):
-        with asking() as channel:
-            asked = [start(channel, address, index) for index in range(2)]
-            came = await put(channel, peer, address, 2)
-            assert len({sender for sender, _ in came.values()}) == 2
-            await peer.answer(*came["1"], 1.0)
-            assert await asked[1] == shown(1.0)
-            await peer.answer(*came["0"], 2.0)
-            assert await asked[0] == shown(2.0)
+    async with scripted() as (peer, channel, address):
+        asked = [start(channel, address, index) for index in range(2)]
+        came = await put(peer, 2)
+        assert len({sender for sender, _ in came.values()}) == 2
+        for index in (1, 0):
+            await peer.answer(*came[str(index)], 1.0 + index)
+            assert await asked[index] == shown(1.0 + index)
 
 
 async def test_one_is_given_up_while_another_waits() -> None:
     """Its answer comes all the same and is nobody's; who asks next does so over a new connection."""
-    async with scripted() as (peer, address):
-        with asking() as channel:
-            kept = await acquainted(peer, channel, address)
-            given_up, waiting = (start(channel, address, index) for index in range(2))
-            came = await put(channel, peer, address, 2)
-            given_up.cancel()
-            await asyncio.wait([given_up])
-            later = start(channel, address, 2)
-            late = await put(channel, peer, address, 1)
-            assert late["2"][0] != kept
-            await peer.answer(*came["0"], 7.0)
-            await peer.answer(kept, came["1"][1] + 1, 8.0)  # a number that nobody has
-            await peer.answer(*came["1"], 1.0)
-            await peer.answer(*late["2"], 2.0)
-            assert (await waiting, await later) == (shown(1.0), shown(2.0))
+    async with scripted() as (peer, channel, address):
+        kept = await acquainted(peer, channel, address)
+        given_up, waiting = (start(channel, address, index) for index in range(2))
+        came = await put(peer, 2)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        later = start(channel, address, 2)
+        late = await put(peer, 1)
+        assert late["2"][0] != kept
+        await peer.answer(*came["0"], 7.0)
+        await peer.answer(kept, came["1"][1] + 1, 8.0)  # a number that nobody has
+        await peer.answer(*came["1"], 1.0)
+        await peer.answer(*late["2"], 2.0)
+        assert (await waiting, await later) == (shown(1.0), shown(2.0))
 
 
 async def test_a_question_that_got_no_answer_spends_its_connection() -> None:
-    """It may have gone dead in silence; the next question finds out by a connection of its own."""
-    async with scripted() as (peer, address):
-        with asking(BRIEF) as channel:
-            kept = await acquainted(peer, channel, address)
-            with pytest.raises(PeerUnreachable, match=r"within 0\.05 s"):
-                await start(channel, address)
-            await put(channel, peer, address, 1)
-            assert await acquainted(peer, channel, address) != kept
-
-
-async def test_a_question_may_wait_longer_or_shorter_than_others() -> None:
-    async with scripted() as (peer, address):
-        with asking(BRIEF) as channel:
-            await acquainted(peer, channel, address)
-            ask = channel.ask(address, numbered(1), fingerprint=b"", timeout_s=60.0)
-            long = asyncio.create_task(ask)
-            came = await put(channel, peer, address, 1)
-            with pytest.raises(PeerUnreachable, match=r"within 0\.05 s"):
-                await start(channel, address)
-            with pytest.raises(PeerUnreachable, match=r"within 0\.01 s"):
-                await channel.ask(address, numbered(3), fingerprint=b"", timeout_s=0.01)
-            await peer.answer(*came["1"], 1.0)
-            assert await long == shown(1.0)
+    """It may have gone dead in silence: the next one has a connection of its own. Others wait as long as they like."""
+    async with scripted(BRIEF) as (peer, channel, address):
+        kept = await acquainted(peer, channel, address)
+        long = asyncio.create_task(channel.ask(address, numbered(1), fingerprint=b"", timeout_s=60.0))
+        came = await put(peer, 1)
+        with pytest.raises(PeerUnreachable, match=r"within 0\.05 s"):
+            await start(channel, address)
+        assert (await put(peer, 1))["0"][0] == kept
+        with pytest.raises(PeerUnreachable, match=r"within 0\.01 s"):
+            await channel.ask(address, numbered(3), fingerprint=b"", timeout_s=0.01)
+        await peer.answer(*came["1"], 1.0)
+        assert await long == shown(1.0)
+        again = asyncio.create_task(channel.ask(address, numbered(4), fingerprint=b"", timeout_s=60.0))
+        while "4" not in (later := await put(peer, 1)):
+            pass
+        assert later["4"][0] != kept
+        await peer.answer(*later["4"], 2.0)
+        assert await again == shown(2.0)
 
 
 async def test_a_peer_that_does_not_number_its_answers_gets_a_connection_for_each_question() -> None:
-    async with scripted() as (peer, address):
-        with asking() as channel:
-            senders = set()
-            for index in range(3):
-                asked = start(channel, address, index)
-                sender, _, _ = await peer.next()
-                senders.add(sender)
-                await peer.answer(sender, 0, float(index))
-                assert await asked == shown(index)
-            assert len(senders) == 3
+    async with scripted() as (peer, channel, address):
+        senders = set()
+        for index in range(3):
+            asked = start(channel, address, index)
+            sender, _, _ = await peer.next()
+            senders.add(sender)
+            await peer.answer(sender, 0, float(index))
+            assert await asked == shown(index)
+        assert len(senders) == 3
 
 
 async def test_an_answer_without_a_number_is_not_guessed() -> None:
     """Over a connection that was asked more than once: all that wait there ask again, each by itself."""
-    async with scripted() as (peer, address):
-        with asking() as channel:
-            kept = await acquainted(peer, channel, address)
-            asked = [start(channel, address, index) for index in range(2)]
-            await put(channel, peer, address, 2)
-            await peer.answer(kept, 0, 9.0)
-            again = await put(channel, peer, address, 2)
-            assert kept not in {sender for sender, _ in again.values()}
-            for reader, where in again.items():
-                await peer.answer(*where, float(reader))
-            assert await asyncio.gather(*asked) == [shown(0.0), shown(1.0)]
+    async with scripted() as (peer, channel, address):
+        kept = await acquainted(peer, channel, address)
+        asked = [start(channel, address, index) for index in range(2)]
+        await put(peer, 2)
+        await peer.answer(kept, 0, 9.0)
+        again = await put(peer, 2)
+        assert kept not in {sender for sender, _ in again.values()}
+        for reader, where in again.items():
+            await peer.answer(*where, float(reader))
+        assert await asyncio.gather(*asked) == [shown(0.0), shown(1.0)]
 
 
 async def test_an_answer_that_comes_twice_is_the_first() -> None:
-    async with scripted() as (peer, address):
-        with asking() as channel:
-            asked = start(channel, address)
-            sender, header, _ = await peer.next()
-            for clock_s in (1.0, 2.0):
-                await peer.answer(sender, header.question, clock_s)
-            assert await asked == shown(1.0)
-            again = start(channel, address)
-            came = await put(channel, peer, address, 1)
-            await peer.answer(*came["0"], 3.0)
-            assert await again == shown(3.0)
+    async with scripted() as (peer, channel, address):
+        asked = start(channel, address)
+        sender, header, _ = await peer.next()
+        for clock_s in (1.0, 2.0):
+            await peer.answer(sender, header.question, clock_s)
+        assert await asked == shown(1.0)
+        again = start(channel, address)
+        await peer.answer(*(await put(peer, 1))["0"], 3.0)
+        assert await again == shown(3.0)
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-async def test_a_peer_that_has_restarted_is_asked_again(noticed: bool) -> None:
+async def test_a_peer_that_has_gone_refuses_the_connection_and_one_that_has_restarted_is_asked_again(
+    noticed: bool,
+) -> None:
     """Whether or not the loop has heard of its end when the next question is put."""
-    async with contextlib.AsyncExitStack() as stack:
-        channel = stack.enter_context(asking())
-        async with listening(PLAIN) as listener:
-            address = address_of(listener)
-            assert await channel.ask(address, REQUEST, fingerprint=b"") == ANSWER
-            assert open_connections(channel) == 1
-        if noticed:
-            await until(lambda: open_connections(channel) == 0)
-        again = replace(PLAIN, listen=address)
-        listener = await stack.enter_async_context(listening(again))
-        assert await channel.ask(address, REQUEST, fingerprint=b"") == ANSWER
-        await seen(listener, connections=1)
-
-
-@pytest.mark.parametrize("noticed", [True, False])
-async def test_a_peer_that_has_gone_refuses_the_connection(noticed: bool) -> None:
     with asking() as channel:
-        async with listening(PLAIN) as listener:
-            address = address_of(listener)
-            assert await channel.ask(address, REQUEST, fingerprint=b"") == ANSWER
-        if noticed:
-            await until(lambda: open_connections(channel) == 0)
+        address = PLAIN.listen
+        for _ in range(2):
+            async with listening(replace(PLAIN, listen=address)) as listener:
+                address = address_of(listener)
+                assert await channel.ask(address, REQUEST, fingerprint=b"") == ANSWER
+                await seen(listener, connections=1)
+                assert open_connections(channel) == 1
+            if noticed:
+                await until(lambda: open_connections(channel) == 0)
         with pytest.raises(PeerUnreachable, match=r"[Cc]onnect"):
             await channel.ask(address, REQUEST, fingerprint=b"")
 
@@ -438,7 +403,7 @@ async def test_closing_leaves_nothing_of_what_was_kept() -> None:
 
 
 async def test_an_abandoned_channel_leaves_nothing_either() -> None:
-    async with scripted() as (peer, address):
+    async with scripted() as (peer, _, address):
         of_peer = threads()
         channel = ZmqSideChannel(PLAIN, ManualClock().now_s)
         await acquainted(peer, channel, address)

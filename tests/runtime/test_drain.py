@@ -75,16 +75,7 @@ async def begin_to_drain(runtime: Runtime, deadline_s: float | None = None) -> a
     return draining
 
 
-async def test_draining_what_is_idle_is_over_at_once_also_the_second_time(sides: Sides) -> None:
-    for _ in range(2):
-        assert await sides.writer.drain() == FINISHED
-        assert sides.writer.state is RuntimeState.DRAINING
-    await sides.writer.aclose()
-    with pytest.raises(RuntimeClosed):
-        await sides.writer.drain()
-
-
-async def test_draining_before_a_cache_is_registered() -> None:
+async def test_draining_what_is_idle_is_over_at_once_also_the_second_time_and_without_a_cache() -> None:
     runtime = Runtime(Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="inproc"))
     with pytest.raises(UsageError, match="not open yet"):
         await runtime.drain()
@@ -93,7 +84,11 @@ async def test_draining_before_a_cache_is_registered() -> None:
             with pytest.raises(UsageError, match="drain: deadline_s"):
                 await runtime.drain(deadline_s)
         assert runtime.state is RuntimeState.OPEN
-        assert await runtime.drain() == FINISHED
+        for _ in range(2):
+            assert await runtime.drain() == FINISHED
+            assert runtime.state is RuntimeState.DRAINING
+    with pytest.raises(RuntimeClosed):
+        await runtime.drain()
 
 
 async def test_new_work_is_refused_and_old_work_goes_on(sides: Sides) -> None:
@@ -123,14 +118,6 @@ async def test_a_consumer_that_drains_gives_back_what_it_will_not_read_and_ends_
     assert await draining == DrainReport(finished=True, loads_succeeded=1)
 
 
-async def test_what_is_left_at_the_deadline_is_named_in_the_log(sides: Sides, caplog: pytest.LogCaptureFixture) -> None:
-    lease = sides.offer([3], "slow")
-    assert (await sides.writer.drain(0.01)).leases_revoked == 1
-    assert await lease is LeaseOutcome.REVOKED
-    said = "engine 'producer': open after draining for 0.01 s, ended now: leases of ['slow'], loads of []"
-    assert said in caplog.text
-
-
 async def test_readers_without_an_open_lease_are_sent_elsewhere(sides: Sides) -> None:
     lease = sides.offer([3])
     draining = await begin_to_drain(sides.writer)
@@ -142,7 +129,7 @@ async def test_readers_without_an_open_lease_are_sent_elsewhere(sides: Sides) ->
     assert (await draining).finished
 
 
-async def test_at_the_deadline_leases_are_revoked() -> None:
+async def test_at_the_deadline_leases_are_revoked_and_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     scripted = ScriptedWorld()
     async with open_pair(CONFIG, producer=scripted.world) as pair:
         short, long = pair.offer([3], "short", ttl_s=1.0), pair.offer([4], "long", ttl_s=1000.0)
@@ -155,6 +142,8 @@ async def test_at_the_deadline_leases_are_revoked() -> None:
         assert draining.result() == DrainReport(finished=False, leases_expired=1, leases_revoked=1)
         assert [await short, await long] == [LeaseOutcome.EXPIRED, LeaseOutcome.REVOKED]
         assert pair.writer.state is RuntimeState.DRAINING
+    said = "engine 'producer': open after draining for 0.01 s, ended now: leases of ['long'], loads of []"
+    assert said in caplog.text
 
 
 async def test_at_the_deadline_loads_are_ended(sides: Sides) -> None:
@@ -194,8 +183,11 @@ async def test_closing_in_the_middle_of_a_drain() -> None:
 
 
 async def test_a_reader_goes_on_with_a_peer_that_drains_and_is_told_when_it_closes(sides: Sides) -> None:
+    """Once, however often it has asked."""
     second = sides.offer([4], "second")
-    await sides.load(sides.offer([3]))
+    for number in range(3):
+        await sides.reader.forget_peer("producer")
+        await sides.load(sides.offer([3], f"req-{number}"))
     assert sides.writer.statistics().readers == 1
     draining = await begin_to_drain(sides.writer)
     await sides.load(second, [1])
@@ -205,17 +197,6 @@ async def test_a_reader_goes_on_with_a_peer_that_drains_and_is_told_when_it_clos
     (peer,) = sides.reader.statistics().peers
     assert (peer.state, peer.failures) == (PeerState.BROKEN, 0)
     await until(lambda: not sides.agents)
-    assert sides.goodbyes == 1
-
-
-async def test_a_reader_is_told_once_however_often_it_asked(sides: Sides) -> None:
-    for number in range(3):
-        lease = sides.offer([3], f"req-{number}")
-        await sides.load(lease)
-        await lease
-        await sides.reader.forget_peer("producer")
-    assert sides.writer.statistics().readers == 1
-    await sides.writer.aclose()
     assert sides.goodbyes == 1
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,6 @@ from kvflow import (
     StateTensor,
     Ticket,
 )
-from kvflow.core.policy.ledger import BlockCounts
 from kvflow.core.protocol import messages
 from kvflow.errors import BlocksBusy, PeerError, ProtocolError, RequestError
 from kvflow.testing import InprocCluster, InprocPair, assert_quiet, inproc_pair, run_virtual
@@ -53,8 +53,8 @@ def wanted(lease: Lease, block_ids: Sequence[int] = TAKEN, **more: Any) -> LoadR
     return LoadRequest("req", ticket, block_ids, **more)
 
 
-def blocks_of(pair: InprocPair) -> BlockCounts:
-    return known(pair.producer.runtime.statistics().blocks)
+def leased(pair: InprocPair) -> int:
+    return known(pair.producer.runtime.statistics().blocks).leased
 
 
 def asked_of(channel: ScriptedSideChannel) -> list[messages.NewsRequest]:
@@ -71,7 +71,7 @@ async def test_blocks_come_with_the_chunks(staging: str, first: int) -> None:
         load = pair.consumer.runtime.start_load(wanted(lease))
         for count in range(first + 1, 5):
             lease.extend(BLOCKS[count - 1 : count])
-            assert blocks_of(pair).leased == count
+            assert leased(pair) == count
             pair.producer.cache.fill(BLOCKS[:count])
             lease.advance(4 * count)
             await asyncio.sleep(0.1)
@@ -82,7 +82,6 @@ async def test_blocks_come_with_the_chunks(staging: str, first: int) -> None:
         assert lease.ticket == before
         assert lease.block_ids == tuple(BLOCKS)
         assert await lease is LeaseOutcome.READ
-        assert blocks_of(pair).leased == 0
         for runtime in (pair.producer.runtime, pair.consumer.runtime):
             assert_quiet(runtime.statistics())
 
@@ -175,9 +174,8 @@ async def test_advance_before_extend_is_refused() -> None:
     async with pair_of() as pair:
         lease = opened(pair, BLOCKS[:2])
         for tokens in (9, 16):
-            with pytest.raises(
-                RequestError, match=rf"'req': advance\(\) to {tokens} tokens: its blocks hold 8, extend"
-            ):
+            problem = rf"'req': advance\(\) to {tokens} tokens: its blocks hold 8, extend"
+            with pytest.raises(RequestError, match=problem):
                 lease.advance(tokens)
         with pytest.raises(RequestError, match="'req': advance"):
             lease.complete()
@@ -187,34 +185,48 @@ async def test_advance_before_extend_is_refused() -> None:
         await lease.revoke()
         with pytest.raises(RequestError, match="'early': computed_tokens is 5, its blocks hold 4"):
             pair.producer.runtime.serve_blocks(ServeRequest("early", [1], num_tokens=16, computed_tokens=5))
-        assert blocks_of(pair).leased == 0
-        pair.offer([1], "next").revoke()
+        assert leased(pair) == 0
+        lease = opened(pair, BLOCKS, tokens=18, extends=True)  # without `extends` it would be full blocks only
+        assert lease.ticket.extends
+        with pytest.raises(RequestError, match="its blocks hold 16"):
+            lease.advance(17)
+        lease.extend([8])
+        lease.advance(18)
+        await lease.revoke()
 
 
 @in_virtual_time
 async def test_extensions_that_cannot_be() -> None:
     async with pair_of() as pair:
         lease = opened(pair, BLOCKS[:2])
-        for ids, problem in (
-            ([1], "block id 1 is given twice"),
-            ([99], "block id 99 is not in"),
-            ([4, 6, 7], r"'req': extend\(\): 5 block ids in all, but 16 tokens need 4 of 4"),
-            ([6, 6], "block id 6 is given twice"),
-            ("no", "block_ids"),
+        pair.producer.transport.faults.hold = True
+        other = pair.consumer.runtime.serve_blocks(ServeRequest("other", [3], num_tokens=4))
+        into = pair.producer.runtime.start_load(LoadRequest("other", other.ticket, [7]))
+        await until(lambda: pair.producer.transport.held)
+        for ids, error, problem in (
+            ([1], RequestError, "block id 1 is given twice"),
+            ([99], RequestError, "block id 99 is not in"),
+            ([4, 6, 8], RequestError, r"'req': extend\(\): 5 block ids in all, but 16 tokens need 4 of 4"),
+            ([6, 6], RequestError, "block id 6 is given twice"),
+            ("no", RequestError, "block_ids"),
+            ([7], BlocksBusy, "7"),
         ):
-            with pytest.raises(RequestError, match=problem):
+            with pytest.raises(error, match=problem):
                 lease.extend(ids)
-        assert lease.block_ids == (1, 2)
-        assert blocks_of(pair).leased == 2
+        assert (lease.block_ids, leased(pair)) == ((1, 2), 2)
+        pair.producer.transport.faults.hold = False
+        pair.producer.transport.perform()
+        await into
+        lease.extend([7])
         serve = pair.producer.runtime.serve_blocks
         with pytest.raises(RequestError, match="'x': extends: computed_tokens has to say"):
-            serve(ServeRequest("x", [7], num_tokens=16, extends=True))
-        whole = serve(ServeRequest("whole", [7], num_tokens=4))
+            serve(ServeRequest("x", [8], num_tokens=16, extends=True))
+        whole = serve(ServeRequest("whole", [8], num_tokens=4))
         with pytest.raises(RequestError, match="2 block ids in all, but 4 tokens need 1"):
-            whole.extend([8])
+            whole.extend([9])
         await lease.revoke()
         lease.extend([3])
-        assert lease.block_ids == (1, 2)
+        assert lease.block_ids == (1, 2, 7)
         whole.revoke()
 
 
@@ -251,42 +263,39 @@ async def test_an_offer_that_can_never_be_complete(
 @in_virtual_time
 async def test_an_offer_of_more_than_the_host_buffers_or_a_ticket_can_take() -> None:
     block_bytes = 2 * 2 * 2 * 4 * 8 * 4  # of layers, K and V, heads, tokens, and values of so many bytes
-    async with pair_of("always", host_buffer_bytes_max=3 * block_bytes) as pair:
-        with pytest.raises(RequestError, match="'req': 16 tokens need 4 host blocks, there are 3 "):
-            opened(pair)
-        assert_quiet(pair.producer.runtime.statistics())
-        await opened(pair, tokens=12).revoke()
     world = InprocCluster().world()
-    async with inproc_pair(config=limited(CONFIG, block_ids_max=3), producer_world=world, consumer_world=world) as pair:
-        with pytest.raises(
-            RequestError, match=r"^request 'req': 16 tokens need 4 blocks, at most 3 \(block_ids_max\)$"
-        ):
-            opened(pair)
-        assert_quiet(pair.producer.runtime.statistics())
-        await opened(pair, tokens=12).revoke()
+    for made, problem in (
+        (pair_of("always", host_buffer_bytes_max=3 * block_bytes), "16 tokens need 4 host blocks, there are 3 "),
+        (
+            inproc_pair(config=limited(CONFIG, block_ids_max=3), producer_world=world, consumer_world=world),
+            r"16 tokens need 4 blocks, at most 3 \(block_ids_max\)$",
+        ),
+    ):
+        async with made as pair:
+            with pytest.raises(RequestError, match=f"^request 'req': {problem}"):
+                opened(pair)
+            assert_quiet(pair.producer.runtime.statistics())
+            await opened(pair, tokens=12).revoke()
 
 
-@each(
-    ("tokens", "problem"),
-    [
-        (28, None),
-        (29, "29 tokens need 10 blocks of pool 'pages', there are 8"),
-        (1 << 31, r"2147483648 tokens need \d+ blocks of pool 'pages', there are 8"),
-    ],
-)
 @in_virtual_time
-async def test_groups_that_share_a_pool_have_room_for_all_of_them_together(tokens: int, problem: str | None) -> None:
+async def test_groups_that_share_a_pool_have_room_for_all_of_them_together() -> None:
     """8 pages: of a window of 4 tokens one or two, and of the full group one for four tokens."""
+    async with producer_of(split_groups(torch.zeros(8, 64))) as producer:
+        for tokens, pages in ((29, "10"), (1 << 31, r"\d+")):
+            problem = rf"^request 'req': {tokens} tokens need {pages} blocks of pool 'pages', there are 8$"
+            with pytest.raises(RequestError, match=problem):
+                producer.serve_blocks(ServeRequest("req", {}, num_tokens=tokens, computed_tokens=0))
+            assert_quiet(producer.statistics())
+        await producer.serve_blocks(ServeRequest("req", {}, num_tokens=28, computed_tokens=0)).revoke()
+
+
+@contextlib.asynccontextmanager
+async def producer_of(groups: Sequence[CacheGroup]) -> AsyncIterator[Runtime]:
     config = replace(PATIENT, engine_id="prefill", listen="tcp://127.0.0.1:0")
     async with Runtime(config, world=InprocCluster().world()) as producer:
-        await producer.register_kv_caches(split_groups(torch.zeros(8, 64)))
-        request = ServeRequest("req", {}, num_tokens=tokens, computed_tokens=0)
-        if problem is None:
-            await producer.serve_blocks(request).revoke()
-            return
-        with pytest.raises(RequestError, match=f"^request 'req': {problem}$"):
-            producer.serve_blocks(request)
-        assert_quiet(producer.statistics())
+        await producer.register_kv_caches(groups)
+        yield producer
 
 
 @in_virtual_time
@@ -306,36 +315,6 @@ async def test_a_window_and_a_state_need_no_more_blocks_of_a_longer_prompt() -> 
             lease.extend({"local": [0, 1], "state": [0]})
             lease.advance(tokens)
             await lease.revoke()
-
-
-@in_virtual_time
-async def test_a_last_block_that_is_partly_filled_may_follow() -> None:
-    """Without `extends` four blocks of 18 tokens are an offer of full blocks only."""
-    async with pair_of() as pair:
-        lease = opened(pair, BLOCKS, tokens=18, extends=True)
-        assert lease.ticket.extends
-        with pytest.raises(RequestError, match="its blocks hold 16"):
-            lease.advance(17)
-        lease.extend([8])
-        lease.advance(18)
-        await lease.revoke()
-
-
-@in_virtual_time
-async def test_blocks_that_are_being_loaded_are_not_taken() -> None:
-    async with pair_of() as pair:
-        pair.producer.transport.faults.hold = True
-        other = pair.consumer.runtime.serve_blocks(ServeRequest("other", [3], num_tokens=4))
-        into = pair.producer.runtime.start_load(LoadRequest("other", other.ticket, [7]))
-        await until(lambda: pair.producer.transport.held)
-        lease = opened(pair, BLOCKS[:1])
-        with pytest.raises(BlocksBusy):
-            lease.extend([7])
-        pair.producer.transport.faults.hold = False
-        pair.producer.transport.perform()
-        await into
-        lease.extend([7])
-        lease.revoke()
 
 
 @in_virtual_time

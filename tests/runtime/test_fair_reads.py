@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 from pairs import EnginePair, open_pair, virtual_pair
-from tests_support import PATIENT, in_virtual_time, limited, until
+from tests_support import PATIENT, in_virtual_time, limited, turns, until
 
-from kvflow import LoadReport, ServeRequest
+from kvflow import LoadReport, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, Overloaded, RequestError, RuntimeClosed, TransferFailed
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
@@ -95,16 +95,21 @@ async def narrow() -> AsyncIterator[EnginePair]:
 async def start_behind(pair: EnginePair, count: int) -> Loads:
     """Loads at once that a transport which is behind is to read; what has begun of them is held."""
     await pair.load(pair.offer([0]), [0])
-    offers = [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(count)]
+    offers = offered(pair, count)
     pair.transport.faults.hold = pair.transport.faults.behind = True
-    loads = [asyncio.ensure_future(pair.consumer.runtime.load_blocks(wanted)) for wanted in offers]
-    await several_turns()
+    loads = burst(pair, offers)
+    await turns(32)
     return loads
 
 
-async def several_turns() -> None:
-    for _ in range(32):
-        await asyncio.sleep(0)
+def burst(pair: EnginePair, offers: Sequence[LoadRequest], how: str = "load_blocks") -> Loads:
+    """Loads at once."""
+    return [asyncio.ensure_future(getattr(pair.reader, how)(wanted)) for wanted in offers]
+
+
+def offered(pair: EnginePair, count: int) -> list[LoadRequest]:
+    """One load of each of the first blocks."""
+    return [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(count)]
 
 
 # --- whose turn it is
@@ -163,17 +168,16 @@ async def test_many_loads_start_over_many_turns_of_the_loop(how: str, connected:
     async with open_pair(limited(PATIENT), consumer=World(clock=lambda: clock), num_blocks=128) as pair:
         if connected:
             await pair.load(pair.offer([0]), [0])
-        offers = [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(128)]
+        offers = offered(pair, 128)
         pair.transport.faults.hold = True
-        loads = [asyncio.ensure_future(getattr(pair.consumer.runtime, how)(wanted)) for wanted in offers]
+        loads = burst(pair, offers, how)
         begun = [0]
         while begun[-1] < len(loads):
             await asyncio.sleep(0)
             clock.advance(0.0 if connected or begun[-1] else 0.01)
             begun.append(len(pair.transport.held))
         order = [load_of(pair, read) for read in pair.transport.held]
-        pair.transport.faults.hold = False
-        pair.transport.perform()
+        pair.release_reads()
         await asyncio.gather(*loads)
         assert max(after - before for before, after in pairwise(begun)) <= 3
         late = [place // 4 - four for place, four in enumerate(order)]
@@ -184,16 +188,14 @@ async def test_many_loads_start_over_many_turns_of_the_loop(how: str, connected:
 async def test_who_is_urgent_starts_before_a_burst_that_came_earlier(how: str) -> None:
     async with open_pair(limited(PATIENT), consumer=STILL, num_blocks=66) as pair:
         await pair.load(pair.offer([0]), [0])
-        offers = [pair.wanted(pair.offer([at], f"load {at}"), [at]) for at in range(66)]
-        offers = [*offers[:64], *(replace(urgent, priority=-1) for urgent in offers[64:])]
+        offers = offered(pair, 66)
         pair.transport.faults.hold = True
-        loads = [asyncio.ensure_future(getattr(pair.consumer.runtime, how)(wanted)) for wanted in offers[:64]]
+        loads = burst(pair, offers[:64], how)
         await asyncio.sleep(0)
-        loads += [asyncio.ensure_future(getattr(pair.consumer.runtime, how)(wanted)) for wanted in offers[64:]]
+        loads += burst(pair, [replace(urgent, priority=-1) for urgent in offers[64:]], how)
         await until(lambda: len(pair.transport.held) == 66)
         order = [load_of(pair, read) for read in pair.transport.held]
-        pair.transport.faults.hold = False
-        pair.transport.perform()
+        pair.release_reads()
         await asyncio.gather(*loads)
         first = order.index(16)
         assert first <= 12, "after those that had begun"
@@ -201,32 +203,33 @@ async def test_who_is_urgent_starts_before_a_burst_that_came_earlier(how: str) -
         assert sorted(order[first + 2 :]) == order[first + 2 :], "the others come in their order"
 
 
-async def test_a_priority_that_is_none_is_refused_in_a_burst_too() -> None:
+async def test_a_load_that_is_refused_or_cancelled_before_its_turn_holds_nobody_up() -> None:
     async with open_pair(limited(PATIENT), consumer=STILL) as pair:
-        offers = [pair.wanted(pair.offer([at], f"load {at}"), [at]) for at in range(16)]
+        offers = offered(pair, 16)
         offers[8] = replace(offers[8], priority="now")  # type: ignore[arg-type]
-        loads = [asyncio.ensure_future(pair.consumer.runtime.load_blocks(wanted)) for wanted in offers]
+        loads = burst(pair, offers)
+        await asyncio.sleep(0)
+        for load in loads[9:12]:
+            load.cancel()
         with pytest.raises(RequestError, match="priority: expected a whole number of 64 bits, got 'now'"):
             await loads[8]
-        await asyncio.gather(*loads[:8], *loads[9:])
+        ended = await asyncio.gather(*loads[:8], *loads[9:], return_exceptions=True)
+        assert [type(one) for one in ended] == [LoadReport] * 8 + [asyncio.CancelledError] * 3 + [LoadReport] * 4
 
 
 @in_virtual_time
 async def test_each_load_has_its_own_deadline() -> None:
     """There is one timer for all: it is set earlier, and later again, as loads come and go."""
     async with virtual_pair() as pair:
-        ended: dict[float, float] = {}
 
-        async def load(block: int, deadline_s: float) -> None:
+        async def load(block: int, deadline_s: float) -> float:
             offer = ServeRequest(f"load {block}", [block], num_tokens=4, computed_tokens=0)  # nothing of it ever comes
-            wanted = pair.wanted(pair.producer.runtime.serve_blocks(offer), [block], deadline_s=deadline_s)
             begun_s = asyncio.get_running_loop().time()
-            with pytest.raises(DeadlineExceeded):
-                await pair.consumer.runtime.load_blocks(wanted)
-            ended[deadline_s] = asyncio.get_running_loop().time() - begun_s
+            await pair.fails(DeadlineExceeded, pair.writer.serve_blocks(offer), [block], deadline_s=deadline_s)
+            return asyncio.get_running_loop().time() - begun_s
 
-        await asyncio.gather(load(0, 20.0), load(1, 1.0), load(2, 5.0), load(3, 5.0))
-        assert ended == {deadline_s: pytest.approx(deadline_s, abs=0.1) for deadline_s in (20.0, 1.0, 5.0)}
+        took_s = await asyncio.gather(load(0, 20.0), load(1, 1.0), load(2, 5.0), load(3, 5.0))
+        assert took_s == pytest.approx([20.0, 1.0, 5.0, 5.0], abs=0.1)
         await load(4, 0.5)
 
 
@@ -235,15 +238,12 @@ async def test_loads_begin_when_fewer_reads_wait_to_be_started() -> None:
     async with virtual_pair(consumer_clock=ManualClock) as pair:
         loads = await start_behind(pair, 16)
         assert len(pair.transport.held) == 5, "two at once, and one turn"
-        pair.transport.perform(1)
-        await several_turns()
-        assert len(pair.transport.held) == 4, "it is still behind"
-        pair.transport.faults.behind = False
-        pair.transport.perform(1)
-        await several_turns()
-        assert len(pair.transport.held) == 14
-        pair.transport.faults.hold = False
-        pair.transport.perform()
+        for behind, held in ((True, 4), (False, 14)):
+            pair.transport.faults.behind = behind
+            pair.transport.perform(1)
+            await turns(32)
+            assert len(pair.transport.held) == held
+        pair.release_reads()
         await asyncio.gather(*loads)
 
 
@@ -257,8 +257,7 @@ async def test_loads_begin_in_a_while_whatever_the_transport_does() -> None:
         loads[before + 3].cancel()  # the next one
         await asyncio.sleep(0.02)
         assert len(pair.transport.held) == 15
-        pair.transport.faults.hold = False
-        pair.transport.perform()
+        pair.release_reads()
         await asyncio.wait(loads)
         assert [load.cancelled() for load in loads].count(True) == 1
 
@@ -266,22 +265,10 @@ async def test_loads_begin_in_a_while_whatever_the_transport_does() -> None:
 async def test_a_transport_that_is_behind_does_not_keep_a_runtime_from_closing() -> None:
     async with open_pair(limited(PATIENT), consumer=STILL) as pair:
         loads = await start_behind(pair, 16)
-        pair.transport.faults.hold = False
-        pair.transport.perform()
+        pair.release_reads()
         await pair.consumer.runtime.aclose()
         ended = await asyncio.gather(*loads, return_exceptions=True)
         assert {type(one) for one in ended} <= {LoadReport, RuntimeClosed}
-
-
-async def test_a_load_that_is_cancelled_before_its_turn_holds_nobody_up() -> None:
-    async with open_pair(limited(PATIENT), consumer=STILL) as pair:
-        offers = [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(16)]
-        loads = [asyncio.ensure_future(pair.consumer.runtime.load_blocks(wanted)) for wanted in offers]
-        await asyncio.sleep(0)
-        for load in loads[8:12]:
-            load.cancel()
-        ended = await asyncio.gather(*loads, return_exceptions=True)
-        assert [isinstance(one, asyncio.CancelledError) for one in ended] == [8 <= index < 12 for index in range(16)]
 
 
 # --- ends while waiting
@@ -343,13 +330,16 @@ async def test_a_load_that_fails_while_it_waits_posts_no_more() -> None:
         assert pair.transport.statistics.reads == 1
 
 
-async def test_quarantined_reads_keep_their_share_until_they_have_stopped(narrow: EnginePair) -> None:
-    given_up, waiting = await start_in_order(narrow, ([0], 0), ([4], 0))
-    quarantine = await narrow.quarantined(given_up)
-    assert narrow.loading.in_flight.reads == 1
-    assert (len(narrow.transport.held), narrow.loading.waiting_reads) == (1, 1)
-    assert await step(narrow, waiting) == [0, 1]
-    assert quarantine.safe
+@pytest.mark.parametrize("places", [False, True], ids=["share of reads", "place"])
+async def test_quarantined_loads_keep_what_they_have_until_they_have_stopped(places: bool) -> None:
+    async with open_pair(ONE_LOAD if places else ONE_BY_ONE, consumer=STILL) as pair:
+        (given_up,) = await start_in_order(pair, ([0], 0))
+        quarantine = await pair.quarantined(given_up)
+        waiting = pair.start(pair.offer([4], "waits"), [4])
+        await until(lambda: pair.loading.waiting_loads if places else pair.loading.waiting_reads)
+        assert (pair.loading.in_flight.reads, len(pair.transport.held)) == (1, 1)
+        assert await step(pair, waiting) == [0, 1]
+        assert quarantine.safe
 
 
 async def test_closing_ends_loads_that_wait() -> None:
@@ -378,12 +368,3 @@ async def test_loads_over_the_limit_wait_and_one_more_is_overloaded() -> None:
         await pair.fails(Overloaded, refused, [12], match=overloaded)
         assert await step(pair, *tasks) == [0, 2, 1]
         await pair.load(refused, [])
-
-
-async def test_quarantined_loads_keep_their_place() -> None:
-    async with open_pair(ONE_LOAD, consumer=STILL) as pair:
-        (given_up,) = await start_in_order(pair, ([0], 0))
-        await pair.quarantined(given_up)
-        waiting = pair.start(pair.offer([4], "waits"), [4])
-        await until(lambda: pair.loading.waiting_loads)
-        assert await step(pair, waiting) == [0, 1]

@@ -58,9 +58,12 @@ OLD, NEW = 777.0, 888.0
 
 
 @contextlib.asynccontextmanager
-async def readable_pair(config: Config = BRIEF) -> AsyncIterator[EnginePair]:
+async def readable_pair(config: Config = BRIEF, *, warm: bool = True) -> AsyncIterator[EnginePair]:
+    """If warm, the reader has a connection already."""
     async with virtual_pair(config) as pair:
         pair.transport._network.leaves_memory = True
+        if warm:
+            await pair.load(pair.offer([1], "warm"))
         yield pair
 
 
@@ -98,7 +101,6 @@ async def assert_new(pair: EnginePair, name: str) -> None:
 @in_virtual_time
 async def test_a_ticket_of_before_is_over(farewell: bool) -> None:
     async with readable_pair() as pair:
-        await pair.load(pair.offer([1], "warm"))
         lease = pair.offer([3, 4])
         await fall_asleep(pair.producer, farewell=farewell)
         assert await lease is LeaseOutcome.REVOKED
@@ -119,7 +121,6 @@ async def test_a_ticket_of_before_is_over(farewell: bool) -> None:
 async def test_a_lease_that_lies_where_one_of_before_lay_does_not_vouch_for_it() -> None:
     """Same request, same blocks, same word for the seal, a reader that has heard nothing: the ticket decides."""
     async with readable_pair() as pair:
-        await pair.load(pair.offer([1], "warm"))
         before = pair.offer([3, 4]).ticket
         await fall_asleep(pair.producer, farewell=False)
         await wake(pair.producer)
@@ -136,7 +137,6 @@ async def test_a_lease_that_lies_where_one_of_before_lay_does_not_vouch_for_it()
 async def test_a_read_under_way_is_not_reported_as_good() -> None:
     """Posted before, performed when the memory is somebody else's; its seal is read at the same time."""
     async with readable_pair() as pair:
-        await pair.load(pair.offer([1], "warm"))
         load = await pair.hold(pair.offer([3, 4]), [0, 1])
         await fall_asleep(pair.producer, farewell=False)
         await wake(pair.producer)
@@ -150,51 +150,37 @@ async def test_a_read_under_way_is_not_reported_as_good() -> None:
 async def test_a_seal_that_was_seen_just_before_does_not_vouch_for_bytes_read_after() -> None:
     """The other half of the argument: memory is not given back before every quick read that saw the seal is over."""
     async with readable_pair() as pair:
-        await pair.load(pair.offer([1], "warm"))
-        hold_s = pair.writer.config.limits.seal_hold_s
         pair.offer([3, 4])
-        loop = asyncio.get_running_loop()
-        begun_s = loop.time()
+        begun_s = asyncio.get_running_loop().time()
         await pair.writer.unregister()
-        assert loop.time() - begun_s >= hold_s
-        await wake(pair.producer)
+        assert asyncio.get_running_loop().time() - begun_s >= pair.writer.config.limits.seal_hold_s
 
 
 @in_virtual_time
-async def test_another_layout_is_read_by_its_own() -> None:
+async def test_a_cache_of_another_layout_or_size_is_read_by_its_own() -> None:
     """A reader that has heard nothing keeps a connection, and block maps, of other strides at the same addresses."""
     async with readable_pair() as pair:
-        await pair.load(pair.offer([1], "warm"))
         before = pair.offer([3, 4])
         await fall_asleep(pair.producer, farewell=False)
         turned = {name: one.view(2, 16, 4, 2, 8) for name, one in pair.producer.kv_caches.items()}
-        layout = CacheLayout.infer(turned, order="NHD", block_size=4, style="kv_first")
-        await pair.writer.register_kv_caches(turned, layout)
-        cache = PatternCache("producer", turned, layout)
+        cache = PatternCache("producer", turned, CacheLayout.infer(turned, order="NHD", block_size=4, style="kv_first"))
         cache.fill()
-        await pair.load(pair.offer([5], "other"), [2])
-        assert_blocks_equal(pair.consumer.cache, [2], cache, [5])
-        await pair.fails(LeaseExpired, before, [0, 1])
-
-
-@in_virtual_time
-async def test_a_larger_and_a_smaller_cache() -> None:
-    async with readable_pair() as pair:
-        for blocks in (4, 64):
+        caches = [(turned, cache), *(CacheSize(num_blocks=blocks).make("producer") for blocks in (4, 64))]
+        for kv_caches, cache in caches:
             await pair.writer.unregister()
-            kv_caches, cache = CacheSize(num_blocks=blocks).make("producer")
             await pair.writer.register_kv_caches(kv_caches, cache.layout)
+            blocks = cache.layout.num_blocks
             assert pair.offered.total == blocks
-            lease = pair.offer([blocks - 1], f"of {blocks}")
-            await pair.load(lease, [2])
+            await pair.load(pair.offer([blocks - 1], f"of {blocks}"), [2])
             assert_blocks_equal(pair.consumer.cache, [2], cache, [blocks - 1])
             with pytest.raises(RequestError):
                 pair.offer([blocks], "too far")
+            await pair.fails(LeaseExpired, before, [0, 1])
 
 
 @in_virtual_time
 async def test_messages_of_before_change_nothing() -> None:
-    async with readable_pair() as pair:
+    async with readable_pair(warm=False) as pair:
         before = pair.offer([3, 4]).ticket
         await fall_asleep(pair.producer)
         await wake(pair.producer)
@@ -254,7 +240,7 @@ async def test_a_reader_that_sleeps_forgets_its_peers_and_reads_again() -> None:
 
 @in_virtual_time
 async def test_it_waits_for_reads_under_way() -> None:
-    async with readable_pair(replace(BRIEF, cancel_grace_s=0.01)) as pair:
+    async with readable_pair(replace(BRIEF, cancel_grace_s=0.01), warm=False) as pair:
         load = pair.reader.start_load(load_request(pair.offer([3])))
         pair.transport.faults.hold = True
         await until(lambda: pair.transport.held)
@@ -359,12 +345,12 @@ async def test_what_is_refused_while_there_is_no_cache() -> None:
 
 @in_virtual_time
 async def test_in_other_states() -> None:
-    kv_caches, layout = small_cache()
-    runtime = Runtime(replace(BRIEF, transport="inproc"), world=InprocCluster().world())
+    cluster = InprocCluster()
+    runtime = Runtime(replace(BRIEF, transport="inproc"), world=cluster.world())
     with pytest.raises(UsageError, match="not open yet"):
         await runtime.unregister()
     async with runtime:
-        await runtime.register_kv_caches(kv_caches, layout)
+        await register(runtime)
         lease = runtime.serve_blocks(ServeRequest("req", [3], 4))
         draining = asyncio.create_task(runtime.drain(60.0))
         await turns(2)
@@ -372,52 +358,44 @@ async def test_in_other_states() -> None:
         report = await draining
         assert (report.finished, report.leases_revoked, await lease) == (True, 1, LeaseOutcome.REVOKED)
         with pytest.raises(RuntimeDraining):
-            await runtime.register_kv_caches(kv_caches, layout)
+            await register(runtime)
     with pytest.raises(RuntimeClosed):
         await runtime.unregister()
     assert_closed(runtime.statistics())
-
-
-@in_virtual_time
-async def test_a_broken_runtime_is_closed_not_unregistered() -> None:
-    cluster = InprocCluster()
-    runtime = Runtime(replace(BRIEF, transport="inproc"), world=cluster.world())
-    async with runtime:
-        await runtime.register_kv_caches(*small_cache())
-        cluster.transport("any").die(OSError("scripted"))
-        await until(lambda: runtime.state is RuntimeState.BROKEN)
-        with pytest.raises(RuntimeBroken, match="scripted"):
-            await runtime.unregister()
+    broken = await opened(cluster, engine_id="broken")
+    await register(broken)
+    cluster.transport("broken").die(OSError("scripted"))
+    await until(lambda: broken.state is RuntimeState.BROKEN)
+    with pytest.raises(RuntimeBroken, match="scripted"):
+        await broken.unregister()
+    await broken.aclose()
 
 
 # --- at once, and cancelled
 
 
-async def opened(cluster: InprocCluster, staging: str = "auto") -> Runtime:
-    runtime = Runtime(replace(BRIEF, transport="inproc", staging=staging), world=cluster.world())
-    await runtime.__aenter__()
-    return runtime
+async def opened(cluster: InprocCluster, engine_id: str = "any", staging: str = "auto") -> Runtime:
+    config = replace(BRIEF, engine_id=engine_id, transport="inproc", staging=staging)
+    return await Runtime(config, world=cluster.world()).__aenter__()
 
 
 @in_virtual_time
 async def test_who_calls_at_once_waits_for_the_same() -> None:
-    kv_caches, layout = small_cache()
     runtime = await opened(InprocCluster())
-    await runtime.register_kv_caches(kv_caches, layout)
+    await register(runtime)
     lease = runtime.serve_blocks(ServeRequest("req", [3], 4))
     calls = [asyncio.create_task(runtime.unregister()) for _ in range(3)]
     await turns(1)
-    again = asyncio.create_task(runtime.register_kv_caches(kv_caches, layout))  # when that is over
+    again = asyncio.create_task(register(runtime))  # when that is over
     await turns(3)
     with pytest.raises(UsageError, match="being registered"):
         await runtime.unregister()
-    with pytest.raises(UsageError, match="registered already"):
-        await runtime.register_kv_caches(kv_caches, layout)
-    await asyncio.gather(*calls, again)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="registered already"):
+            await register(runtime)
+        await asyncio.gather(*calls, again)
     assert lease.done
     runtime.serve_blocks(ServeRequest("req", [3], 4)).revoke()
-    with pytest.raises(UsageError, match="registered already"):
-        await runtime.register_kv_caches(kv_caches, layout)
     await runtime.aclose()
     assert_closed(runtime.statistics())
 
@@ -478,33 +456,23 @@ async def cancelling_errands(step: Step, runtime: Runtime) -> None:
         raise
 
 
-@pytest.mark.parametrize("turns_before", [0, 1, 2, 5])
+@pytest.mark.parametrize("registers", [False, True])
 @in_virtual_time
-async def test_closing_meanwhile(turns_before: int) -> None:
-    runtime = await opened(InprocCluster())
-    await runtime.register_kv_caches(*small_cache())
-    lease = runtime.serve_blocks(ServeRequest("req", [3], 4))
-    unregistering = asyncio.create_task(runtime.unregister())
-    await turns(turns_before)
-    await runtime.aclose()
-    assert await lease is LeaseOutcome.REVOKED
-    await asyncio.wait([unregistering])
-    assert unregistering.exception() is None or isinstance(unregistering.exception(), RuntimeClosed)
-    assert_closed(runtime.statistics())
-
-
-@in_virtual_time
-async def test_closing_while_it_is_registered_again() -> None:
+async def test_closing_meanwhile(registers: bool) -> None:
+    """At every moment of unregistering, or of registering again."""
     for moment in range(12):
         cluster = InprocCluster()
         runtime = await opened(cluster)
-        await restarted(runtime)
-        await runtime.unregister()
-        registering = asyncio.create_task(register(runtime))
+        await register(runtime)
+        lease = runtime.serve_blocks(ServeRequest("req", [3], 4))
+        if registers:
+            await runtime.unregister()
+        step = asyncio.create_task(register(runtime) if registers else runtime.unregister())
         await turns(moment)
         await runtime.aclose()
-        await asyncio.wait([registering])
-        error = registering.exception()
+        assert await lease is LeaseOutcome.REVOKED
+        await asyncio.wait([step])
+        error = step.exception()
         assert error is None or isinstance(error, RuntimeClosed | TransportBroken), error
         assert_closed(runtime.statistics())
         assert cluster.network.agents == {}
@@ -580,7 +548,7 @@ async def test_a_third_registration_works_after_a_second_that_failed(after: int)
 
 @in_virtual_time
 async def test_nothing_is_left_of_fifty_lives_and_all_of_them_are_counted() -> None:
-    async with readable_pair() as pair:
+    async with readable_pair(warm=False) as pair:
         pair.transport._network.leaves_memory = False  # it would keep all of it
         threads, tasks, seals = threading.active_count(), len(asyncio.all_tasks()), pair.writer._supervisor._seals
         tensors: list[weakref.ref[torch.Tensor]] = []
@@ -618,7 +586,7 @@ async def test_nothing_is_left_of_fifty_lives_and_all_of_them_are_counted() -> N
 @in_virtual_time
 async def test_host_buffers_are_given_back_too() -> None:
     """A lease whose blocks are being copied to the host when its engine goes to sleep."""
-    async with readable_pair(replace(BRIEF, staging="always")) as pair:
+    async with readable_pair(replace(BRIEF, staging="always"), warm=False) as pair:
         for life in range(3):
             copying = pair.offer([1, 2], f"copying {life}")
             await turns(life)

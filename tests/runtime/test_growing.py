@@ -60,19 +60,21 @@ def landed(pair: InprocPair) -> list[int]:
 
 
 @each("staging", ["never", "always"])
+@each("tokens", [16, 18])
 @in_virtual_time
-async def test_what_is_computed_is_read_as_it_comes(staging: str) -> None:
+async def test_what_is_computed_is_read_as_it_comes(staging: str, tokens: int) -> None:
+    """Of 18 tokens that is what these blocks hold: full blocks only."""
     async with pair_of(staging) as pair:
-        lease = opened(pair)
+        lease = opened(pair, tokens)
         load = pair.consumer.runtime.start_load(wanted(pair, lease))
-        for count, tokens in ((0, 3), (1, 4), (1, 7), (3, 13), (3, 15)):
+        for count, computed in ((0, 3), (1, 4), (1, 7), (3, 13), (3, 15)):
             pair.producer.cache.fill(BLOCKS[:count])
-            lease.advance(tokens)
+            lease.advance(computed)
             await asyncio.sleep(0.1)
-            assert landed(pair) == TAKEN[:count], f"{tokens} tokens"
+            assert landed(pair) == TAKEN[:count], f"{computed} tokens"
         assert not load.done
         pair.producer.cache.fill(BLOCKS)
-        lease.advance(16)
+        lease.advance(tokens)
         assert (await load).tokens == 16
         pair.assert_loaded(TAKEN, BLOCKS)
         assert await lease is LeaseOutcome.READ
@@ -232,21 +234,6 @@ async def test_advances_take_effect_in_order() -> None:
         pair.producer.cache.fill(BLOCKS)
         lease.advance(16)
         await load
-
-
-@in_virtual_time
-async def test_full_blocks_only() -> None:
-    """Fewer blocks than the tokens need: what they hold is read once it is computed."""
-    async with pair_of() as pair:
-        lease = opened(pair, tokens=18)
-        load = pair.consumer.runtime.start_load(wanted(pair, lease))
-        pair.producer.cache.fill(BLOCKS)
-        lease.advance(15)
-        await asyncio.sleep(0.1)
-        assert landed(pair) == TAKEN[:3]
-        lease.advance(18)
-        await load
-        pair.assert_loaded(TAKEN, BLOCKS)
 
 
 @in_virtual_time
