@@ -91,6 +91,8 @@ class Flight:
         """Reads and copies that cannot be taken back."""
         self._lost: list[_Running] = []
         self._copies = 0
+        self._looks: dict[Source, Descriptors] = {}
+        """Reads that fetch nothing but a seal: a lease that grows is looked at again and again."""
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
@@ -237,7 +239,9 @@ class Flight:
 
     async def look(self, source: Source) -> None:
         """Fetch a source's seal by a read of its own. Returns when that is posted; raises as `fly`."""
-        await self._send(source, fetch_seal(self.head(source)), None, fetches_seal=True)
+        if (seal := self._looks.get(source)) is None:
+            seal = self._looks[source] = fetch_seal(self.head(source))
+        await self._send(source, seal, None, fetches_seal=True)
 
     def _judge(self) -> tuple[bool, list[Source]]:
         """Judge after the last read: True if no source's proof calls it stale; and the sources to look at once more."""

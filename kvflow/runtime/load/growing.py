@@ -147,13 +147,14 @@ class _Carrier:
             await self._look(frontier)
             if any(source.proof.over for source in sources):
                 return
-            if untouched and all(one.there(self._tokens) >= self._tokens for one in self._growing.values()):
+            there = {source: one.there(self._tokens) for source, one in self._growing.items()}
+            if untouched and min(there.values()) >= self._tokens:
                 for read in route.straight(sources, None):
                     yield CopyGroup((read,))
                 return
-            due = growth.due(lanes, self._growing)
+            due = growth.due(lanes, self._growing, there)
             untouched = untouched and not due
-            spans = (lane.take(growth.there(lane, self._growing)) for lane in due)
+            spans = (lane.take(there_in(lane, there)) for lane in due)
             for one in merge(*spans, key=GroupSpan.stop_token):
                 group = await route.group(one)
                 yield group._replace(on_land=partial(self._landed, frontier, one, group))
@@ -226,20 +227,17 @@ class Growth:
         self._slice_bytes = slice_bytes
         self._share = 0.5 + (number * _GOLDEN) % 1.0
 
-    def there(self, lane: Lane, growing: dict[Source, _Growing]) -> int:
-        """Tokens that may be read from all ranks of a lane."""
-        return min(growing[source].there(self._num_tokens) for source in lane.sources)
-
-    def due(self, lanes: Sequence[Lane], growing: dict[Source, _Growing]) -> list[Lane]:
+    def due(self, lanes: Sequence[Lane], growing: dict[Source, _Growing], there: dict[Source, int]) -> list[Lane]:
         """Lanes to read now: those that are complete, and the others if they are worth a read.
 
-        If none is due, the ranks are asked to tell when that may have changed.
+        `there`: tokens that may be read from each rank. If no lane is due, the ranks are asked to tell when that may
+        have changed.
         """
         tokens, due, rest, size_bytes = self._num_tokens, [], [], 0
         for lane in lanes:
-            there = self.there(lane, growing)
-            readable = lane.readable_bytes(there)
-            if readable and there >= tokens:
+            upto = there_in(lane, there)
+            readable = lane.readable_bytes(upto)
+            if readable and upto >= tokens:
                 due.append(lane)
             elif readable:
                 rest.append(lane)
@@ -252,10 +250,15 @@ class Growth:
         if not due and lanes:
             more = max((worth - size_bytes) // max(sum(lane.size_bytes(1) for lane in lanes), 1), 1)
             for source in sources:
-                missing = tokens - growing[source].there(tokens)
+                missing = tokens - there[source]
                 if (followed := growing[source].followed) is not None:
                     followed.want(max(missing - more, 0) if missing else -1)
         return due
+
+
+def there_in(lane: Lane, there: dict[Source, int]) -> int:
+    """Tokens that may be read from all ranks of a lane."""
+    return min(there[source] for source in lane.sources)
 
 
 def worth_bytes(growing: Iterable[_Growing], slice_bytes: int) -> int:

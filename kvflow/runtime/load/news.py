@@ -66,6 +66,11 @@ class Followed:
     """Missing tokens at which the next news is of interest; -1: at the end of the lease."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     unknown: list[_Unknown] = field(default_factory=list)
+    known_tokens: int = field(init=False)
+    """Tokens of the prompt that the known blocks hold."""
+
+    def __post_init__(self) -> None:
+        self._count_tokens()
 
     def attach(self, matched: Matched) -> None:
         """Have the chunks of a load get their block ids as they are told."""
@@ -78,12 +83,6 @@ class Followed:
         if missing_max < self.missing_max:
             self.lowered.set()
         self.missing_max = missing_max
-
-    @property
-    def known_tokens(self) -> int:
-        """Tokens of the prompt that the known blocks hold."""
-        groups, counts = self.source.connection.groups, tuple(map(len, self.tables))
-        return tokens_held(groups, self.known, counts, self.num_tokens)
 
     def take(self, news: messages.News) -> None:
         """Note what was told. Raises ProtocolError, and changes nothing then."""
@@ -135,8 +134,13 @@ class Followed:
         for index, found in enumerate(tables):
             self.known[index] = len(found)
             self.tables[index][: len(found)] = found
+        self._count_tokens()
         for one in self.unknown:
             one.ids[:] = one.table[one.positions]
+
+    def _count_tokens(self) -> None:
+        groups, counts = self.source.connection.groups, tuple(map(len, self.tables))
+        self.known_tokens = tokens_held(groups, self.known, counts, self.num_tokens)
 
 
 class News:

@@ -119,14 +119,19 @@ class Newsroom:
             return messages.News(state=LeaseNews.ENDED)
         self._came(found.entry, question.reader)
         tables, known = found.held.readable, question.known
-        if len(known) != len(tables) or any(not 0 <= at <= len(ids) for at, ids in zip(known, tables, strict=True)):
-            raise codec.WireError(f"news: {known[:8]} blocks known, there are {tuple(map(len, tables))}")
-        more = tuple(tuple(ids[at:].tolist()) if at < len(ids) else () for at, ids in zip(known, tables, strict=True))
+        counts = tuple(map(len, tables))
+        if known != counts and (len(known) != len(counts) or any(map(_outside, known, counts))):
+            raise codec.WireError(f"news: {known[:8]} blocks known, there are {counts}")
+        if known == counts and not found.complete and found.held.missing > question.missing_max:
+            return None
+        more = tuple(tuple(ids[at:].tolist()) for at, ids in zip(known, tables, strict=True))
         if found.complete:
             return messages.News(state=LeaseNews.COMPLETE, more_block_ids=more, payload=found.payload or b"")
-        if any(more) or found.held.missing <= question.missing_max:
-            return messages.News(state=LeaseNews.OPEN, more_block_ids=more)
-        return None
+        return messages.News(state=LeaseNews.OPEN, more_block_ids=more)
+
+
+def _outside(known: int, count: int) -> bool:
+    return not 0 <= known <= count
 
 
 def _offer(found: OpenLease, lease: messages.LeaseFound | None) -> messages.Offer:
