@@ -490,4 +490,3 @@ async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only(timed: T
     assert answer_to_release(timed, lease, named=False) == messages.NoLease(ended=True)
 
 
-# --- what a cancelled load leaves
