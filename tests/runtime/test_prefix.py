@@ -412,7 +412,7 @@ async def test_a_pull_that_is_late_names_all_blocks_that_bytes_may_land_in() -> 
     """Of both loads, and it waits for neither beyond its deadline."""
     async with two_sources(base=replace(BASE, cancel_grace_s=0.01)) as (them, _, _, lease):
         with pytest.raises(DeadlineExceeded) as caught:
-            await (await them.hold(deadline_s=0.5))
+            await (await them.hold(deadline_s=0.2))
         held = caught.value.quarantine
         assert held is not None
         assert (held.request_id, sorted(held.block_ids), held.safe) == ("req", list(range(8)), False)
