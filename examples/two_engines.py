@@ -102,7 +102,7 @@ def event(options: argparse.Namespace) -> Any:
     """An event behind all that the device was told to do so far; on a CPU nothing is ever late."""
     if options.device == "cpu":
         return None
-    happened = torch.cuda.Event()
+    happened = torch.cuda.Event()  # type: ignore[no-untyped-call]
     happened.record()
     return happened
 

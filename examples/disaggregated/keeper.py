@@ -9,7 +9,7 @@ take that along.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -69,7 +69,9 @@ class BlockKeeper:
         """Best effort: a lease that nobody ends runs out."""
         with suppress(kvflow.errors.KVFlowError, TimeoutError):
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self._runtime.release_blocks(request.ticket)
+                given = request.ticket
+                for ticket in [given] if isinstance(given, kvflow.Ticket | Mapping) else given:
+                    await self._runtime.release_blocks(ticket)
 
 
 async def _freed_when_settled(load: kvflow.Load, blocks: AsyncExitStack) -> None:

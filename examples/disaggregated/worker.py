@@ -27,6 +27,7 @@ from disaggregated.failures import failure_of
 from disaggregated.groups import LayerGroups, registered
 from disaggregated.keeper import StartTask, background_tasks
 from disaggregated.messages import (
+    Again,
     Command,
     DecodeRequest,
     Done,
@@ -172,6 +173,7 @@ class _Worker:
         async with aclosing(await self._decode.decode(request)) as generation:
             loaded = False
             async for step in generation.steps():
+                assert not isinstance(step, Again), "its router gives one ticket"
                 if not (loaded or isinstance(step, Failure)):
                     await self._channel.send(self._loaded(request, self._reports.last))
                     loaded = True

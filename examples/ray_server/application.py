@@ -27,4 +27,7 @@ def build(arguments: dict[str, Any]) -> Application:
     share = arguments.get("share_prefixes", False)
     if not isinstance(share, bool):
         raise ValueError(f"args: share_prefixes: expected true or false, got {share!r}")
-    return Ingress.bind(Decode.bind(Prefill.bind(checkpoint, share), checkpoint), checkpoint, deadline_s)
+    ingress: Any = Ingress  # Ray's decorator makes these classes deployments
+    decode: Any = Decode
+    prefill: Any = Prefill
+    return ingress.bind(decode.bind(prefill.bind(checkpoint, share), checkpoint), checkpoint, deadline_s)

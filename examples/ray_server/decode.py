@@ -12,7 +12,7 @@ from typing import Any
 
 from disaggregated.decode import DecodeWorker
 from disaggregated.failures import EXPECTED_ERRORS
-from disaggregated.messages import Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.messages import Again, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from disaggregated.told import reported
 from openai_server.attempts import AttemptError, Prompt
 from openai_server.metrics import DecodeMetrics
@@ -30,7 +30,9 @@ from ray_server.replica import Replica
 class Decode:
     """Answers prompts that a prefill replica computes."""
 
-    async def __init__(self, prefill: DeploymentHandle, checkpoint: str) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, prefill: DeploymentHandle, checkpoint: str
+    ) -> None:
         self._prefill = prefill.options(stream=True)
         self._replica = Replica(checkpoint, DecodeMetrics)
         self._opened = opened = await self._replica.open()
@@ -48,6 +50,7 @@ class Decode:
             generation = await self._worker.decode(prompt.to_answer(prompt.id), prefills.bring)
             async with aclosing(generation):
                 async for step in generation.steps():
+                    assert not isinstance(step, Again), "its tickets are brought"
                     yield self._ended(step, prefills) if isinstance(step, Failure) else step
         except AttemptError as error:
             yield Ended(failure=error.failure, replica=str(error.worker or ""))

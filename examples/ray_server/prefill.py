@@ -27,7 +27,7 @@ class Prefill:
     With `share_prefixes` it loads what another replica has computed of a prompt, and computes the rest.
     """
 
-    async def __init__(self, checkpoint: str, share_prefixes: bool = False) -> None:
+    async def __init__(self, checkpoint: str, share_prefixes: bool = False) -> None:  # type: ignore[misc]  # Serve awaits it
         self._replica = Replica(checkpoint, PrefillMetrics)
         self._opened = opened = await self._replica.open()
         self._introduction = introduction_of(opened.kvflow.runtime)

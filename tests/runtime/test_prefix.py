@@ -266,6 +266,19 @@ async def test_the_rest_comes_from_the_next_source(two: Fleet, late: bool) -> No
     assert (await two.pull(peers=[first.address])).num_tokens == 0
 
 
+async def test_a_pull_that_is_over_reads_from_no_other_source() -> None:
+    """Not even from one that is left: another load would have another time to end in."""
+    async with fleet(2, base=replace(BASE, cancel_grace_s=WAIT_S), pinned_blocks_max=8) as them:
+        for holder in them.holders:
+            holder.shelf.put(PROMPT, list(range(8)))
+        pull = await them.hold(them.pull(deadline_s=0.2))
+        assert not (await asyncio.wait({pull}, timeout=0.3))[0], "its blocks are not safe"
+        them.reader.transport.perform()
+        report = await pull
+        assert (report.num_tokens, len(them.reader.transport.held)) == (0, 0)
+        assert them.reader.runtime.statistics().prefixes.failed_sources == 1  # type: ignore[union-attr]
+
+
 async def test_what_is_pinned_is_bounded_and_each_block_counts_once() -> None:
     async with fleet(pinned_blocks_max=4) as them:
         (holder,) = them.holders
@@ -373,6 +386,27 @@ async def test_two_sources_for_one_prompt_have_one_outcome(fails: bool) -> None:
         assert await lease is LeaseOutcome.READ
         if not fails:
             assert [one.tokens for one in report.loads] == [3 * TOKENS, ALL_BUT_ONE - 3 * TOKENS]
+
+
+async def test_a_prefix_that_fails_when_its_pull_is_over_is_read_from_nobody() -> None:
+    async with fleet(2, base=replace(BASE, cancel_grace_s=WAIT_S), pinned_blocks_max=8) as them:
+        near, prefill = them.holders
+        near.shelf.put(PROMPT[: 3 * TOKENS], [9, 8, 7])
+        lease = prefill.runtime.serve_blocks(ServeRequest("req", block_ids=list(range(8)), num_tokens=len(PROMPT)))
+        pull = await them.hold(them.pull(peers=[near.address], rest=lease.ticket.to_params(), deadline_s=0.5))
+        held = them.reader.transport.held
+        async with asyncio.timeout(WAIT_S):
+            while them.reader.runtime.statistics().loading.open_loads > 1:  # type: ignore[union-attr]
+                of_rest = [read for read in held if read.peer.startswith("holder-1/")]
+                held.extendleft([held.remove(read) or read for read in of_rest])  # type: ignore[func-returns-value]
+                them.reader.transport.perform(len(of_rest))
+                await asyncio.sleep(0)
+        assert not (await asyncio.wait({pull}, timeout=0.6))[0], "its blocks are not safe"
+        them.reader.transport.perform()
+        with pytest.raises(DeadlineExceeded) as caught:
+            await pull
+        assert (caught.value.request_id, caught.value.quarantine, len(held)) == ("req/prefix", None, 0)
+        await lease.revoke()
 
 
 async def test_a_rest_that_fails_fails_the_pull_once_no_byte_can_land() -> None:

@@ -50,8 +50,8 @@ class _Pull:
     compute_s: float | None = None
 
     def left_s(self) -> float:
-        """Time until its deadline: a moment at least, in which a load finds out that it is over."""
-        return max(self.ends_s - asyncio.get_running_loop().time(), 1e-6)
+        """Time until its deadline, not above 0 once that has passed."""
+        return self.ends_s - asyncio.get_running_loop().time()
 
 
 class Means(NamedTuple):
@@ -116,12 +116,15 @@ class Prefixes:
         return self._report(pull, loads)
 
     async def _pull(self, pull: _Pull) -> list[LoadReport]:
-        """Read the prefix from the best holder, or from the next if one fails."""
+        """Read the prefix from the best holder, or from the next if one fails before the deadline.
+
+        Not after it: a load has `cancel_grace_s` to end in, and a pull has that once.
+        """
         with ExitStack() as kept:
             for spare in pull.search.holders[1:]:
                 kept.enter_context(self._means.keep_while(spare.offer.ticket))
             tried = list[Holder]()
-            while (one := await pull.search.best(tried, pull.answers_end_s)) is not None:
+            while pull.left_s() > 0 and (one := await pull.search.best(tried, pull.answers_end_s)) is not None:
                 tried.append(one)
                 if self._pays(pull, one):
                     tokens = one.offer.num_tokens
@@ -155,6 +158,8 @@ class Prefixes:
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
             report, end = await self._taken(pull, best, prefix), await rest
+            if report is None and pull.left_s() <= 0:
+                await prefix  # raises why it failed: the time to read its blocks from elsewhere is over
             if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
                 rest = self._start_rest(pull, pull.tables)
                 loads.append(rest)
@@ -177,7 +182,7 @@ class Prefixes:
                 request_id=pull.request.request_id + part,
                 ticket=ticket,
                 block_ids=_given(tables),
-                deadline_s=pull.left_s(),
+                deadline_s=max(pull.left_s(), 1e-6),  # a moment at least, in which it finds out that it is over
                 priority=pull.request.priority,
                 after=pull.request.after,
                 **more,

@@ -35,6 +35,7 @@ async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPla
     if tables is None:
         engine.simulation.count("load: no room")
         return
+    naps = engine.naps
     load = SimLoad(offer, engine, tables, others=plan.more)
     engine.own(load)
     engine.loads[load] = None
@@ -50,7 +51,6 @@ async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPla
         await all_over(load.device)
     engine.loads.pop(load)
     if succeeded and plan.use_s:
-        naps = engine.naps
         await engine.simulation.pass_time(plan.use_s)
         for rank in engine.ranks if naps == engine.naps else ():  # else it has lost what it had
             if (
