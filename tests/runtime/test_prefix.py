@@ -268,15 +268,15 @@ async def test_the_rest_comes_from_the_next_source(two: Fleet, late: bool) -> No
 
 async def test_a_pull_that_is_over_reads_from_no_other_source() -> None:
     """Not even from one that is left: another load would have another time to end in."""
-    async with fleet(2, base=replace(BASE, cancel_grace_s=WAIT_S), pinned_blocks_max=8) as them:
+    async with fleet(2, base=replace(BASE, cancel_grace_s=WAIT_S)) as them:
         for holder in them.holders:
-            holder.shelf.put(PROMPT, list(range(8)))
-        pull = await them.hold(them.pull(deadline_s=0.2))
+            holder.shelf.put(PROMPT, range(8))
+        pull = await them.hold(deadline_s=0.2)
         assert not (await asyncio.wait({pull}, timeout=0.3))[0], "its blocks are not safe"
         them.reader.transport.perform()
         report = await pull
         assert (report.num_tokens, len(them.reader.transport.held)) == (0, 0)
-        assert them.reader.runtime.statistics().prefixes.failed_sources == 1  # type: ignore[union-attr]
+        assert known(them.reader.runtime.statistics().prefixes).failed_sources == 1
 
 
 async def test_what_is_pinned_is_bounded_and_each_block_counts_once() -> None:
@@ -389,11 +389,8 @@ async def test_two_sources_for_one_prompt_have_one_outcome(fails: bool) -> None:
 
 
 async def test_a_prefix_that_fails_when_its_pull_is_over_is_read_from_nobody() -> None:
-    async with fleet(2, base=replace(BASE, cancel_grace_s=WAIT_S), pinned_blocks_max=8) as them:
-        near, prefill = them.holders
-        near.shelf.put(PROMPT[: 3 * TOKENS], [9, 8, 7])
-        lease = prefill.runtime.serve_blocks(ServeRequest("req", block_ids=list(range(8)), num_tokens=len(PROMPT)))
-        pull = await them.hold(them.pull(peers=[near.address], rest=lease.ticket.to_params(), deadline_s=0.5))
+    async with two_sources(base=replace(BASE, cancel_grace_s=WAIT_S)) as (them, _, _, lease):
+        pull = await them.hold(deadline_s=0.5)
         held = them.reader.transport.held
         async with asyncio.timeout(WAIT_S):
             while them.reader.runtime.statistics().loading.open_loads > 1:  # type: ignore[union-attr]
