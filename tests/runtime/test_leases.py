@@ -488,6 +488,3 @@ async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only(timed: T
     assert isinstance(answer_to_release(timed, lease, named=False), messages.Released)
     assert lease.state == "read"
     assert answer_to_release(timed, lease, named=False) == messages.NoLease(ended=True)
-
-
-# --- what a cancelled load leaves

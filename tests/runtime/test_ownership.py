@@ -246,33 +246,28 @@ async def at_work(tmp_path: Path, state: RuntimeState) -> AsyncIterator[tuple[Ru
 
 @pytest.mark.parametrize("state", STATES)
 async def test_every_verb_refuses_another_loop_and_takes_nothing(state: RuntimeState, tmp_path: Path) -> None:
+    """A plain call raises there and then, also in a thread without a loop: there may be nobody to await anything."""
     async with at_work(tmp_path, state) as (runtime, lease, load):
 
         async def elsewhere(verb: str) -> None:
             await settle(VERBS[verb](runtime, lease, load))
 
-        for verb in VERBS:
+        for verb, call in VERBS.items():
             with pytest.raises(UsageError, match=r"loop that opened the runtime, and another loop runs here") as caught:
                 await asyncio.to_thread(asyncio.run, elsewhere(verb))
             assert caught.type is UsageError, verb
+            if verb in PLAIN_CALLS:
+                with pytest.raises(UsageError, match="no event loop runs here") as caught:
+                    await asyncio.to_thread(call, runtime, lease, load)
+                assert caught.type is UsageError, verb
 
 
-@pytest.mark.parametrize("state", STATES)
-async def test_every_plain_call_refuses_a_thread_without_a_loop(state: RuntimeState, tmp_path: Path) -> None:
-    """It raises there and then: there may be nobody to await what it would return."""
-    async with at_work(tmp_path, state) as (runtime, lease, load):
-        for verb in PLAIN_CALLS:
-            with pytest.raises(UsageError, match="no event loop runs here") as caught:
-                await asyncio.to_thread(VERBS[verb], runtime, lease, load)
-            assert caught.type is UsageError, verb
-
-
-async def test_what_is_over_may_be_asked_from_any_loop() -> None:
+async def test_what_is_over_may_be_asked_from_any_loop_and_what_was_begun_here_not_entered() -> None:
     """A result is a result: there is nothing to wait for."""
     async with open_pair(BRIEF) as pair:
-        lease = pair.offer([3])
+        lease = pair.offer([3], reader_count=2)
         load = pair.reader.start_load(pair.wanted(lease, [0]))
-        report = await load
+        report, kept = await load, pair.reader.keep_leases(lease.ticket)
 
         async def elsewhere() -> None:
             assert await load is report
@@ -280,22 +275,10 @@ async def test_what_is_over_may_be_asked_from_any_loop() -> None:
             await load.settled()
             assert (pair.reader.state, pair.reader.quarantines) == (RuntimeState.OPEN, ())
             assert pair.reader.statistics().loading is not None
-
-        await asyncio.to_thread(asyncio.run, elsewhere())
-
-
-async def test_leases_are_kept_on_their_loop_only() -> None:
-    """What was begun here and is entered elsewhere, too."""
-    async with open_pair(BRIEF) as pair:
-        lease = pair.offer([3])
-        kept = pair.reader.keep_leases(lease.ticket)
-
-        async def elsewhere() -> None:
-            with kept:
+            with pytest.raises(UsageError, match="another loop runs here"), kept:
                 raise AssertionError("it was entered")
 
-        with pytest.raises(UsageError, match="another loop runs here"):
-            await asyncio.to_thread(asyncio.run, elsewhere())
+        await asyncio.to_thread(asyncio.run, elsewhere())
         lease.revoke()
 
 
@@ -346,6 +329,7 @@ def test_closing_on_another_loop_when_its_own_is_gone() -> None:
 
 
 async def test_a_load_is_a_handle(pair: EnginePair) -> None:
+    """One that is refused is over at once, as is one that is cancelled before its first step."""
     load = pair.reader.start_load(load_request(pair.offer([3, 4]), [0, 1]))
     assert (load.request_id, load.block_ids, load.done, load.safe) == ("req", (0, 1), False, False)
     report = await load
@@ -355,19 +339,13 @@ async def test_a_load_is_a_handle(pair: EnginePair) -> None:
     await load.settled()
     load.cancel()
     pair.assert_loaded([0, 1], [3, 4])
-
-
-async def test_a_refused_load_is_over_at_once(pair: EnginePair) -> None:
-    load = pair.reader.start_load(LoadRequest("req", {}, [0]))
-    assert (load.done, load.safe, load.block_ids) == (True, True, ())
-    await load.settled()
+    refused = pair.reader.start_load(LoadRequest("req", {}, [0]))
+    assert (refused.done, refused.safe, refused.block_ids) == (True, True, ())
+    await refused.settled()
     for _ in range(2):
         with pytest.raises(KVFlowError, match="ticket"):
-            await load
-
-
-async def test_a_load_that_is_cancelled_before_its_first_step_is_over(pair: EnginePair) -> None:
-    load = pair.reader.start_load(load_request(pair.offer([3])))
+            await refused
+    load = pair.reader.start_load(load_request(pair.offer([5], "cancelled")))
     load.cancel()
     await load.settled()
     assert load.safe

@@ -62,6 +62,15 @@ def offer(pair: Any, **more: Any) -> Lease:
     return lease
 
 
+def ask(pair: InprocPair, reader: str = "r/0.0.0#1", request_id: str = "x", wait_s: float = 9.0) -> Any:
+    """What the producer answers to a question for an offer, or a future of that."""
+    cache = cache_of(pair.producer.runtime)
+    target = cache.local.caller.target
+    return cache.serving.news.answer(
+        messages.OfferRequest(reader=reader, target=target, request_id=request_id, wait_s=wait_s)
+    )
+
+
 def assert_nothing_left(pair: InprocPair) -> None:
     for engine in (pair.producer, pair.consumer):
         assert_quiet(engine.runtime.statistics())
@@ -89,34 +98,34 @@ async def test_either_leg_may_come_first(first: str, grows: bool, staging: str) 
             lease.advance(9)
             await asyncio.sleep(0.1)
             lease.complete(b"token")
+        opened_s = asyncio.get_running_loop().time()
         report = await load
+        assert grows or asyncio.get_running_loop().time() - opened_s < 0.001, "it is known at once"
         assert (report.tokens, report.payload) == (16, b"token" if grows else b"")
         pair.assert_loaded(TAKEN, BLOCKS)
         assert await lease is LeaseOutcome.READ
         assert_nothing_left(pair)
 
 
+@each(
+    ("blocks", "offered", "tokens"),
+    [([7, 6], {}, 8), ([], {}, 0), (TAKEN, {"block_ids": [], "num_tokens": 3}, 0)],  # cached, a full hit, and nothing
+)
+@each("late", [False, True])
 @in_virtual_time
-async def test_it_is_known_at_once_when_the_lease_is_opened() -> None:
+async def test_as_much_is_read_as_is_offered_and_not_cached(
+    blocks: list[int], offered: dict[str, Any], tokens: int, late: bool
+) -> None:
     async with pair_of() as pair:
-        load = start(pair, rendezvous(pair))
-        await asyncio.sleep(1.2345)
-        offer(pair)
-        opened_s = asyncio.get_running_loop().time()
-        await load
-        assert asyncio.get_running_loop().time() - opened_s < 0.001
-
-
-@in_virtual_time
-async def test_a_cached_prefix_and_a_full_hit() -> None:
-    async with pair_of() as pair:
-        for blocks, tokens in (([7, 6], 8), ([], 0)):
-            load = start(pair, rendezvous(pair, f"of {tokens}"), block_ids=blocks)
+        lease, ticket = None if late else offer(pair, **offered), rendezvous(pair)
+        load = start(pair, ticket, block_ids=blocks)
+        if lease is None:
             await asyncio.sleep(1.0)
-            lease = offer(pair, request_id=f"of {tokens}")
-            assert (await load).tokens == tokens
-            assert await lease is LeaseOutcome.READ
-        pair.assert_loaded([7, 6], BLOCKS[2:])
+            lease = offer(pair, **offered)
+        report = await load
+        assert (report.tokens, report.blocks) == (tokens, tokens // 4)
+        pair.assert_loaded(blocks[: tokens // 4], BLOCKS[len(BLOCKS) - tokens // 4 :])
+        assert await lease is LeaseOutcome.READ
         assert_nothing_left(pair)
 
 
@@ -135,21 +144,6 @@ async def test_a_payload_without_blocks() -> None:
             assert (await load).payload == b"token"
             assert await lease is LeaseOutcome.READ
         assert_nothing_left(pair)
-
-
-@each("late", [False, True])
-@in_virtual_time
-async def test_an_offer_of_nothing(late: bool) -> None:
-    async with pair_of() as pair:
-        ticket = rendezvous(pair)
-        if late:
-            offer(pair, block_ids=[], num_tokens=3)
-        load = start(pair, ticket)
-        if not late:
-            await asyncio.sleep(1.0)
-            offer(pair, block_ids=[], num_tokens=3)
-        report = await load
-        assert (report.tokens, report.blocks) == (0, 0)
 
 
 @in_virtual_time
@@ -201,47 +195,36 @@ async def test_a_producer_that_declines() -> None:
 
 
 @each("grows", [False, True])
-@each("expected", [12, 16])
-@in_virtual_time
-async def test_an_offer_of_another_length(grows: bool, expected: int) -> None:
-    """The reader has made room before it could know: what does not fit that is found out before a byte lands."""
-    async with pair_of() as pair:
-        load = start(pair, rendezvous(pair), num_tokens=expected)
-        lease = offer(pair, computed_tokens=16 if grows else None)
-        if expected == 16:
-            assert (await load).tokens == 16
-            return
-        with pytest.raises(PromptMismatch, match=rf"'local': {expected} tokens are expected, 'producer' .* offers 16"):
-            await load
-        assert landed(pair) == []
-        with pytest.raises(PromptMismatch):
-            await pair.consumer.runtime.load_blocks(LoadRequest("late", lease.ticket, TAKEN, num_tokens=expected))
-        await lease.revoke()
-
-
 @each(
     ("prompt", "blocks", "expected", "problem"),
     [
         # 16 tokens are offered, in four blocks of 4: the blocks that are given end with the prompt.
+        (None, TAKEN, 16, ""),
         (16, TAKEN, None, ""),
         (18, TAKEN[:3], 16, ""),
+        (None, TAKEN, 12, "12 tokens are expected, 'producer' .* offers 16"),
         (13, TAKEN[:2], None, "its prompt has 13 tokens, .* offers 16"),
         (18, TAKEN[:3], None, "3 local blocks of 4 tokens end a prompt of 18 tokens, 'producer' at .* offers 16"),
         (18, TAKEN[:3], 18, "18 tokens are expected, .* offers 16"),
     ],
 )
 @in_virtual_time
-async def test_an_offer_that_ends_in_another_block(
-    prompt: int, blocks: list[int], expected: int | None, problem: str
+async def test_an_offer_of_another_length(
+    grows: bool, prompt: int | None, blocks: list[int], expected: int | None, problem: str
 ) -> None:
-    """Of the last blocks of a longer prompt each would get the tokens of another one."""
+    """The reader has made room before it could know: what does not fit that is found out before a byte lands.
+
+    Of the last blocks of a longer prompt each would get the tokens of another one.
+    """
     async with pair_of() as pair:
-        given = range(100, 100 + prompt)
-        load = start(pair, rendezvous(pair), block_ids=blocks, prompt=given, num_tokens=expected)
-        lease = offer(pair)  # whose engine does not say which prompt it is of
+        given = {"block_ids": blocks, "prompt": prompt and range(100, 100 + prompt), "num_tokens": expected}
+        load = start(pair, rendezvous(pair), **given)
+        lease = offer(pair, computed_tokens=16 if grows else None)  # whose engine does not say which prompt it is of
         if problem:
-            with pytest.raises(PromptMismatch, match=f"^request 'local': .*{problem}"):
-                await load
+            by_ticket = [] if prompt else [start(pair, lease.ticket.to_params(), **given)]
+            for one in load, *by_ticket:
+                with pytest.raises(PromptMismatch, match=f"^request 'local': .*{problem}"):
+                    await one
             assert landed(pair) == []
             lease.revoke()
         else:
@@ -319,24 +302,32 @@ async def test_a_load_that_is_cancelled_leaves_the_request_to_the_next() -> None
         assert_nothing_left(pair)
 
 
+@each("late", [False, True])
 @in_virtual_time
-async def test_giving_up_and_keeping() -> None:
+async def test_an_offer_is_kept_for_its_reader_whenever_it_comes(late: bool) -> None:
+    """A request waits for blocks, and so does its prompt at the other engine: for longer than a load may take."""
     async with pair_of() as pair:
-        reader, ticket = pair.consumer.runtime, rendezvous(pair)
-        assert not await reader.release_blocks(rendezvous(pair, "never", ttl_s=0.1))
-        lease = offer(pair)
-        assert await reader.release_blocks(ticket)
-        assert await lease is LeaseOutcome.READ
-        with reader.keep_leases(ticket):
-            await asyncio.sleep(0.5)
-        ticket = rendezvous(pair, "kept")
-        with reader.keep_leases(ticket):
-            await asyncio.sleep(0.5)
-            lease = pair.producer.runtime.serve_blocks(ServeRequest("kept", BLOCKS, num_tokens=16, ttl_s=0.3))
+        ticket = rendezvous(pair, ttl_s=100.0)
+        with pair.consumer.runtime.keep_leases(ticket):
+            await asyncio.sleep(CONFIG.load_deadline_s + 20.0 if late else 0.5)
+            lease = offer(pair, ttl_s=0.3)
             await asyncio.sleep(3.0)
             assert not lease.done
         await start(pair, ticket)
-        await lease
+        assert await lease is LeaseOutcome.READ
+        with pair.consumer.runtime.keep_leases(ticket):
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(12.0)
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_what_is_given_back_need_not_have_been_offered() -> None:
+    async with pair_of() as pair:
+        assert not await pair.consumer.runtime.release_blocks(rendezvous(pair, "never", ttl_s=0.1))
+        lease = offer(pair)
+        assert await pair.consumer.runtime.release_blocks(rendezvous(pair))
+        assert await lease is LeaseOutcome.READ
         assert_nothing_left(pair)
 
 
@@ -359,20 +350,6 @@ async def test_an_offer_that_comes_after_its_reader_has_gone_is_given_back() -> 
         assert_nothing_left(pair)
 
 
-@in_virtual_time
-async def test_an_offer_that_comes_late_is_kept() -> None:
-    """A request waits for blocks, and so does its prompt at the other engine: for longer than a load may take."""
-    async with pair_of() as pair:
-        ticket = rendezvous(pair, ttl_s=100.0)
-        with pair.consumer.runtime.keep_leases(ticket):
-            await asyncio.sleep(CONFIG.load_deadline_s + 20.0)
-            lease = offer(pair, ttl_s=0.3)
-            await asyncio.sleep(3.0)
-            assert not lease.done
-            await start(pair, ticket)
-        assert await lease is LeaseOutcome.READ
-
-
 @each("closes", ["producer", "consumer"])
 @in_virtual_time
 async def test_giving_up_what_is_not_offered_ends_with_either_engine(closes: str) -> None:
@@ -393,20 +370,12 @@ async def test_questions_of_strangers_keep_no_honest_one_from_its_answer(monkeyp
     for name, most in (("WAITING_MAX", 8), ("OF_REQUEST_MAX", 2), ("OF_READER_MAX", 4)):
         monkeypatch.setattr(waiting_questions, name, most)
     async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=world) as pair:
-        news = cache_of(pair.producer.runtime).serving.news
-        local = cache_of(pair.producer.runtime).local
-
-        def ask(reader: str, request_id: str) -> Any:
-            target = local.caller.target
-            question = messages.OfferRequest(reader=reader, target=target, request_id=request_id, wait_s=9.0)
-            return news.answer(question)
-
-        waits = [isinstance(ask("evil/0.0.0#1", f"x{at}"), asyncio.Future) for at in range(6)]
+        waits = [isinstance(ask(pair, "evil/0.0.0#1", f"x{at}"), asyncio.Future) for at in range(6)]
         assert waits == [True] * 4 + [False] * 2, "of one reader"
-        assert [isinstance(ask("other/0.0.0#1", "x0"), asyncio.Future) for _ in range(3)] == [True, False, False]
+        assert [isinstance(ask(pair, "other/0.0.0#1", "x0"), asyncio.Future) for _ in range(3)] == [True, False, False]
         for at in range(20):
-            ask(f"evil{at}/0.0.0#1", f"y{at}")
-        assert news.waiting == 8
+            ask(pair, f"evil{at}/0.0.0#1", f"y{at}")
+        assert cache_of(pair.producer.runtime).serving.news.waiting == 8
         load = start(pair, rendezvous(pair))
         await asyncio.sleep(1.0)
         lease = offer(pair)
@@ -419,22 +388,14 @@ async def test_questions_of_strangers_keep_no_honest_one_from_its_answer(monkeyp
 @in_virtual_time
 async def test_how_long_a_question_waits() -> None:
     async with pair_of() as pair:
-        cache = cache_of(pair.producer.runtime)
-
-        def ask(wait_s: float, request_id: str = "x") -> Any:
-            target = cache.local.caller.target
-            return cache.serving.news.answer(
-                messages.OfferRequest(reader="r/0.0.0#1", target=target, request_id=request_id, wait_s=wait_s)
-            )
-
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        short, long = ask(1.0), ask(99.0)
+        short, long = ask(pair, wait_s=1.0), ask(pair, wait_s=99.0)
         assert await short == messages.NoLease(ended=False)
         assert loop.time() - begun_s == pytest.approx(1.0)
         assert await long == messages.NoLease(ended=False)
         assert loop.time() - begun_s == pytest.approx(10.0)
-        assert ask(0.0) == messages.NoLease(ended=False)
+        assert ask(pair, wait_s=0.0) == messages.NoLease(ended=False)
 
 
 @in_virtual_time

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,24 +42,42 @@ from tests.support.storing import StoringEngine, storing
 from tests.support.tests_support import PATIENT, WAIT_S, limited, small_cache, until
 
 ENTRY_BYTES = 4096 + 3 * 2 * 2 * 256  # a header, three blocks of two layers' K and V
+SLICED = limited(PATIENT, slice_bytes_max=700, slice_descriptors_max=2).limits
 BOTH = pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[StoringEngine]:
+    async with storing(tmp_path) as engine:
+        yield engine
+
+
+def failing(number: int) -> Callable[..., Any]:
+    """A call of the system that fails."""
+
+    def fail(*_: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 # --- what was saved comes back
 
 
 @BOTH
-@pytest.mark.parametrize("order", ["HND", "NHD"])
-async def test_what_was_saved_comes_back(tmp_path: Path, transport: str, order: str) -> None:
-    size = CacheSize(layers=3, num_blocks=12, order=order)
-    async with storing(tmp_path, transport=transport, size=size) as engine:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"size": CacheSize(layers=3, num_blocks=12, order="NHD")}, {"limits": SLICED}, {"staging": "always"}],
+    ids=["HND", "NHD", "in slices", "staged, whose own memory is saved"],
+)
+async def test_what_was_saved_comes_back(tmp_path: Path, transport: str, changes: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"size": CacheSize(layers=3, num_blocks=12)} | changes
+    async with storing(tmp_path, transport=transport, **given) as engine:
         saved, others = engine.bytes_of([7, 1, 2]), engine.bytes_of([0, 3, 4, 6, 8, 9])
         report = await engine.save("a", [7, 1, 2])
         assert (report.blocks, report.tokens, report.evicted) == (3, 12, 0)
         assert [path.stat().st_size for path in engine.files] == [report.bytes]
-        assert engine.runtime.is_stored("a")
-        assert engine.runtime.is_stored(b"a")
-        assert not engine.runtime.is_stored("b")
+        assert [engine.runtime.is_stored(key) for key in ("a", b"a", "b")] == [True, True, False]
         engine.fill([7, 1, 2], 0)
         back = await engine.restore("a", [11, 5, 10])
         assert (back.bytes, back.blocks, back.tokens) == (3 * 3 * 2 * 256, 3, 12)
@@ -66,16 +85,6 @@ async def test_what_was_saved_comes_back(tmp_path: Path, transport: str, order: 
         engine.assert_equal([11, 5, 10], saved)
         engine.assert_equal([0, 3, 4, 6, 8, 9], others)
         await engine.quiet()
-
-
-@BOTH
-async def test_slices_move_all_of_a_cache_that_is_larger_than_one(tmp_path: Path, transport: str) -> None:
-    limits = limited(PATIENT, slice_bytes_max=700, slice_descriptors_max=2).limits
-    async with storing(tmp_path, transport=transport, limits=limits) as engine:
-        ids, others = [0, 2, 4, 6, 8, 1], [9, 10, 11, 12, 13, 14]
-        await engine.save("a", ids)
-        await engine.restore("a", others)
-        engine.assert_equal(others, engine.bytes_of(ids))
 
 
 def groups() -> list[CacheGroup]:
@@ -111,17 +120,14 @@ async def test_groups_windows_and_state_come_back(tmp_path: Path) -> None:
             await runtime.restore_blocks(RestoreRequest("r", b"k", [[5, 6, 7], [0], [1]], 11))
 
 
-async def test_a_staged_cache_is_saved_from_its_own_memory(tmp_path: Path) -> None:
-    async with storing(tmp_path, staging="always") as engine:
-        await engine.save("a")
-        await engine.restore("a")
-        engine.assert_equal([4, 5, 6], engine.bytes_of([1, 2, 3]))
-
-
 async def test_the_next_runtime_finds_it_and_one_with_another_cache_does_not(tmp_path: Path) -> None:
+    """Also what could not be read: it is tried again."""
     async with storing(tmp_path) as engine:
         expected = engine.bytes_of([1, 2, 3])
         await engine.save("a")
+        engine.mover.errors = [MoveFailed("no answer from the server")]
+        with pytest.raises(StorageFailed):
+            await engine.restore("a")
     async with storing(tmp_path, size=CacheSize(order="NHD")) as other:
         with pytest.raises(NotStored):
             await other.restore("a")
@@ -131,24 +137,19 @@ async def test_the_next_runtime_finds_it_and_one_with_another_cache_does_not(tmp
         engine.assert_equal([30, 31, 29], expected)
 
 
-async def test_a_key_that_is_saved_again_has_the_new_blocks(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        await engine.save("a", [1, 2, 3])
-        await engine.save("a", [7, 8])
-        await engine.restore("a", [10, 11])
-        engine.assert_equal([10, 11], engine.bytes_of([7, 8]))
-        await until(lambda: len(engine.files) == 1)
-        assert engine.store.bytes == engine.files[0].stat().st_size
-
-
-async def test_saves_of_one_key_at_once_leave_one_entry(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        await asyncio.gather(*(engine.save("a", [at, at + 1]) for at in range(6)))
-        await engine.restore("a", [14, 15])
-        found = engine.bytes_of([14, 15])
-        assert any(all(map(torch.equal, found, engine.bytes_of([at, at + 1]))) for at in range(6))
-        await until(lambda: len(engine.files) == 1)
-        assert (engine.store.entries, engine.store.saved) == (1, 6)
+async def test_saves_of_one_key_leave_one_entry(engine: StoringEngine) -> None:
+    """At once, and one after the other: then it has the new blocks."""
+    await asyncio.gather(*(engine.save("a", [at, at + 1]) for at in range(6)))
+    await engine.restore("a", [14, 15])
+    found = engine.bytes_of([14, 15])
+    assert any(all(map(torch.equal, found, engine.bytes_of([at, at + 1]))) for at in range(6))
+    for ids in [1, 2, 3], [7, 8]:
+        await engine.save("a", ids)
+    await engine.restore("a", [10, 11])
+    engine.assert_equal([10, 11], engine.bytes_of([7, 8]))
+    await until(lambda: len(engine.files) == 1)
+    assert (engine.store.entries, engine.store.saved) == (1, 8)
+    assert engine.store.bytes == engine.files[0].stat().st_size
 
 
 # --- what is damaged
@@ -202,18 +203,6 @@ async def damaged(engine: StoringEngine, how: str) -> None:
     await engine.quiet()
 
 
-async def test_a_file_of_another_key_is_not_taken_for_it(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        await engine.save("a")
-        (a,) = engine.files
-        await engine.save("b", [7, 8, 9])
-        (b,) = set(engine.files) - {a}
-        shutil.copyfile(b, a)
-        with pytest.raises(EntryDamaged, match="of another cache, or of another key"):
-            await engine.restore("a")
-        await engine.restore("b")
-
-
 def link(path: Path) -> None:
     path.symlink_to(shutil.move(path, path.with_name("elsewhere")))
 
@@ -232,59 +221,78 @@ def replace_by(make: Callable[[Path], None]) -> Callable[[Path], None]:
     return change
 
 
+def another_key(path: Path) -> None:
+    (other,) = (one for one in path.parent.iterdir() if one.name not in (path.name, "lock"))
+    shutil.copyfile(other, path)
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (replace_by(os.mkfifo), "prw-"),
-        (replace_by(Path.mkdir), "drwx"),
-        (listen, "No such device or address"),
-        (link, "Too many levels of symbolic links"),
+        (replace_by(os.mkfifo), "it is no regular file: prw-"),
+        (replace_by(Path.mkdir), "it is no regular file: drwx"),
+        (listen, "it is no regular file: No such device or address"),
+        (link, "it is no regular file: Too many levels of symbolic links"),
+        (another_key, "of another cache, or of another key"),
     ],
-    ids=["FIFO", "folder", "socket", "link"],
+    ids=["FIFO", "folder", "socket", "link", "of another key"],
 )
-async def test_only_regular_files_are_read(tmp_path: Path, change: Callable[[Path], None], found: str) -> None:
-    async with storing(tmp_path) as engine:
-        await engine.save("a")
-        (path,) = engine.files
-        change(path)
-        async with asyncio.timeout(WAIT_S):
-            with pytest.raises(EntryDamaged, match=f"it is no regular file: {found}"):
-                await engine.restore("a")
-        with pytest.raises(NotStored):
+async def test_only_regular_files_are_read_and_none_of_another_key(
+    engine: StoringEngine, change: Callable[[Path], None], found: str
+) -> None:
+    await engine.save("a")
+    (path,) = engine.files
+    await engine.save("b", [7, 8, 9])
+    change(path)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(EntryDamaged, match=found):
             await engine.restore("a")
-        await engine.save("a")
+    with pytest.raises(NotStored):
         await engine.restore("a")
-        await engine.quiet()
-        there = {item.name: item for item in path.parent.iterdir()}
+    await engine.restore("b")
+    await engine.save("a")
+    await engine.restore("a")
+    await engine.quiet()
+    there = {item.name: item for item in path.parent.iterdir()}
     assert path.name not in there or path.is_dir(), "it was removed"
     assert change is not link or there["elsewhere"].stat().st_size == ENTRY_BYTES, "not what it points to"
 
 
-async def test_a_lock_that_is_a_link_is_refused_and_a_folder_that_is_one_is_followed(tmp_path: Path) -> None:
-    real, other = tmp_path / "real", tmp_path / "other"
+async def test_a_folder_has_one_owner_and_is_one(tmp_path: Path) -> None:
+    """It may be named by a link; its lock may not be one."""
+    real, other, file = tmp_path / "real", tmp_path / "other", tmp_path / "file"
     real.mkdir()
+    file.write_text("")
     (tmp_path / "named").symlink_to(real)
+
+    async def refused(folder: Path, match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            async with storing(folder):
+                pass
+
     async with storing(tmp_path / "named") as engine:
         await engine.save("a")
-    async with storing(real) as engine:
-        await engine.restore("a")
-    (lock,) = real.rglob("lock")
-    lock.unlink()
-    lock.symlink_to(other)
-    with pytest.raises(ConfigError, match="Too many levels of symbolic links"):
-        async with storing(real):
+        await refused(real, r"store_dir: .* is in use by another runtime")
+        async with storing(real, tp_rank=1, tp_size=2):
             pass
+        await engine.runtime.unregister()
+        async with storing(real) as engine:
+            await engine.restore("a")
+    await refused(file, r"store_dir: .* cannot be used")
+    for lock in real.rglob("lock"):
+        lock.unlink()
+        lock.symlink_to(other)
+    await refused(real, "Too many levels of symbolic links")
     assert not other.exists()
 
 
-async def test_a_file_that_somebody_has_removed_is_not_stored(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        await engine.save("a")
-        engine.files[0].unlink()
-        with pytest.raises(NotStored, match="its file was removed"):
-            await engine.restore("a")
-        assert (engine.store.missed, engine.store.bytes, engine.runtime.is_stored("a")) == (1, 0, False)
-        assert engine.store.failed == 0, "it is counted once"
+async def test_a_file_that_somebody_has_removed_is_not_stored(engine: StoringEngine) -> None:
+    await engine.save("a")
+    engine.files[0].unlink()
+    with pytest.raises(NotStored, match="its file was removed"):
+        await engine.restore("a")
+    assert (engine.store.missed, engine.store.bytes, engine.runtime.is_stored("a")) == (1, 0, False)
+    assert engine.store.failed == 0, "it is counted once"
 
 
 async def test_what_a_crash_has_left_is_removed_and_what_is_not_ours_stays(tmp_path: Path) -> None:
@@ -324,17 +332,24 @@ async def test_the_bound_holds_and_who_was_not_used_for_longest_goes(tmp_path: P
         assert engine.runtime.is_stored("a"), "it was used last"
 
 
-async def test_what_is_read_does_not_go(tmp_path: Path) -> None:
+async def test_what_is_read_or_written_does_not_go(tmp_path: Path) -> None:
     async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES) as engine:
         await engine.save("a")
-        await engine.save("b")
         restoring = await engine.held("a")
-        also = await engine.held("b", [7, 8, 9])
+        saving = asyncio.create_task(engine.save("b"))
+        await until(lambda: engine.moves == 2)
         with pytest.raises(StoreFull, match="all entries that are left are being read or written"):
+            await engine.save("c")
+        assert not engine.runtime.is_stored("b"), "it counts, but is not there yet"
+        engine.mover.gate.set()
+        await asyncio.gather(restoring, saving)
+        engine.assert_equal([4, 5, 6], engine.bytes_of([1, 2, 3]))
+        restoring, also = await engine.held("a"), asyncio.create_task(engine.restore("b", [7, 8, 9]))
+        await until(lambda: engine.moves == 2)
+        with pytest.raises(StoreFull):
             await engine.save("c")
         engine.mover.gate.set()
         await asyncio.gather(restoring, also)
-        engine.assert_equal([7, 8, 9], engine.bytes_of([1, 2, 3]))
         await engine.save("c")
         restoring = await engine.held("b")
         saving = asyncio.create_task(engine.save("d"))
@@ -344,46 +359,33 @@ async def test_what_is_read_does_not_go(tmp_path: Path) -> None:
         assert [engine.runtime.is_stored(key) for key in "abcd"] == [False, True, False, True]
 
 
-async def test_what_is_written_counts_from_the_beginning(tmp_path: Path) -> None:
-    async with storing(tmp_path, store_bytes_max=ENTRY_BYTES) as engine:
-        engine.mover.gate.clear()
-        saving = asyncio.create_task(engine.save("a"))
-        await until(lambda: engine.moves)
-        with pytest.raises(StoreFull):
-            await engine.save("b")
-        assert not engine.runtime.is_stored("a")
-        engine.mover.gate.set()
-        await saving
-
-
 # --- the books
 
 
-async def test_blocks_in_use_are_busy(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        await engine.save("a")
-        restoring = await engine.held("a")
-        assert (engine.blocks.in_flight, engine.blocks.free) == (3, 13)
-        for ids in ([6], [5, 6]):
-            with pytest.raises(BlocksBusy, match="being loaded by another request"):
-                await engine.save("b", ids)
-            with pytest.raises(BlocksBusy):
-                await engine.restore("a", [4, 8, 9])
+async def test_blocks_in_use_are_busy(engine: StoringEngine) -> None:
+    await engine.save("a")
+    restoring = await engine.held("a")
+    assert (engine.blocks.in_flight, engine.blocks.free) == (3, 13)
+    for ids in ([6], [5, 6]):
+        with pytest.raises(BlocksBusy, match="being loaded by another request"):
+            await engine.save("b", ids)
         with pytest.raises(BlocksBusy):
-            engine.runtime.serve_blocks(ServeRequest("x", [4], 4))
-        engine.mover.gate.set()
-        await restoring
-        engine.mover.gate.clear()
-        saving = asyncio.create_task(engine.save("b"))
-        await until(lambda: engine.moves)
-        lease = engine.runtime.serve_blocks(ServeRequest("x", [1], 4))
-        assert engine.blocks.leased == 3
-        with pytest.raises(BlocksBusy, match="leased to readers"):
-            await engine.restore("a", [3, 8, 9])
-        engine.mover.gate.set()
-        await saving
-        await lease.revoke()
-        await engine.quiet()
+            await engine.restore("a", [4, 8, 9])
+    with pytest.raises(BlocksBusy):
+        engine.runtime.serve_blocks(ServeRequest("x", [4], 4))
+    engine.mover.gate.set()
+    await restoring
+    engine.mover.gate.clear()
+    saving = asyncio.create_task(engine.save("b"))
+    await until(lambda: engine.moves)
+    lease = engine.runtime.serve_blocks(ServeRequest("x", [1], 4))
+    assert engine.blocks.leased == 3
+    with pytest.raises(BlocksBusy, match="leased to readers"):
+        await engine.restore("a", [3, 8, 9])
+    engine.mover.gate.set()
+    await saving
+    await lease.revoke()
+    await engine.quiet()
 
 
 async def test_moves_take_permits_of_the_queue_that_reads_wait_in(tmp_path: Path) -> None:
@@ -403,50 +405,48 @@ async def test_moves_take_permits_of_the_queue_that_reads_wait_in(tmp_path: Path
 
 
 @pytest.mark.parametrize("moment", ["digests", "moves", "commit"])
-async def test_a_cancelled_save_leaves_nothing_or_an_entry(tmp_path: Path, moment: str) -> None:
-    async with storing(tmp_path) as engine:
-        if moment != "commit":
-            engine.mover.gate.clear()
-        saving = asyncio.create_task(engine.save("a"))
-        reached: dict[str, Callable[[], Any]] = {
-            "digests": lambda: engine.blocks.leased,
-            "moves": lambda: engine.moves,
-            "commit": lambda: not engine.moves and engine.files,
-        }
-        await until(reached[moment])
-        saving.cancel()
-        await asyncio.sleep(0)
-        engine.mover.gate.set()
-        await asyncio.wait([saving])
-        await engine.quiet()
-        assert len(engine.files) == engine.store.entries
-        assert engine.store.bytes == sum(path.stat().st_size for path in engine.files)
-        if moment == "moves":
-            assert saving.cancelled()
-            assert engine.files == []
+async def test_a_cancelled_save_leaves_nothing_or_an_entry(engine: StoringEngine, moment: str) -> None:
+    if moment != "commit":
+        engine.mover.gate.clear()
+    saving = asyncio.create_task(engine.save("a"))
+    reached: dict[str, Callable[[], Any]] = {
+        "digests": lambda: engine.blocks.leased,
+        "moves": lambda: engine.moves,
+        "commit": lambda: not engine.moves and engine.files,
+    }
+    await until(reached[moment])
+    saving.cancel()
+    await asyncio.sleep(0)
+    engine.mover.gate.set()
+    await asyncio.wait([saving])
+    await engine.quiet()
+    assert len(engine.files) == engine.store.entries
+    assert engine.store.bytes == sum(path.stat().st_size for path in engine.files)
+    if moment == "moves":
+        assert saving.cancelled()
+        assert engine.files == []
 
 
-async def test_a_cancelled_restore_waits_for_its_bytes(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        await engine.save("a")
-        restoring = await engine.held("a")
-        restoring.cancel()
-        await asyncio.sleep(0)
-        assert not restoring.done()
-        assert engine.blocks.in_flight == 3
-        engine.mover.gate.set()
-        await asyncio.wait([restoring])
-        assert restoring.cancelled()
-        await engine.quiet()
-        await engine.restore("a")
+async def test_a_cancelled_restore_waits_for_its_bytes(engine: StoringEngine) -> None:
+    await engine.save("a")
+    restoring = await engine.held("a")
+    restoring.cancel()
+    await asyncio.sleep(0)
+    assert not restoring.done()
+    assert engine.blocks.in_flight == 3
+    engine.mover.gate.set()
+    await asyncio.wait([restoring])
+    assert restoring.cancelled()
+    await engine.quiet()
+    await engine.restore("a")
 
 
-@pytest.mark.parametrize("end", ["cancelled", "late"])
+@pytest.mark.parametrize("end", ["cancelled", "late", "failed"])
 async def test_bytes_that_do_not_stop_are_quarantined(tmp_path: Path, end: str) -> None:
     async with storing(tmp_path, cancel_grace_s=0.02) as engine:
         await engine.save("a")
-        restoring = await engine.held("a", deadline_s=None if end == "cancelled" else 0.05)
-        if end == "cancelled":
+        restoring = await engine.held("a", deadline_s=0.05 if end == "late" else None)
+        if end != "late":
             restoring.cancel()
         await asyncio.wait([restoring])
         (held,) = engine.runtime.quarantines
@@ -458,26 +458,31 @@ async def test_bytes_that_do_not_stop_are_quarantined(tmp_path: Path, end: str) 
             assert (error.phase, error.quarantine) == ("move", held)
         with pytest.raises(BlocksBusy, match="quarantined"):
             await engine.save("b", [4])
+        engine.mover.errors = [MoveLost("who knows")] if end == "failed" else []
         engine.mover.gate.set()
         await held.settled()
         assert held.safe
         await engine.quiet()
+        assert engine.runtime.is_stored("a") == (end != "failed"), "a file that cannot be read is set aside"
 
 
-async def test_a_move_that_fails_fails_its_request(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        engine.mover.errors = [TransportError("no space")]
-        with pytest.raises(StorageFailed, match=r"'save a': save in .*: no space") as caught:
-            await engine.save("a")
-        assert caught.value.request_id == "save a"
-        await engine.quiet()
-        assert engine.files == []
+async def test_a_move_that_fails_fails_its_request(engine: StoringEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.mover.errors = [TransportError("no space")]
+    with pytest.raises(StorageFailed, match=r"'save a': save in .*: no space") as caught:
         await engine.save("a")
-        engine.mover.errors = [TransportError("no memory")]
-        with pytest.raises(StorageFailed, match="no memory"):
-            await engine.restore("a")
-        engine.mover.errors = [MoveFailed("a bad sector")]
-        with pytest.raises(StorageFailed, match="a bad sector") as caught:
+    assert caught.value.request_id == "save a"
+    await engine.quiet()
+    assert engine.files == []
+    await engine.save("a")
+    engine.mover.errors = [TransportError("no memory")]
+    with pytest.raises(StorageFailed, match="no memory"):
+        await engine.restore("a")
+    for problem in "a bad sector", "Input/output error":  # in its blocks, or in its header
+        with monkeypatch.context() as patched, pytest.raises(StorageFailed, match=problem) as caught:
+            if problem == "a bad sector":
+                engine.mover.errors = [MoveFailed(problem)]
+            else:
+                patched.setattr(os, "pread", failing(errno.EIO))
             await engine.restore("a")
         assert caught.value.quarantine is None
         await engine.quiet()
@@ -488,8 +493,8 @@ async def test_a_move_that_fails_fails_its_request(tmp_path: Path) -> None:
         await engine.save("a")
         await engine.restore("a")
         await until(lambda: len(engine.files) == 1)
-        store = engine.store
-        assert (store.saved, store.restored, store.missed, store.failed, store.bytes) == (2, 1, 1, 3, ENTRY_BYTES)
+    store = engine.store
+    assert (store.saved, store.restored, store.missed, store.failed, store.bytes) == (3, 2, 2, 4, ENTRY_BYTES)
 
 
 @BOTH
@@ -538,45 +543,6 @@ async def test_what_is_lost_is_stopped_when_nothing_else_is_under_way_and_what_c
         await engine.quiet()
 
 
-async def test_an_entry_whose_read_fails_after_its_restore_has_ended_is_set_aside_too(tmp_path: Path) -> None:
-    async with storing(tmp_path, cancel_grace_s=0.02) as engine:
-        await engine.save("a")
-        restoring = await engine.held("a")
-        restoring.cancel()
-        await asyncio.wait([restoring])
-        (held,) = engine.runtime.quarantines
-        engine.mover.errors = [MoveLost("who knows")]
-        engine.mover.gate.set()
-        await held.settled()
-        await engine.quiet()
-        assert not engine.runtime.is_stored("a")
-
-
-async def test_the_next_runtime_tries_a_file_again_that_could_not_be_read(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        await engine.save("a")
-        engine.mover.errors = [MoveFailed("no answer from the server")]
-        with pytest.raises(StorageFailed):
-            await engine.restore("a")
-    async with storing(tmp_path) as engine:
-        await engine.restore("a")
-
-
-async def test_a_header_that_cannot_be_read_is_as_blocks_that_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: int) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    async with storing(tmp_path) as engine:
-        await engine.save("a")
-        with monkeypatch.context() as patched, pytest.raises(StorageFailed, match="Input/output error"):
-            patched.setattr(os, "pread", fail)
-            await engine.restore("a")
-        with pytest.raises(NotStored):
-            await engine.restore("a")
-
-
 async def test_a_move_that_cannot_be_stopped_keeps_its_blocks_until_the_cache_is_given_back(tmp_path: Path) -> None:
     """As with io_uring."""
     async with storing(tmp_path, cancel_grace_s=0.02) as engine:
@@ -601,11 +567,7 @@ async def test_a_disk_that_is_full_is_told_and_nobody_is_lost(tmp_path: Path, mo
     async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES) as engine:
         await engine.save("a")
         await engine.save("b")
-
-        def full(fd: int, start: int, size: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         with pytest.raises(StorageFailed, match="No space left on device"):
             await engine.save("c")
         await engine.quiet()
@@ -626,9 +588,6 @@ async def test_a_save_that_finds_the_disk_full_leaves_a_newer_entry_of_whom_it_h
         go_on.wait()
         sync(fd)
 
-    def full(fd: int, start: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
-
     async with storing(tmp_path, store_bytes_max=3 * ENTRY_BYTES) as engine:
         await engine.save("a")
         await engine.save("b")
@@ -638,7 +597,7 @@ async def test_a_save_that_finds_the_disk_full_leaves_a_newer_entry_of_whom_it_h
         monkeypatch.setattr(os, "fsync", wait)
         engine.mover.gate.set()
         await until(committing.is_set)
-        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         late = asyncio.create_task(engine.save("c"))  # which "a" has to go for, as it was
         await until(lambda: engine.store.evicted)
         go_on.set()
@@ -762,39 +721,19 @@ async def test_a_bug_that_kills_the_thread_leaves_nobody_waiting(tmp_path: Path)
         await engine.restore("a")
 
 
-async def test_while_it_drains_nothing_is_begun_and_what_was_goes_on(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        await engine.save("a")
-        restoring = await engine.held("a")
-        draining = asyncio.create_task(engine.runtime.drain(60.0))
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeDraining):
-            await engine.save("b")
-        engine.mover.gate.set()
-        assert (await draining).finished
-        await restoring
+async def test_while_it_drains_nothing_is_begun_and_what_was_goes_on(engine: StoringEngine) -> None:
+    await engine.save("a")
+    restoring = await engine.held("a")
+    draining = asyncio.create_task(engine.runtime.drain(60.0))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeDraining):
+        await engine.save("b")
+    engine.mover.gate.set()
+    assert (await draining).finished
+    await restoring
 
 
 # --- who may
-
-
-async def test_a_folder_has_one_owner(tmp_path: Path) -> None:
-    async with storing(tmp_path) as engine:
-        with pytest.raises(ConfigError, match=r"store_dir: .* is in use by another runtime"):
-            async with storing(tmp_path):
-                pass
-        async with storing(tmp_path, tp_rank=1, tp_size=2):
-            pass
-        await engine.runtime.unregister()
-        async with storing(tmp_path):
-            pass
-
-
-async def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"store_dir: .* cannot be used"):
-        async with storing(tmp_path / "file"):
-            pass
 
 
 async def test_without_a_store_there_is_none() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from pairs import cache_of, known
-from tests_support import PATIENT, WAIT_S, Records, in_virtual_time, leases_ended, until
+from tests_support import PATIENT, WAIT_S, Records, in_virtual_time, leases_ended, limited, until
 
 import kvflow
 from kvflow import Attempt, Config, Lease, LoadReport, LoadRequest, ServeRequest, Ticket
+from kvflow.core.policy.ledger import BlockCounts
 from kvflow.errors import (
     BlocksBusy,
     DeadlineExceeded,
@@ -25,20 +26,21 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.load.surviving import LATE_LEAST_S, SOURCES_MAX
 from kvflow.testing import InprocCluster, InprocTransport, TestEngine, assert_loaded, assert_quiet
 from kvflow.transport.base import TransportError
 
 BLOCKS, OURS = [3, 7, 9], [0, 1, 2]
 DEADLINE_S = 5.0
-READ_S = 1e-3
+LONGER: dict[str, Any] = {"block_ids": [*BLOCKS, 1], "num_tokens": 16}
+SLICE_BY_SLICE = limited(PATIENT, slice_bytes_max=1, slices_in_flight_max=1)
 
 
 @dataclass
 class Trio:
     """Two engines that hold the same prompt, by different bytes, and one that loads it."""
 
-    cluster: InprocCluster
     first: TestEngine
     second: TestEngine
     reader: TestEngine
@@ -53,23 +55,50 @@ class Trio:
         """Of whom reads are held, by engine."""
         return [read.peer.split("/")[0] for read in self.transport.held]
 
+    @property
+    def loading(self) -> LoadingStatistics:
+        return known(self.reader.runtime.statistics().loading)
+
+    @property
+    def blocks(self) -> BlockCounts:
+        return known(self.reader.runtime.statistics().blocks)
+
     def offer(self, engine: TestEngine, request_id: str = "req", **options: Any) -> Lease:
-        tokens = len(BLOCKS) * engine.layout.block_size
-        options = {"block_ids": BLOCKS, "num_tokens": tokens, **options}
+        options = {"block_ids": BLOCKS, "num_tokens": len(BLOCKS) * engine.layout.block_size, **options}
         return engine.runtime.serve_blocks(ServeRequest(request_id, **options))
 
     def both(self) -> list[Lease]:
         return [self.offer(self.first), self.offer(self.second)]
 
-    def request(self, leases: Sequence[Lease | Ticket], **options: Any) -> LoadRequest:
-        tickets = [one.ticket if isinstance(one, Lease) else one for one in leases]
-        return LoadRequest("req", [one.to_params() for one in tickets], OURS, **options)
+    async def gone(self) -> Lease:
+        """A lease of the first one that has ended."""
+        lease = self.offer(self.first, "gone")
+        await lease.revoke()
+        return lease
 
-    async def load(self, leases: Sequence[Lease | Ticket], **options: Any) -> LoadReport:
-        return await self.reader.runtime.load_blocks(self.request(leases, **options))
+    def later(self) -> Ticket:
+        """A ticket of the second one for what it has not offered yet."""
+        return Ticket.rendezvous(self.second.runtime.serve_blocks(ServeRequest("hello", [], 0)).ticket, "later")
 
     def start(self, leases: Sequence[Lease | Ticket], **options: Any) -> kvflow.Load:
-        return self.reader.runtime.start_load(self.request(leases, **options))
+        tickets = [one.ticket if isinstance(one, Lease) else one for one in leases]
+        request = LoadRequest("req", [one.to_params() for one in tickets], OURS, **options)
+        return self.reader.runtime.start_load(request)
+
+    async def load(self, leases: Sequence[Lease | Ticket], **options: Any) -> LoadReport:
+        return await self.start(leases, **options)
+
+    async def held(self, leases: Sequence[Lease | Ticket], **options: Any) -> kvflow.Load:
+        """A load whose reads of the first one are held, as all others from here on."""
+        self.transport.faults.hold = True
+        load = self.start(leases, **options)
+        await until(lambda: "first" in self.posted)
+        return load
+
+    def let_go(self) -> None:
+        """Perform what is held, and hold no more."""
+        self.transport.faults.hold = False
+        self.transport.perform()
 
     async def warm(self) -> None:
         """Both are connected, and have a history."""
@@ -78,32 +107,46 @@ class Trio:
             load = self.reader.runtime.start_load(LoadRequest("warm", lease.ticket, [10, 11, 12]))
             self.transport.faults.hold = True
             await until(lambda: self.transport.held)
-            await asyncio.wait([asyncio.create_task(load.settled())], timeout=READ_S)
-            self.transport.faults.hold = False
-            self.transport.perform()
+            await passes(load, 1e-3)
+            self.let_go()
             await load
             await lease
         self.reader.cache.fill()
         self.records.loads.clear()
 
-    def assert_all_of(self, engine: TestEngine) -> None:
-        """Every byte is this engine's, and nothing beside was touched."""
+    def assert_read(self, report: LoadReport, *outcomes: tuple[str, str]) -> None:
+        """So many sources had their turn, and every byte is the last one's; nothing beside was touched."""
+        assert found(report.attempts) == list(outcomes)
+        engine = self.first if outcomes[-1][0] == "first" else self.second
         assert_loaded(self.reader.cache, OURS, engine.cache, BLOCKS)
 
-    def outcomes(self, attempts: Sequence[Attempt]) -> list[tuple[str, str]]:
-        return [(one.engine_id, one.outcome) for one in attempts]
+
+def found(attempts: Sequence[Attempt]) -> list[tuple[str, str]]:
+    return [(one.engine_id, one.outcome) for one in attempts]
+
+
+async def passes(load: kvflow.Load, seconds: float) -> None:
+    """So much time passes, unless the load ends before."""
+    assert load._task is not None
+    await asyncio.wait([load._task], timeout=seconds)
+
+
+async def never(attempts: Sequence[Attempt]) -> None:
+    raise AssertionError(f"asked after {attempts}")
 
 
 @contextlib.asynccontextmanager
-async def trio(config: Config = PATIENT) -> AsyncIterator[Trio]:
+async def trio(config: Config = PATIENT, *, warm: bool = False) -> AsyncIterator[Trio]:
     cluster, base = InprocCluster(), replace(config, load_deadline_s=DEADLINE_S)
     async with (
         cluster.engine("first", config=base) as first,
         cluster.engine("second", config=base) as second,
         cluster.engine("reader", config=base) as reader,
     ):
-        made = Trio(cluster, first, second, reader)
+        made = Trio(first, second, reader)
         with reader.runtime.observed_by(made.records):
+            if warm:
+                await made.warm()
             yield made
         for engine in (first, second, reader):
             cache = engine.runtime._supervisor.cache
@@ -113,46 +156,53 @@ async def trio(config: Config = PATIENT) -> AsyncIterator[Trio]:
                 assert_quiet(engine.runtime.statistics())
 
 
+# --- who is read next
+
+
 @in_virtual_time
 async def test_the_first_gives_all_and_the_other_lease_is_given_back() -> None:
+    """Of one ticket it is an ordinary load."""
     async with trio() as made:
         leases = made.both()
         report = await made.load(leases)
-        made.assert_all_of(made.first)
-        assert made.outcomes(report.attempts) == [("first", "loaded")]
+        made.assert_read(report, ("first", "loaded"))
         assert report.attempts[0].bytes == report.bytes
         assert [str(await lease) for lease in leases] == ["read", "read"]
-        assert known(made.reader.runtime.statistics().loading).sources_left == 0
+        assert made.loading.sources_left == 0
+        assert (await made.load([made.offer(made.first)])).attempts == ()
+        assert made.records.loads[1].attempts == ()
 
 
+@pytest.mark.parametrize("how", ["another ticket", "a rendezvous", "brought"])
 @in_virtual_time
-async def test_one_ticket_is_an_ordinary_load() -> None:
+async def test_who_has_ended_is_followed_by_the_next(how: str) -> None:
     async with trio() as made:
-        lease = made.offer(made.first)
-        assert (await made.load([lease])).attempts == ()
-        assert made.records.loads[0].attempts == ()
+        heard, tickets = list[list[tuple[str, str]]](), list[Lease | Ticket]([await made.gone()])
 
+        async def again(attempts: Sequence[Attempt]) -> Any:
+            heard.append(found(attempts))
+            return made.offer(made.second).ticket.to_params()
 
-@in_virtual_time
-async def test_who_has_ended_is_followed_by_the_next() -> None:
-    async with trio() as made:
-        leases = made.both()
-        await leases[0].revoke()
-        report = await made.load(leases)
-        made.assert_all_of(made.second)
-        assert made.outcomes(report.attempts) == [("first", "LeaseExpired"), ("second", "loaded")]
+        if how != "brought":
+            tickets.append(made.later() if how == "a rendezvous" else made.offer(made.second))
+        load = made.start(tickets, again=again)
+        if how == "a rendezvous":
+            await passes(load, 0.5)
+            made.offer(made.second, "later")
+        report = await load
+        made.assert_read(report, ("first", "LeaseExpired"), ("second", "loaded"))
+        assert heard == ([[("first", "LeaseExpired")]] if how == "brought" else [])
         (record,) = made.records.loads
         assert (record.outcome, record.peer_engine_id) == ("loaded", "second")
         assert tuple(record.attempts) == tuple(report.attempts)
         assert sum(record.seconds.values()) == pytest.approx(report.total_s)
-        assert known(made.reader.runtime.statistics().loading).sources_left == 1
+        assert made.loading.sources_left == 1
 
 
 @in_virtual_time
 async def test_blocks_stay_claimed_from_source_to_source() -> None:
     """A failing read of the first, while others try to get the blocks in every turn of the loop."""
-    async with trio() as made:
-        await made.warm()
+    async with trio(warm=True) as made:
         made.transport.faults.fail_next.append(TransportError("scripted"))
         load = made.start(made.both())
         refused = 0
@@ -164,405 +214,39 @@ async def test_blocks_stay_claimed_from_source_to_source() -> None:
                 refused += 1
         report = await load
         assert refused > 2
-        made.assert_all_of(made.second)
-        assert made.outcomes(report.attempts) == [("first", "TransferFailed"), ("second", "loaded")]
+        made.assert_read(report, ("first", "TransferFailed"), ("second", "loaded"))
         assert "scripted" in report.attempts[0].error
 
 
 @in_virtual_time
-async def test_who_is_late_is_left_once_nothing_of_it_can_land() -> None:
-    async with trio() as made:
-        await made.warm()
-        loop, leases = asyncio.get_running_loop(), made.both()
-        made.transport.faults.hold = True
-        begun_s, load = loop.time(), made.start(leases)
-        await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0))])
-        await until(lambda: made.posted == ["first"])
-        await asyncio.wait([load._task], timeout=LATE_LEAST_S * 3)  # type: ignore[list-item]
-        assert made.posted == ["first"], "the second one is not read into the same blocks yet"
-        made.transport.perform(1)  # what was asked of the first lands after all
-        await until(lambda: made.posted == ["second"])
-        made.transport.faults.hold = False
-        made.transport.perform()
-        report = await load
-        made.assert_all_of(made.second)
-        assert made.outcomes(report.attempts) == [("first", "late"), ("second", "loaded")]
-        assert "no read of it has ended for" in report.attempts[0].error
-        assert LATE_LEAST_S < report.attempts[0].seconds <= loop.time() - begun_s
-        assert [str(await lease) for lease in leases] == ["read", "read"], "the late one is told, too"
-        peers = {one.engine_id: one.failures for one in made.reader.runtime.statistics().peers}
-        assert peers == {"first": 1, "second": 0}
-
-
-@in_virtual_time
-async def test_who_is_late_holds_nothing_where_its_reads_can_be_given_up() -> None:
-    async with trio(replace(PATIENT, cancel_grace_s=0.1)) as made:
-        await made.warm()
-        made.transport.faults.hold = made.transport.faults.gives_up = True
-        load = made.start(made.both())
-        await asyncio.wait([load._task], timeout=LATE_LEAST_S * 3)  # type: ignore[list-item]
-        assert made.posted == ["second"]
-        made.transport.faults.hold = False
-        made.transport.perform()
-        report = await load
-        made.assert_all_of(made.second)
-        assert made.outcomes(report.attempts) == [("first", "late"), ("second", "loaded")]
-        assert "no read of it has ended for" in report.attempts[0].error
-
-
-@in_virtual_time
-async def test_a_source_that_never_settles_ends_the_load_at_its_deadline_with_its_quarantine() -> None:
-    async with trio(replace(PATIENT, cancel_grace_s=0.1)) as made:
-        await made.warm()
-        made.transport.faults.hold = True
-        begun_s, load = asyncio.get_running_loop().time(), made.start(made.both())
-        with pytest.raises(DeadlineExceeded) as caught:
-            await load
-        assert asyncio.get_running_loop().time() - begun_s == pytest.approx(DEADLINE_S, abs=0.2)
-        assert caught.value.quarantine is load
-        assert made.posted == ["first"]
-        (record,) = made.records.loads
-        assert made.outcomes(record.attempts) == [("first", "ended")]
-        assert known(made.reader.runtime.statistics().blocks).quarantined == len(OURS)
-        made.transport.faults.hold = False
-        made.transport.perform()
-        await load.settled()
-        assert known(made.reader.runtime.statistics().blocks).free == 16
-
-
-@in_virtual_time
-async def test_the_last_source_is_never_late() -> None:
-    """Nor one that has only `again` behind it."""
-    async with trio() as made:
-        await made.warm()
-        made.transport.faults.hold = True
-        load = made.start([made.offer(made.first)], again=never, deadline_s=LATE_LEAST_S * 4)
-        with pytest.raises(DeadlineExceeded):
-            await asyncio.wait([load._task], timeout=LATE_LEAST_S * 4)  # type: ignore[list-item]
-            made.transport.faults.hold = False
-            made.transport.perform()
-            await load
-
-
-async def never(attempts: Sequence[Attempt]) -> None:
-    raise AssertionError(f"asked after {attempts}")
-
-
-@in_virtual_time
-async def test_progress_keeps_a_source() -> None:
-    """Reads that end one after the other, each sooner than it would be late: the whole load takes much longer."""
-    config = replace(PATIENT, limits=replace(PATIENT.limits, slice_bytes_max=1, slices_in_flight_max=1))
-    async with trio(config) as made:
-        await made.warm()
-        made.transport.faults.hold = True
-        load = made.start(made.both())
-        for _ in range(len(BLOCKS)):
-            await until(lambda: made.transport.held)
-            await asyncio.wait([load._task], timeout=LATE_LEAST_S * 0.8)  # type: ignore[list-item]
-            made.transport.perform()
-        made.transport.faults.hold = False
-        report = await load
-        assert report.total_s > LATE_LEAST_S * 2
-        assert made.outcomes(report.attempts) == [("first", "loaded")]
-
-
-@in_virtual_time
-async def test_when_all_have_failed_the_last_error_names_the_others() -> None:
+async def test_a_failed_load_names_all_and_leaves_its_tickets_to_its_caller() -> None:
     async with trio() as made:
         leases = made.both()
-        for lease in leases:
-            await lease.revoke()
-        with pytest.raises(LeaseExpired, match="second") as caught:
+        made.transport.faults.fail_next.extend([TransportError("scripted")] * 2)
+        with pytest.raises(TransferFailed, match="second") as caught:
             await made.load(leases)
         (note,) = caught.value.__notes__
         assert note.startswith("before that, 'first' at tcp://")
         (record,) = made.records.loads
-        assert made.outcomes(record.attempts) == [("first", "LeaseExpired"), ("second", "LeaseExpired")]
-
-
-@in_virtual_time
-async def test_a_failed_load_leaves_its_tickets_to_its_caller() -> None:
-    async with trio() as made:
-        leases = made.both()
-        made.transport.faults.fail_next.extend([TransportError("scripted")] * 2)
-        with pytest.raises(TransferFailed):
-            await made.load(leases)
+        assert found(record.attempts) == [("first", "TransferFailed"), ("second", "TransferFailed")]
         assert [str(lease.state) for lease in leases] == ["offered", "offered"]
-        report = await made.load(leases)
-        assert made.outcomes(report.attempts)[-1][1] == "loaded"
+        assert found((await made.load(leases)).attempts)[-1][1] == "loaded"
 
 
 @in_virtual_time
 async def test_who_is_backed_off_from_comes_last() -> None:
-    async with trio() as made:
-        await made.warm()
-        for _ in range(2):  # the second failed read in a row costs a wait
+    async with trio(warm=True) as made:
+        for number in range(2):  # the second failed read in a row costs a wait
             made.transport.faults.fail_next.append(TransportError("scripted"))
             with pytest.raises(TransferFailed):
-                await made.load([made.offer(made.first, f"failing {_}")])
-        report = await made.load(made.both())
-        assert made.outcomes(report.attempts) == [("second", "loaded")]
-
-
-@in_virtual_time
-async def test_again_brings_another_ticket_and_hears_what_failed() -> None:
-    async with trio() as made:
-        leases, heard = made.both(), list[list[tuple[str, str]]]()
-        await leases[0].revoke()
-
-        async def again(attempts: Sequence[Attempt]) -> Any:
-            heard.append(made.outcomes(attempts))
-            return leases[1].ticket.to_params()
-
-        report = await made.load(leases[:1], again=again)
-        made.assert_all_of(made.second)
-        assert heard == [[("first", "LeaseExpired")]]
-        assert made.outcomes(report.attempts) == [("first", "LeaseExpired"), ("second", "loaded")]
-
-
-@in_virtual_time
-async def test_again_is_asked_so_many_times_and_no_more() -> None:
-    async with trio() as made:
-        asked: list[int] = []
-
-        async def again(attempts: Sequence[Attempt]) -> Ticket:
-            asked.append(len(attempts))
-            lease = made.offer(made.second, f"again {len(attempts)}")
-            await lease.revoke()
-            return lease.ticket
-
-        lease = made.offer(made.first)
-        await lease.revoke()
-        with pytest.raises(LeaseExpired):
-            await made.load([lease], again=again, again_max=3)
-        assert asked == [1, 2, 3]
-        with pytest.raises(LeaseExpired):
-            await made.load([lease], again=again, again_max=0)
-        assert asked == [1, 2, 3]
-
-
-@in_virtual_time
-@pytest.mark.parametrize("how", ["cancelled", "failed", "of another prompt"])
-async def test_what_again_brought_is_given_back_by_a_load_that_ends_without_it(how: str) -> None:
-    """Nobody else knows of that ticket; those of its caller stay its caller's."""
-    async with trio() as made:
-        gone, kept = made.both()
-        await gone.revoke()
-        brought: list[Lease] = []
-
-        async def again(_: Sequence[Attempt]) -> Ticket:
-            other = {"block_ids": [*BLOCKS, 1], "num_tokens": 16} if how == "of another prompt" else {}
-            brought.append(made.offer(made.second, "again", **other))
-            made.transport.faults.hold = True
-            return brought[0].ticket
-
-        load = made.start([gone], again=again, again_max=1)
-        if how != "of another prompt":
-            await until(lambda: made.posted == ["second"])
-        if how == "cancelled":
-            load.cancel()
-        elif how == "failed":
-            made.transport.faults.fail_next.append(TransportError("scripted"))
-        made.transport.faults.hold = False
-        made.transport.perform()
-        with pytest.raises((asyncio.CancelledError, TransferFailed, PromptMismatch)):
-            await load
-        async with asyncio.timeout(WAIT_S):
-            await brought[0]
-        assert not kept.done
-
-
-@in_virtual_time
-async def test_what_again_does_wrong_ends_the_load() -> None:
-    async with trio() as made:
-        lease = made.offer(made.first)
-        await lease.revoke()
-        longer = made.offer(made.second, block_ids=[*BLOCKS, 1], num_tokens=16)
-
-        async def bug(_: Sequence[Attempt]) -> Ticket:
-            raise ZeroDivisionError("scripted")
-
-        async def refusing(_: Sequence[Attempt]) -> Ticket:
-            raise PrefillFailed("no engine is left", request_id="req", peer="")
-
-        async def nothing(_: Sequence[Attempt]) -> None:
-            return None
-
-        async def another_prompt(_: Sequence[Attempt]) -> Ticket:
-            return longer.ticket
-
-        async def nonsense(_: Sequence[Attempt]) -> Any:
-            return {"remote": 1}
-
-        cases: list[tuple[Any, type[KVFlowError], str]] = [
-            (bug, PrefillFailed, "`again` failed: ZeroDivisionError: scripted"),
-            (refusing, PrefillFailed, "no engine is left"),
-            (nothing, LeaseExpired, "the offer|it has ended"),
-            (another_prompt, PromptMismatch, "'first' at .* offers 12 tokens, 'second' at .* 16"),
-            (nonsense, RequestError, "request 'req': again: ticket"),
-        ]
-        for again, error, match in cases:
-            with pytest.raises(error, match=match):
-                await made.load([lease], again=again)
-        with pytest.raises(RequestError, match="again: expected an async function, got 7"):
-            await made.load([lease], again=7)
-        assert known(made.reader.runtime.statistics().blocks).free == 16
-
-
-@in_virtual_time
-async def test_tickets_of_different_prompts_are_refused_before_anybody_is_asked() -> None:
-    async with trio() as made:
-        longer = made.offer(made.second, block_ids=[*BLOCKS, 1], num_tokens=16)
-        with pytest.raises(PromptMismatch, match=r"'first' at .* offers 12 tokens, 'second' at .* 16"):
-            await made.load([made.offer(made.first), longer])
-        other = [made.offer(engine, "same", prompt=[at] * 12) for at, engine in enumerate((made.first, made.second))]
-        with pytest.raises(PromptMismatch, match=r"'first' at .* has digest .*, 'second' at"):
-            await made.load(other)
-        salted = [made.offer(engine, engine.runtime.config.engine_id, prompt=[1] * 12) for engine in (made.first,)]
-        salted += [made.offer(made.second, "otherwise", prompt=[2] * 12)]
-        with pytest.raises(PromptMismatch, match="otherwise"):
-            await made.load(salted, prompt=[1] * 12)
-        assert made.reader.runtime.statistics().peers == ()
-        assert known(made.reader.runtime.statistics().loading).refused == 3
-
-
-@in_virtual_time
-async def test_tickets_that_cannot_be_are_refused_before_anybody_is_asked() -> None:
-    async with trio() as made:
-        lease = made.offer(made.first)
-        for wrong in ([lease.ticket, {"remote": 1}], [], [lease.ticket] * (SOURCES_MAX + 1), [lease.ticket, None], "x"):
-            with pytest.raises(RequestError):
-                await made.reader.runtime.load_blocks(LoadRequest("req", wrong, OURS))  # type: ignore[arg-type]
-        assert made.reader.runtime.statistics().peers == ()
-        await made.load([lease])
-
-
-@in_virtual_time
-async def test_a_cancelled_load_asks_nobody_else() -> None:
-    async with trio() as made:
-        await made.warm()
-        made.transport.faults.hold = True
-        leases = made.both()
-        load = made.start(leases, again=never)
-        await until(lambda: made.posted == ["first"])
-        load.cancel()
-        made.transport.faults.hold = False
-        made.transport.perform()
-        with pytest.raises(asyncio.CancelledError):
-            await load
-        await load.settled()
-        (record,) = made.records.loads
-        assert (record.outcome, made.outcomes(record.attempts)) == ("cancelled", [("first", "ended")])
-        assert str(leases[1].state) == "offered"
-
-
-@in_virtual_time
-async def test_who_is_cancelled_while_the_source_turns_out_to_be_late_is_cancelled() -> None:
-    """The two cancellations of one task are told apart, whichever comes first."""
-    async with trio() as made:
-        await made.warm()
-        made.transport.faults.hold = True
-        load = made.start(made.both())
-        work = load.work
-        assert work is not None
-        await until(lambda: made.posted == ["first"])
-        task = work.task
-        assert task is not None
-        while task.cancelling() == 0:
-            await asyncio.wait([task], timeout=0.01)
-        load.cancel()  # while it waits for the first one to settle
-        made.transport.faults.hold = False
-        made.transport.perform()
-        with pytest.raises(asyncio.CancelledError):
-            await load
-        assert made.records.loads[0].outcome == "cancelled"
-
-
-@in_virtual_time
-async def test_a_deadline_while_a_late_source_settles_is_a_deadline() -> None:
-    async with trio() as made:
-        await made.warm()
-        made.transport.faults.hold = True
-        load = made.start(made.both(), deadline_s=LATE_LEAST_S * 2)
-        await until(lambda: made.posted == ["first"])
-        task = load.work.task  # type: ignore[union-attr]
-        assert task is not None
-        while task.cancelling() < 2:
-            await asyncio.wait([task], timeout=0.01)
-        made.transport.faults.hold = False
-        made.transport.perform()
-        with pytest.raises(DeadlineExceeded):
-            await load
-        assert made.records.loads[0].outcome == "DeadlineExceeded"
-
-
-@in_virtual_time
-async def test_closing_ends_it_whatever_is_left() -> None:
-    async with trio() as made:
-        await made.warm()
-        made.transport.faults.hold = True
-        load = made.start(made.both(), again=never)
-        await until(lambda: made.posted == ["first"])
-        closing = asyncio.create_task(made.reader.runtime.aclose())
-        await asyncio.wait([closing], timeout=2.0)
-        made.transport.faults.hold = False
-        made.transport.perform()
-        with pytest.raises(RuntimeClosed):
-            await load
-        await closing
-
-
-@in_virtual_time
-async def test_leases_of_tickets_that_wait_are_kept() -> None:
-    """The first one is read for much longer than the second one's lease was to last."""
-    config = replace(PATIENT, limits=replace(PATIENT.limits, slice_bytes_max=1, slices_in_flight_max=1))
-    async with trio(config) as made:
-        await made.warm()
-        leases = [made.offer(made.first), made.offer(made.second, ttl_s=0.4)]
-        made.transport.faults.hold = True
-        load = made.start(leases)
-        for _ in range(2):
-            await until(lambda: made.transport.held)
-            await asyncio.wait([load._task], timeout=0.4)  # type: ignore[list-item]
-            made.transport.perform()
-        assert str(leases[1].state) == "offered"
-        made.transport.faults.fail_next.append(TransportError("scripted"))
-        made.transport.faults.hold = False
-        made.transport.perform()
-        report = await load
-        assert made.outcomes(report.attempts) == [("first", "TransferFailed"), ("second", "loaded")]
-        made.assert_all_of(made.second)
-
-
-@in_virtual_time
-async def test_a_rendezvous_may_be_among_the_tickets() -> None:
-    async with trio() as made:
-        introduction = made.second.runtime.serve_blocks(ServeRequest("hello", [], 0)).ticket
-        first = made.offer(made.first)
-        await first.revoke()
-        load = made.start([first, Ticket.rendezvous(introduction, "later")])
-        await asyncio.wait([load._task], timeout=0.5)  # type: ignore[list-item]
-        made.offer(made.second, "later")
-        report = await load
-        made.assert_all_of(made.second)
-        assert made.outcomes(report.attempts) == [("first", "LeaseExpired"), ("second", "loaded")]
-
-
-@in_virtual_time
-async def test_what_a_rendezvous_offers_is_compared_with_the_other_tickets() -> None:
-    async with trio() as made:
-        introduction = made.second.runtime.serve_blocks(ServeRequest("hello", [], 0)).ticket
-        made.offer(made.second, "later", block_ids=[*BLOCKS, 1], num_tokens=16)
-        first = made.offer(made.first)
-        await first.revoke()
-        with pytest.raises(PromptMismatch, match=r"'first' at .* offers 12 tokens, 'second' at .* 16"):
-            await made.load([first, Ticket.rendezvous(introduction, "later")])
+                await made.load([made.offer(made.first, f"failing {number}")])
+        made.assert_read(await made.load(made.both()), ("second", "loaded"))
 
 
 @in_virtual_time
 async def test_a_prompt_that_breaks_while_it_is_computed_comes_from_the_next() -> None:
     """What the first had given by then is written again, so nobody was told that it may be used."""
-    async with trio(replace(PATIENT, limits=replace(PATIENT.limits, slice_bytes_max=1))) as made:
+    async with trio(limited(PATIENT, slice_bytes_max=1)) as made:
         first, second = made.offer(made.first, computed_tokens=4), made.offer(made.second)
         load = made.start([first, second])
 
@@ -575,9 +259,23 @@ async def test_a_prompt_that_breaks_while_it_is_computed_comes_from_the_next() -
         await asyncio.wait([following], timeout=0.5)
         first.fail("out of memory")
         assert await following == [12]
-        report = await load
-        made.assert_all_of(made.second)
-        assert made.outcomes(report.attempts) == [("first", "PrefillFailed"), ("second", "loaded")]
+        made.assert_read(await load, ("first", "PrefillFailed"), ("second", "loaded"))
+
+
+@in_virtual_time
+async def test_leases_of_tickets_that_wait_are_kept() -> None:
+    """The first one is read for much longer than the second one's lease was to last."""
+    async with trio(SLICE_BY_SLICE, warm=True) as made:
+        leases = [made.offer(made.first), made.offer(made.second, ttl_s=0.4)]
+        load = await made.held(leases)
+        for _ in range(2):
+            await until(lambda: made.transport.held)
+            await passes(load, 0.4)
+            made.transport.perform()
+        assert str(leases[1].state) == "offered"
+        made.transport.faults.fail_next.append(TransportError("scripted"))
+        made.let_go()
+        made.assert_read(await load, ("first", "TransferFailed"), ("second", "loaded"))
 
 
 @in_virtual_time
@@ -588,9 +286,214 @@ async def test_an_engine_that_no_load_has_ever_read_from_is_said_once(caplog: py
             first, second = (made.offer(engine, f"{number}") for engine in (made.first, made.second))
             await first.revoke()
             await made.load([first, second])
-            loading = known(made.reader.runtime.statistics().loading)
-            assert loading.never_read == (number >= 2)
+            assert made.loading.never_read == (number >= 2)
         told = [one.getMessage() for one in caplog.records if "never read" in one.getMessage()]
         assert len([one for one in caplog.records if "has ever read from it" in one.getMessage()]) == 1, told
         await made.warm()
-        assert known(made.reader.runtime.statistics().loading).never_read == 0
+        assert made.loading.never_read == 0
+
+
+# --- who is late
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+@in_virtual_time
+async def test_who_is_late_is_left_once_nothing_of_it_can_land(given_up: bool) -> None:
+    async with trio(warm=True) as made:
+        loop, leases = asyncio.get_running_loop(), made.both()
+        made.transport.faults.gives_up = given_up
+        begun_s, load = loop.time(), await made.held(leases)
+        await passes(load, LATE_LEAST_S * 3)
+        if not given_up:
+            assert made.posted == ["first"], "the second one is not read into the same blocks yet"
+            made.transport.perform(1)  # what was asked of the first lands after all
+        await until(lambda: made.posted == ["second"])
+        made.let_go()
+        report = await load
+        made.assert_read(report, ("first", "late"), ("second", "loaded"))
+        assert "no read of it has ended for" in report.attempts[0].error
+        assert LATE_LEAST_S < report.attempts[0].seconds <= loop.time() - begun_s
+        assert [str(await lease) for lease in leases] == ["read", "read"], "the late one is told, too"
+        peers = {one.engine_id: one.failures for one in made.reader.runtime.statistics().peers}
+        assert peers == {"first": 1, "second": 0}
+
+
+@in_virtual_time
+async def test_a_source_that_never_settles_ends_the_load_at_its_deadline_with_its_quarantine() -> None:
+    async with trio(replace(PATIENT, cancel_grace_s=0.1), warm=True) as made:
+        begun_s, load = asyncio.get_running_loop().time(), await made.held(made.both())
+        with pytest.raises(DeadlineExceeded) as caught:
+            await load
+        assert asyncio.get_running_loop().time() - begun_s == pytest.approx(DEADLINE_S, abs=0.2)
+        assert caught.value.quarantine is load
+        assert made.posted == ["first"]
+        assert found(made.records.loads[0].attempts) == [("first", "ended")]
+        assert made.blocks.quarantined == len(OURS)
+        made.let_go()
+        await load.settled()
+        assert made.blocks.free == 16
+
+
+@in_virtual_time
+async def test_neither_the_last_source_is_late_nor_one_whose_reads_go_on() -> None:
+    """Nor one that has only `again` behind it. Reads end one by one; the whole load takes much longer than allowed."""
+    async with trio(SLICE_BY_SLICE, warm=True) as made:
+        load = await made.held([made.offer(made.first)], again=never, deadline_s=LATE_LEAST_S * 4)
+        await passes(load, LATE_LEAST_S * 3)
+        made.let_go()
+        await load
+        load = await made.held(made.both())
+        for _ in range(len(BLOCKS)):
+            await until(lambda: made.transport.held)
+            await passes(load, LATE_LEAST_S * 0.8)
+            made.transport.perform()
+        made.transport.faults.hold = False
+        report = await load
+        assert report.total_s > LATE_LEAST_S * 2
+        made.assert_read(report, ("first", "loaded"))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [("cancelled", asyncio.CancelledError), ("DeadlineExceeded", DeadlineExceeded), ("RuntimeClosed", RuntimeClosed)],
+)
+@in_virtual_time
+async def test_what_ends_a_load_ends_it_whoever_is_left_and_asks_nobody_else(
+    late: bool, end: str, error: type[BaseException]
+) -> None:
+    """Also while a source that is late settles: the two cancellations of one task are told apart."""
+    async with trio(replace(PATIENT, drain_timeout_s=LATE_LEAST_S / 2), warm=True) as made:
+        leases = made.both()
+        deadline_s = LATE_LEAST_S * (2 if late else 0.5) if end == "DeadlineExceeded" else None
+        load = await made.held(leases, again=never, deadline_s=deadline_s)
+        task = load._task
+        assert task is not None
+        while task.cancelling() < late and not task.done():
+            await asyncio.wait([task], timeout=0.01)
+        closing = asyncio.create_task(made.reader.runtime.aclose()) if end == "RuntimeClosed" else None
+        if end == "cancelled":
+            load.cancel()
+        while task.cancelling() < late + 1 and not task.done():
+            await asyncio.wait([task], timeout=0.01)
+        made.let_go()
+        with pytest.raises(error):
+            await load
+        await load.settled()
+        (record,) = made.records.loads
+        assert (record.outcome, found(record.attempts)) == (end, [("first", "ended")])
+        assert str(leases[1].state) == "offered"
+        await asyncio.wait([closing] if closing else [task])
+
+
+# --- another ticket is brought
+
+
+@in_virtual_time
+async def test_again_is_asked_so_many_times_and_no_more() -> None:
+    async with trio() as made:
+        asked: list[int] = []
+
+        async def again(attempts: Sequence[Attempt]) -> Ticket:
+            asked.append(len(attempts))
+            return (await made.gone()).ticket
+
+        for most, expected in (3, [1, 2, 3]), (0, []):
+            with pytest.raises(LeaseExpired):
+                await made.load([await made.gone()], again=again, again_max=most)
+            assert asked == expected
+            asked.clear()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "of another prompt"])
+@in_virtual_time
+async def test_what_again_brought_is_given_back_by_a_load_that_ends_without_it(how: str) -> None:
+    """Nobody else knows of that ticket; those of its caller stay its caller's."""
+    async with trio() as made:
+        gone, kept = await made.gone(), made.offer(made.second)
+        brought: list[Lease] = []
+
+        async def again(_: Sequence[Attempt]) -> Ticket:
+            brought.append(made.offer(made.second, "again", **(LONGER if how == "of another prompt" else {})))
+            made.transport.faults.hold = True
+            return brought[0].ticket
+
+        load = made.start([gone], again=again, again_max=1)
+        if how != "of another prompt":
+            await until(lambda: made.posted == ["second"])
+        if how == "cancelled":
+            load.cancel()
+        elif how == "failed":
+            made.transport.faults.fail_next.append(TransportError("scripted"))
+        made.let_go()
+        with pytest.raises((asyncio.CancelledError, TransferFailed, PromptMismatch)):
+            await load
+        async with asyncio.timeout(WAIT_S):
+            await brought[0]
+        assert not kept.done
+
+
+@pytest.mark.parametrize(
+    ("brought", "error", "match"),
+    [
+        (ZeroDivisionError("scripted"), PrefillFailed, "`again` failed: ZeroDivisionError: scripted"),
+        (PrefillFailed("no engine is left", request_id="req", peer=""), PrefillFailed, "no engine is left"),
+        (None, LeaseExpired, "the offer|it has ended"),
+        ({"remote": 1}, RequestError, "request 'req': again: ticket"),
+    ],
+)
+@in_virtual_time
+async def test_what_again_does_wrong_ends_the_load(brought: Any, error: type[KVFlowError], match: str) -> None:
+    async def again(_: Sequence[Attempt]) -> Any:
+        if isinstance(brought, Exception):
+            raise brought
+        return brought
+
+    async with trio() as made:
+        gone = await made.gone()
+        with pytest.raises(error, match=match):
+            await made.load([gone], again=again)
+        with pytest.raises(RequestError, match="again: expected an async function, got 7"):
+            await made.load([gone], again=7)
+        assert made.blocks.free == 16
+
+
+# --- what is refused
+
+
+@in_virtual_time
+async def test_tickets_of_different_prompts_are_refused_before_anybody_is_asked() -> None:
+    """What is brought, or offered at a rendezvous, as soon as it is known."""
+    lengths = r"'first' at .* offers 12 tokens, 'second' at .* 16"
+    async with trio() as made:
+        longer = made.offer(made.second, **LONGER)
+        with pytest.raises(PromptMismatch, match=lengths):
+            await made.load([made.offer(made.first), longer])
+        other = [made.offer(engine, "same", prompt=[at] * 12) for at, engine in enumerate((made.first, made.second))]
+        with pytest.raises(PromptMismatch, match=r"'first' at .* has digest .*, 'second' at"):
+            await made.load(other)
+        renamed = made.offer(made.second, "otherwise", prompt=[1] * 12)
+        with pytest.raises(PromptMismatch, match="otherwise"):
+            await made.load([other[0], renamed], prompt=[0] * 12)
+        assert made.reader.runtime.statistics().peers == ()
+        assert made.loading.refused == 3
+
+        async def again(_: Sequence[Attempt]) -> Ticket:
+            return longer.ticket
+
+        gone = await made.gone()
+        made.offer(made.second, "later", **LONGER)
+        for tickets in [gone], [gone, made.later()]:
+            with pytest.raises(PromptMismatch, match=lengths):
+                await made.load(tickets, again=again)
+
+
+@in_virtual_time
+async def test_tickets_that_cannot_be_are_refused_before_anybody_is_asked() -> None:
+    async with trio() as made:
+        lease = made.offer(made.first)
+        for wrong in ([lease.ticket, {"remote": 1}], [], [lease.ticket] * (SOURCES_MAX + 1), [lease.ticket, None], "x"):
+            with pytest.raises(RequestError):
+                await made.reader.runtime.load_blocks(LoadRequest("req", wrong, OURS))  # type: ignore[arg-type]
+        assert made.reader.runtime.statistics().peers == ()
+        await made.load([lease])

@@ -18,7 +18,7 @@ from scripted import ScriptedSideChannel
 from tests_support import PATIENT, Records, limited, until
 
 import kvflow
-from kvflow import Config, LeaseOutcome
+from kvflow import LeaseOutcome
 from kvflow.core.protocol import codec, messages
 from kvflow.errors import (
     ChecksumMismatch,
@@ -68,10 +68,13 @@ async def held_load(pair: EnginePair, lease: kvflow.Lease, **options: Any) -> tu
 # --- equal, and different
 
 
-async def test_a_verified_load_says_so(pair: EnginePair) -> None:
-    lease = pair.offer([3, 7, 9])
-    report = await pair.load(lease, [0, 1, 2], verify=True)
-    pair.assert_loaded([0, 1, 2], [3, 7, 9])
+async def test_a_verified_load_says_so_and_tells_of_its_end_only_after_the_digests(pair: EnginePair) -> None:
+    lease = pair.offer([3, 7])
+    task, held = await held_load(pair, lease)
+    assert not lease.done
+    held.gate.set()
+    report = await task
+    pair.assert_loaded([0, 1], [3, 7])
     assert await lease is LeaseOutcome.READ
     assert report.verified
     assert report.verification is Verification.VERIFIED
@@ -80,9 +83,12 @@ async def test_a_verified_load_says_so(pair: EnginePair) -> None:
     assert (pair.loading.verified, pair.loading.unverified, pair.serving.digests) == (1, 0, 1)
 
 
-async def test_off_asks_for_nothing_and_prepares_nothing(pair: EnginePair) -> None:
-    lease = pair.offer([3])
-    report = await pair.load(lease)
+async def test_off_asks_for_nothing_prepares_nothing_and_notices_nothing(pair: EnginePair) -> None:
+    """What is bought by it: the transport says that all is well."""
+    pair.transport.faults.flip_next = 1
+    report = await pair.load(pair.offer([3]))
+    with pytest.raises(AssertionError):
+        pair.assert_loaded([0], [3])
     assert (report.verification, report.verified) == (Verification.OFF, False)
     assert "verify" not in report.seconds
     assert pair.serving.digests == pair.loading.verified == 0
@@ -90,14 +96,6 @@ async def test_off_asks_for_nothing_and_prepares_nothing(pair: EnginePair) -> No
         gear = cache_of(runtime).digests._gear
         assert "_views" not in vars(gear.own)
         assert "_views" not in vars(gear.shown)
-
-
-async def test_without_verifying_a_flipped_byte_is_not_noticed(pair: EnginePair) -> None:
-    """What is bought by it: the transport says that all is well."""
-    pair.transport.faults.flip_next = 1
-    await pair.load(pair.offer([3]), [0], verify=False)
-    with pytest.raises(AssertionError):
-        pair.assert_loaded([0], [3])
 
 
 async def test_a_flipped_byte_is_read_once_more(pair: EnginePair, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,15 +157,6 @@ async def test_blocks_that_land_in_each_others_places_are_found(
     assert report.verification is Verification.REPAIRED, "the bug has swapped them back"
     monkeypatch.setattr(route, "read", read)
     pair.assert_loaded([0, 1], [3, 7])
-
-
-async def test_every_rank_and_block_is_told_of_only_after_the_digests(pair: EnginePair) -> None:
-    lease = pair.offer([3, 7])
-    task, held = await held_load(pair, lease)
-    assert not lease.done
-    held.gate.set()
-    assert (await task).verified
-    assert await lease is LeaseOutcome.READ
 
 
 # --- which loads
@@ -235,18 +224,13 @@ async def test_a_producer_that_has_no_digests(
     assert (await pair.load(lease, [2], verify=True)).verified, "the peer is as good as before"
 
 
-async def test_what_differs_and_then_cannot_be_compared_is_no_success(
-    scripted: tuple[EnginePair, ScriptedSideChannel],
-) -> None:
+async def test_wrong_digests_of_a_peer_are_compared_anew(scripted: tuple[EnginePair, ScriptedSideChannel]) -> None:
+    """What differs, and then cannot be compared, is no success."""
     pair, channel = scripted
     channel.script += [messages.Digests(values=(1, 2)), BUSY]
     await pair.fails(ChecksumMismatch, pair.offer([3]), [1], match="and then could not be compared: .*too many")
-
-
-async def test_wrong_digests_of_a_peer_are_compared_anew(scripted: tuple[EnginePair, ScriptedSideChannel]) -> None:
-    pair, channel = scripted
     channel.script.append(messages.Digests(values=(1, 2)))
-    assert (await pair.load(pair.offer([3]), [1])).verification is Verification.REPAIRED
+    assert (await pair.load(pair.offer([4], "anew"), [2])).verification is Verification.REPAIRED
 
 
 async def test_a_cache_that_nobody_here_can_read_is_not_verified(
@@ -256,39 +240,41 @@ async def test_a_cache_that_nobody_here_can_read_is_not_verified(
     await pair.fails(RequestError, pair.offer([3]), match="request 'req': verify: it is no torch tensor", verify=True)
 
 
-async def test_digests_that_fail_here_leave_the_load_unverified(pair: EnginePair) -> None:
-    async def fails(job: object) -> None:
-        raise RuntimeError("out of memory")
-
-    verifier = cache_of(pair.reader).whole.verifying._verifier
-    verifier._gear = verifier._gear._replace(run=fails)
-    lease = pair.offer([3])
-    error = await pair.fails(TransferFailed, lease, verify=True)
-    assert "it cannot be verified: no digests of our cache: out of memory" in str(error)
-
-
 # --- the producer's side
 
 
-async def test_digests_that_fail_there_are_refused_and_the_producer_goes_on(pair: EnginePair) -> None:
-    answers = cache_of(pair.writer).digests
-    gear = answers._gear
+async def fail(job: object) -> None:
+    raise RuntimeError("out of memory")
 
-    async def fails(job: object) -> None:
-        raise RuntimeError("out of memory")
 
-    answers._gear = gear._replace(run=fails)
-    lease = pair.offer([3])
-    await pair.fails(PeerRefused, lease, match="no digests: out of memory", verify=True)
-    answers._gear = gear
+async def test_digests_that_fail_fail_loads_that_have_to_be_verified(pair: EnginePair) -> None:
+    """There they are refused, and the producer goes on."""
+    lease, answers, verifier = (
+        pair.offer([3]),
+        cache_of(pair.writer).digests,
+        cache_of(pair.reader).whole.verifying._verifier,
+    )
+    for engine, error, match in (
+        (answers, PeerRefused, "no digests: out of memory"),
+        (verifier, TransferFailed, "it cannot be verified: no digests of our cache: out of memory"),
+    ):
+        gear = engine._gear
+        engine._gear = gear._replace(run=fail)
+        await pair.fails(error, lease, match=match, verify=True)
+        engine._gear = gear
     assert (await pair.load(lease, verify=True)).verified
-    assert (pair.serving.digests, pair.serving.digests_refused) == (1, 1)
+    assert (pair.serving.digests, pair.serving.digests_refused) == (2, 1)
 
 
-async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile() -> None:
-    async with open_pair(limited(PATIENT, digests_max=2)) as pair:
+@pytest.mark.parametrize("whose", ["all", "one reader's"])
+async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    if whose != "all":
+        monkeypatch.setattr(digests, "OF_READER_MAX", 2)
+    async with open_pair(limited(PATIENT, digests_max=2) if whose == "all" else PATIENT) as pair:
         held = HeldDigests(pair.writer)
-        leases = [pair.offer([at], f"req-{at}") for at in range(3)]
+        leases = [pair.offer([at], f"req-{at}") for at in range(4)]
         tasks = [pair.start(lease, [at], verify=True) for at, lease in enumerate(leases[:2])]
         await until(lambda: held.asked == 2)
         error = await pair.fails(PeerNotReady, leases[2], [2], match="too many digests", verify=True)
@@ -297,19 +283,7 @@ async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile()
         held.gate.set()
         assert all([(await task).verified for task in tasks])
         assert pair.serving.digests_refused == 1
-
-
-async def test_one_reader_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "OF_READER_MAX", 1)
-    async with open_pair() as pair:
-        held = HeldDigests(pair.writer)
-        leases = [pair.offer([at], f"req-{at}") for at in range(2)]
-        task = pair.start(leases[0], [0], verify=True)
-        await until(lambda: held.asked == 1)
-        await pair.fails(PeerNotReady, leases[1], [1], match="too many digests", verify=True)
-        held.gate.set()
-        assert (await task).verified
-        assert (await pair.load(leases[1], [1], verify=True)).verified, "its place is free again"
+        assert (await pair.load(leases[3], [3], verify=True)).verified, "there is room again"
 
 
 def question(pair: EnginePair, lease: kvflow.Lease, **changes: Any) -> messages.DigestRequest:
@@ -407,31 +381,44 @@ async def test_tokens_that_are_there_have_digests_while_others_are_missing(pair:
 # --- the end of a load that is being verified
 
 
-async def test_a_lease_that_ends_under_its_digests(pair: EnginePair) -> None:
-    lease = pair.offer([3, 7])
-    task, held = await held_load(pair, lease)
-    lease.revoke()
-    await lease
-    held.gate.set()
-    with pytest.raises(LeaseExpired):
-        await task
-    assert pair.wanting.free == 16
+ENDS: dict[str, tuple[type[BaseException], ...]] = {
+    "cancelled": (asyncio.CancelledError,),
+    "late": (DeadlineExceeded,),
+    "revoked": (LeaseExpired,),
+    "the reader closes": (RuntimeClosed,),
+    "the producer closes": (PeerNotReady, PeerUnreachable, LeaseExpired),  # its lease is over before it is
+}
 
 
-async def test_a_lease_that_ends_before_the_second_read(pair: EnginePair) -> None:
-    lease = pair.offer([3, 7])
-    pair.transport.faults.flip_next = 1
-    task, held = await held_load(pair, lease)
-    pair.transport.faults.hold = True
-    held.gate.set()
-    await until(lambda: pair.transport.held)
-    lease.revoke()
-    pair.release_reads()
-    with pytest.raises(LeaseExpired):
-        await task
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_load_that_ends_while_it_waits_for_digests_gives_its_blocks_back_at_once(end: str) -> None:
+    async with open_pair(replace(PATIENT, drain_timeout_s=0.01)) as pair:
+        lease = pair.offer([3, 7])
+        task, held = await held_load(pair, lease, deadline_s=0.2 if end == "late" else None)
+        match end:
+            case "cancelled":
+                task.cancel()
+            case "revoked":
+                await lease.revoke()
+                held.gate.set()
+            case "the reader closes":
+                assert not (await pair.reader.drain(0.01)).finished
+            case "the producer closes":
+                await pair.writer.aclose()
+        with pytest.raises(ENDS[end]) as caught:
+            await task
+        if isinstance(error := caught.value, DeadlineExceeded):
+            assert "in phase 'verify'" in str(error)
+            assert (error.phase, error.quarantine) == ("verify", None)
+        assert pair.wanting.free == 16
+        held.gate.set()
+        if end == "cancelled":
+            await until(lambda: pair.serving.digests == 1)
+            assert pair.loading.cancelled == 1
 
 
-async def test_the_second_read_is_posted_like_the_first(pair: EnginePair) -> None:
+@pytest.mark.parametrize("end", ["cancelled", "revoked"])
+async def test_the_second_read_is_posted_like_the_first(pair: EnginePair, end: str) -> None:
     """Cancelled in it, the load waits for its bytes, or quarantines its blocks (invariant I1)."""
     lease = pair.offer([3, 7])
     pair.transport.faults.flip_next = 1
@@ -439,73 +426,17 @@ async def test_the_second_read_is_posted_like_the_first(pair: EnginePair) -> Non
     pair.transport.faults.hold = True
     held.gate.set()
     await until(lambda: pair.transport.held)
-    task.cancel()
-    await until(lambda: pair.loading.in_flight.reads == 1)
-    assert pair.wanting.in_flight == 2
+    if end == "cancelled":
+        task.cancel()
+        await until(lambda: pair.loading.in_flight.reads == 1)
+        assert pair.wanting.in_flight == 2
+    else:
+        lease.revoke()
     pair.release_reads()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError if end == "cancelled" else LeaseExpired):
         await task
     assert pair.wanting.free == 16
     assert pair.reader.quarantines == ()
-
-
-async def test_a_cancelled_load_gives_its_blocks_back_at_once(pair: EnginePair) -> None:
-    task, held = await held_load(pair, pair.offer([3, 7]))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert pair.wanting.free == 16
-    held.gate.set()
-    await until(lambda: pair.serving.digests == 1)
-    assert pair.loading.cancelled == 1
-
-
-async def test_the_deadline_names_the_phase(pair: EnginePair) -> None:
-    task, held = await held_load(pair, pair.offer([3, 7]), deadline_s=0.2)
-    with pytest.raises(DeadlineExceeded, match="in phase 'verify'") as caught:
-        await task
-    assert caught.value.phase == "verify"
-    assert caught.value.quarantine is None
-    assert pair.wanting.free == 16
-    held.gate.set()
-
-
-async def test_the_reader_closes(pair: EnginePair) -> None:
-    task, held = await held_load(pair, pair.offer([3, 7]))
-    report = await pair.reader.drain(0.01)
-    assert not report.finished
-    with pytest.raises(RuntimeClosed):
-        await task
-    held.gate.set()
-
-
-async def test_the_producer_closes() -> None:
-    """Its lease is over before it is."""
-    async with open_pair(replace(PATIENT, drain_timeout_s=0.01)) as pair:
-        task, _ = await held_load(pair, pair.offer([3, 7]))
-        await pair.writer.aclose()
-        with pytest.raises((PeerNotReady, PeerUnreachable, LeaseExpired)):
-            await task
-        assert pair.wanting.free == 16
-
-
-# --- elsewhere
-
-
-async def test_a_listener_of_before_refuses_the_question(pair: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A producer that does not know it: what it cannot decode it refuses, and loads go on."""
-    decode = codec.decode_request
-
-    def of_before(frame: bytes) -> messages.Request:
-        found = decode(frame)
-        if isinstance(found, messages.DigestRequest):
-            raise codec.WireError(f"{len(frame)} bytes do not decode: Invalid value 'get_digests' - at `$.type`")
-        return found
-
-    monkeypatch.setattr(codec, "decode_request", of_before)
-    lease = pair.offer([3])
-    await pair.fails(PeerRefused, lease, match="refused: .* bytes do not decode", verify=True)
-    assert (await pair.load(lease, verify=None)).verification is Verification.OFF
 
 
 async def test_bent_questions_are_answered(pair: EnginePair) -> None:
@@ -521,10 +452,3 @@ async def test_bent_questions_are_answered(pair: EnginePair) -> None:
         kinds.add(type(await reply if isinstance(reply, asyncio.Future) else reply))
     assert {messages.Digests, messages.NoLease, messages.Refusal} <= kinds
     assert (await pair.load(lease, verify=True)).verified
-
-
-def test_the_share_is_a_share() -> None:
-    for wrong in (-0.1, 1.1, float("nan"), True, "0.5"):
-        with pytest.raises(kvflow.errors.ConfigError, match="verify_share: expected 0 to 1"):
-            Config(engine_id="e", verify_share=wrong)  # type: ignore[arg-type]
-    assert Config(engine_id="e", verify_share=1).verify_share == 1.0
