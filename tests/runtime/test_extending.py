@@ -40,6 +40,9 @@ from tests.support.scripted import ScriptedSideChannel, scripted_pair
 from tests.support.tests_support import PATIENT, each, in_virtual_time, limited, until
 
 
+BLOCK_BYTES = 2 * 2 * 2 * 4 * 8 * 4  # of layers, K and V, heads, tokens, and values of so many bytes
+
+
 def opened(pair: InprocPair, block_ids: Sequence[int] = (), tokens: int = 16, **more: Any) -> Lease:
     """A lease that has few blocks yet, of which nothing is computed."""
     for tensor in pair.producer.kv_caches.values():
@@ -262,10 +265,9 @@ async def test_an_offer_that_can_never_be_complete(
 
 @in_virtual_time
 async def test_an_offer_of_more_than_the_host_buffers_or_a_ticket_can_take() -> None:
-    block_bytes = 2 * 2 * 2 * 4 * 8 * 4  # of layers, K and V, heads, tokens, and values of so many bytes
     world = InprocCluster().world()
     for made, problem in (
-        (pair_of("always", host_buffer_bytes_max=3 * block_bytes), "16 tokens need 4 host blocks, there are 3 "),
+        (pair_of("always", host_buffer_bytes_max=3 * BLOCK_BYTES), "16 tokens need 4 host blocks, there are 3 "),
         (
             inproc_pair(config=limited(CONFIG, block_ids_max=3), producer_world=world, consumer_world=world),
             r"16 tokens need 4 blocks, at most 3 \(block_ids_max\)$",
@@ -276,6 +278,21 @@ async def test_an_offer_of_more_than_the_host_buffers_or_a_ticket_can_take() -> 
                 opened(pair)
             assert_quiet(pair.producer.runtime.statistics())
             await opened(pair, tokens=12).revoke()
+
+
+@in_virtual_time
+async def test_blocks_that_find_no_host_buffers_are_not_leased() -> None:
+    async with pair_of("always", host_buffer_bytes_max=4 * BLOCK_BYTES) as pair:
+        serve = pair.producer.runtime.serve_blocks
+        lease, other = opened(pair, BLOCKS[:1]), serve(ServeRequest("other", [0, 4], num_tokens=8))
+        with pytest.raises(RequestError, match="2 host blocks are needed, 1 of 4 are free"):
+            lease.extend(BLOCKS[1:3])
+        assert (leased(pair), lease.block_ids) == (3, tuple(BLOCKS[:1]))
+        await other.revoke()
+        lease.extend(BLOCKS[1:])
+        assert leased(pair) == 4
+        await lease.revoke()
+        assert_quiet(pair.producer.runtime.statistics())
 
 
 @in_virtual_time
