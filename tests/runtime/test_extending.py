@@ -39,7 +39,6 @@ from tests.support.pairs import known
 from tests.support.scripted import ScriptedSideChannel, scripted_pair
 from tests.support.tests_support import PATIENT, each, in_virtual_time, limited, until
 
-
 BLOCK_BYTES = 2 * 2 * 2 * 4 * 8 * 4  # of layers, K and V, heads, tokens, and values of so many bytes
 
 
