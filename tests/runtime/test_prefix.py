@@ -186,6 +186,8 @@ async def test_the_longest_run_is_read_from_whoever_has_it() -> None:
         them.assert_read(second, [0, 1, 2, 3, 4], [9, 7, 5, 3, 1])
         assert (report.num_tokens, report.pulled_tokens, report.source) == (20, 20, report.answers[0].peer)
         assert report.source.startswith("holder-1 ")
+        counted = known(them.reader.runtime.statistics().prefixes)
+        assert (counted.hits, counted.tokens, counted.bytes) == (1, 20, report.bytes)
         told = {answer.peer.split()[0]: (answer.num_tokens, answer.why) for answer in report.answers}
         assert told["holder-0"] == (8, "another one was taken")
         assert told["holder-2"] == (0, "it has nothing of it")
@@ -245,6 +247,19 @@ async def test_a_run_that_is_reclaimed_while_it_is_read_is_a_miss(them: Fleet) -
     assert report.num_tokens == 0
     assert "the offer is over" in report.answers[0].why
     assert holder.sharing.statistics.reclaimed == 1
+
+
+async def test_the_oldest_runs_are_reclaimed_and_no_more_than_are_needed() -> None:
+    async with fleet() as them:
+        (holder,), other = them.holders, PROMPT[::-1]
+        holder.shelf.put(PROMPT[: 2 * TOKENS], [0, 1])
+        holder.shelf.put(other[: 3 * TOKENS], [5, 6, 7])
+        await them.seek()
+        (newer,) = await them.seek(request_id="newer", keys=prefix_keys(other, TOKENS))
+        assert holder.sharing.pinned_blocks == 5
+        assert holder.sharing.reclaim(1) == 2
+        assert +holder.shelf.pins == {5: 1, 6: 1, 7: 1}
+        assert await them.reader.runtime.release_blocks(newer.ticket)
 
 
 @pytest.mark.parametrize("late", [False, True])
