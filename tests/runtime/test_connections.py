@@ -14,14 +14,16 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from hand_overs import free_ports
 from side_channels import ANSWER, PLAIN, REQUEST, address_of, asking, listening, seen
 from tests_support import limited, until
 
 from kvflow import Config
 from kvflow.core.protocol import codec, messages
 from kvflow.errors import PeerUnreachable
+from kvflow.runtime.channel import asking as asking_module
 from kvflow.runtime.channel import connections
-from kvflow.runtime.channel.asking import ZmqSideChannel
+from kvflow.runtime.channel.asking import REFUSALS_MAX, ZmqSideChannel
 from kvflow.runtime.channel.connections import KeptConnection
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 from kvflow.testing import ManualClock
@@ -353,6 +355,32 @@ async def test_readers_that_come_at_once_and_are_all_dropped_get_their_answers()
             answers = await asyncio.gather(*asked, return_exceptions=True)
         assert answers == [ANSWER] * 12
         assert listener.statistics.recycled > 0
+
+
+@pytest.mark.parametrize("refusals", [1, REFUSALS_MAX, REFUSALS_MAX + 1])
+async def test_a_listener_that_is_not_bound_for_a_moment_is_asked_again(
+    refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that has dropped all connections, and binds its port when its loop has its turn."""
+    config, probe, finals = replace(PLAIN, listen=f"tcp://127.0.0.1:{free_ports(1)}"), asking_module._probe, []
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def probed(endpoint: str, *, final: bool) -> bool:
+            finals.append(final)
+            bound = await probe(endpoint, final=final)
+            if len(finals) == refusals:
+                await stack.enter_async_context(listening(config))
+            return bound
+
+        monkeypatch.setattr(asking_module, "_probe", probed)
+        channel = stack.enter_context(asking())
+        ask = channel.ask(config.listen, REQUEST, fingerprint=b"")
+        if refusals <= REFUSALS_MAX:
+            assert await ask == ANSWER
+        else:
+            with pytest.raises(PeerUnreachable, match="Errno 111"):
+                await ask
+        assert finals == [False, False, True][:refusals]
 
 
 async def test_a_connection_is_kept_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:

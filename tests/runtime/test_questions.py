@@ -24,11 +24,12 @@ async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
         channel = stack.enter_context(asking())
         port = free_ports(1)
 
-        async def probe(address: str) -> None:
+        async def probe(address: str, *, final: bool) -> bool:
             nonlocal probes
             probes += 1
             if probes == 1:
                 await stack.enter_async_context(listening(replace(PLAIN, listen=f"tcp://127.0.0.1:{port}")))
+            return True
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvflow.runtime.channel.asking._probe", probe)

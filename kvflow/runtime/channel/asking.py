@@ -31,6 +31,9 @@ from kvflow.runtime.clock import SystemClock
 ATTEMPTS_MAX = 6
 """Times that a question is put whose connection is closed before its answer, the first time included."""
 
+REFUSALS_MAX = 2
+"""Times of these that nobody listens at the port: a listener that drops all connections is not bound for a moment."""
+
 ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
 """Pauses between them: a listener that had too many connections and dropped all must not get them back at once."""
 
@@ -100,14 +103,15 @@ class ZmqSideChannel:
         """Send a question and return the frames of its answer.
 
         A connection may end with the question on it: a kept one because its listener has restarted, any because its
-        listener has dropped all. Then it is asked again; every question may be put twice.
+        listener has dropped all, and takes none until it has bound its port again. Then it is asked again; every
+        question may be put twice.
         """
         body, target = codec.encode(request), request.target
         shared, heard = self._connections.shared(way), None
         if shared is not None:
             with self._connections.asking(shared, fingerprint, body) as question:
                 heard = await question.heard.get()
-        attempts = 0
+        attempts = refusals = 0
         while not isinstance(heard, list):
             if attempts:
                 await asyncio.sleep(delay_s(attempts, ASK_AGAIN, random.random()))
@@ -115,8 +119,9 @@ class ZmqSideChannel:
                 heard = await question.heard.get()
                 while heard == zmq.Event.CONNECT_RETRIED:
                     with _explained(target, address):
-                        await _probe(way.endpoint)
-                    heard = await question.heard.get()
+                        bound = await _probe(way.endpoint, final=refusals == REFUSALS_MAX)
+                    refusals += not bound
+                    heard = await question.heard.get() if bound else zmq.Event.DISCONNECTED
             attempts += 1
             if isinstance(heard, zmq.Event) and (heard not in _CLOSED or attempts == ATTEMPTS_MAX):
                 raise _failure(heard, target, address, self._config.engine_id, curve=way.own is not None)
@@ -136,11 +141,20 @@ def _failure(event: zmq.Event, target: messages.Target, address: str, ours: str,
     return failure(PeerUnreachable, target, address, f"the connection failed in its handshake: {why}")
 
 
-async def _probe(endpoint: str) -> None:
-    """Connect once by plain TCP: the system says why a connection fails, ZeroMQ does not."""
+async def _probe(endpoint: str, *, final: bool) -> bool:
+    """Connect once by plain TCP: the system says why a connection fails, ZeroMQ does not.
+
+    False if nobody listens at the port, which is raised where it is `final`.
+    """
     host, port = split_address(endpoint, what="peer")
-    _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    try:
+        _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    except ConnectionRefusedError:
+        if final:
+            raise
+        return False
     writer.close()
+    return True
 
 
 @contextmanager
