@@ -31,8 +31,11 @@ def test_a_fleet_goes_through_churn_and_restarts_without_a_failed_load(phases: d
 
 
 def test_a_peer_takes_less_than_50_kib_whatever_was_loaded_from_it() -> None:
-    """Of a model of 80 layers, after loads of prompts that end anywhere in a block."""
-    sample = measure_memory(peers=2, layers=80)
+    """Of a model of 80 layers, after loads of prompts that end anywhere in a block.
+
+    What the interpreter allocates beside, a kilobyte or two, is shared by the peers: hence eight.
+    """
+    sample = measure_memory(peers=8, layers=80)
     assert 5_000 < sample.connected_bytes < sample.loaded_bytes < 50 * 1024
 
 
