@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from kvflow.connector.step import Grow, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
@@ -21,9 +20,6 @@ from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.runtime import Runtime
 
 logger = logger_of(__name__)
-
-Spawn: TypeAlias = Callable[[Coroutine[None, None, None]], None]
-"""Starts a task."""
 
 _RECALLED = "its prompt was preempted"
 _BROKEN_OFF = "its request has ended"

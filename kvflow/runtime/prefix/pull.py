@@ -158,9 +158,9 @@ class Prefixes:
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
             report, end = await self._taken(pull, best, prefix), await rest
-            if report is None and pull.left_s() <= 0:
-                await prefix  # raises why it failed: the time to read its blocks from elsewhere is over
             if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
+                if pull.left_s() <= 0:
+                    await prefix  # raises why it failed: the time to read its blocks from elsewhere is over
                 rest = self._start_rest(pull, pull.tables)
                 loads.append(rest)
                 end = await rest
