@@ -23,7 +23,7 @@ from kvflow.checks import count, instance, text
 from kvflow.core.prefix.events import BATCH_BYTES_MAX, decode_batch
 from kvflow.core.prefix.map import PrefixMap
 from kvflow.errors import ConfigError, ProtocolError, UsageError
-from kvflow.kv_events.sockets import END, prepare, read_message, sequence_bytes
+from kvflow.kv_events.sockets import END, LIVE, REPLAYED, SEQUENCE_BYTES, prepare, read_message, sequence_bytes
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
@@ -58,7 +58,7 @@ class SourceStatistics:
     """Counts of one source so far: `sequence` is the last batch's number, -1 before the first.
 
     `replays` counts those that were asked for, `forgotten` how often all that it had told was given up, `refused`
-    messages that were no batch of events.
+    messages that were no batch of events: of the first there is a warning.
     """
 
     connected: bool = False
@@ -114,9 +114,9 @@ class _Follower:
             await self._begin_anew("its connection broke")
 
     async def _on_message(self, frames: Sequence[bytes]) -> None:
-        message = read_message(frames)
+        message = read_message(frames, LIVE)
         if message is None or message[0] == END:
-            self.statistics.refused += 1
+            self._refuse(f"a message without a sequence number, in frames of {_sizes(frames)} bytes")
             await asyncio.sleep(0)
             return
         number, payload = message
@@ -141,11 +141,21 @@ class _Follower:
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
         except ProtocolError as error:
-            self.statistics.refused += 1
+            self._refuse(str(error))
             await self._forget(str(error))
         self.statistics.batches += 1
         self.statistics.sequence = number
         await asyncio.sleep(0)
+
+    def _refuse(self, why: str) -> None:
+        """Count a message that is no batch of events; warn of the first."""
+        self.statistics.refused += 1
+        if self.statistics.refused == 1:
+            logger.warning(
+                "KV events of %s at %s cannot be followed: %s; expected a topic, a number of %d bytes and a batch. "
+                "Further such messages are only counted, in statistics().refused",
+                *(self.source.holder, self.source.endpoint, why, SEQUENCE_BYTES),
+            )
 
     async def _begin_anew(self, why: str) -> None:
         await self._forget(why)
@@ -179,9 +189,9 @@ class _Follower:
             first = True
             while True:
                 async with asyncio.timeout(REPLAY_S):
-                    message = read_message(await socket.recv_multipart())
+                    message = read_message(frames := await socket.recv_multipart(), REPLAYED)
                 if message is None:
-                    self.statistics.refused += 1
+                    self._refuse(f"an answer without a sequence number, in frames of {_sizes(frames)} bytes")
                     return False
                 number, payload = message
                 if number == END:
@@ -193,6 +203,10 @@ class _Follower:
                 if number >= self._next:
                     await self._take(number, payload)
                 first = False
+
+
+def _sizes(frames: Sequence[bytes]) -> str:
+    return ", ".join([str(len(frame)) for frame in frames[:5]] + ["..."] * (len(frames) > 5))
 
 
 class Subscriber:

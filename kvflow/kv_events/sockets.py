@@ -13,11 +13,13 @@ import zmq
 
 SEQUENCE_BYTES = 8
 END = -1
+LIVE, REPLAYED = (3,), (3, 4)
+"""Frames of a message, and of a replay's answer, which begins with an empty one and may lack the topic."""
 
 
-def read_message(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
-    """Sequence number and batch of a message, or of a replay's answer; None if it is neither."""
-    if not 2 <= len(frames) <= 4 or len(frames[-2]) != SEQUENCE_BYTES:
+def read_message(frames: Sequence[bytes], forms: Sequence[int]) -> tuple[int, bytes] | None:
+    """Return sequence number and batch of a message in as many frames as one of `forms`; None if it is no such."""
+    if len(frames) not in forms or len(frames[-2]) != SEQUENCE_BYTES:
         return None
     sequence = int.from_bytes(frames[-2], "big", signed=True)
     return None if sequence < END else (sequence, frames[-1])

@@ -136,7 +136,14 @@ async def test_numbers_that_begin_again_over_one_connection_begin_anew() -> None
 
 @pytest.mark.parametrize(
     "frames",
-    [[b""], [b"", b"7", b""], [b"", bytes(8), b"", b"", b""], [b"", b"\xff" * 8, b""], [b"", b"\x80" + bytes(7), b""]],
+    [
+        [b""],
+        [bytes(8), b""],
+        [b"", b"7", b""],
+        [b"", bytes(8), b"", b"", b""],
+        [b"", b"\xff" * 8, b""],
+        [b"", b"\x80" + bytes(7), b""],
+    ],
 )
 async def test_messages_of_other_forms_are_counted_and_nothing_else(frames: list[bytes]) -> None:
     async with following(stored(1)) as (publisher, known, seen):
@@ -144,6 +151,30 @@ async def test_messages_of_other_forms_are_counted_and_nothing_else(frames: list
         await publisher.send(1, stored(2, 1))
         await until(lambda: known.has(1, 2))
         assert (seen().refused, seen().forgotten) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"kv", b"batch"], "a message without a sequence number, in frames of 2, 5 bytes"),
+        ([b"kvevents", b"batch"], "a message without a sequence number, in frames of 8, 5 bytes"),
+        ([b"kv", (1).to_bytes(8, "big"), b"\xc1"], "no batch"),
+    ],
+)
+async def test_what_cannot_be_followed_is_warned_of_once(
+    frames: list[bytes], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A topic of eight bytes is no number either."""
+    async with following(stored(1)) as (publisher, _, seen):
+        for _ in range(3):
+            await publisher.events.send_multipart(frames)
+        await publisher.send(2, stored(2, 1))
+        await until(lambda: seen().sequence == 2)
+        assert seen().refused in (1, 3), "a number that was told before is none to be read again"
+        publisher_address = publisher.endpoint
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"KV events of engine at {publisher_address} cannot be followed: " in warning
+    assert why in warning
 
 
 async def test_a_batch_that_is_none_may_have_told_anything_so_all_is_forgotten() -> None:
@@ -165,7 +196,7 @@ async def test_other_topics_are_not_heard() -> None:
 async def test_a_huge_batch_lets_the_loop_go_on() -> None:
     """Of 100 events, and of 8,000 blocks in one: between two turns few are taken in."""
     most = 0
-    many = BlockStored(block_hashes=list(range(8000)), token_ids=[7] * 128_000, block_size=16)
+    many = BlockStored(block_hashes=list(range(100, 8100)), token_ids=[7] * 128_000, block_size=16)
 
     async def watch() -> None:
         nonlocal most

@@ -1,7 +1,8 @@
 """KV events as vLLM and SGLang publish them: batches of what an engine's prefix cache has stored and removed.
 
 A batch is msgpack: an array of time, events, and the data parallel rank. An event is a map with its class's name under
-`type`, as vLLM writes since 0.26 and SGLang since 0.5.23, or an array that begins with that name, as before. What is
+`type`, as vLLM writes since 0.26 and SGLang since 0.5.23, or an array that begins with that name, as before. In place 7
+of such an array vLLM has an adapter's name, SGLang 0.5.18 to 0.5.22 a map of what are fields later. What is
 absent has its default; keys and entries that are not known here are passed over, and so are events of a type or form
 that is not. What a batch may cost is bounded by its bytes and by the counts below, which are judged before their
 entries are read.
@@ -67,11 +68,21 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Clearing of the whole prefix cache."""
+    """Clearing of the whole prefix cache, or of all its blocks on one medium."""
+
+    medium: str | None = None
+    """The medium that was cleared; None if all were."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 _ARRAY_FIELDS = 10  # in which the arrays of both engines agree
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    """The map in place 7 of SGLang's arrays. `session_id` names the session that stored the blocks, not their keys."""
+
+    cache_salt: str | None = None
+    lora_name: str | None = None
 
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -82,8 +93,9 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
 
 def _as_array(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """The class of the same event whose fields are told by their places."""
+    places: dict[str, Any] = {"lora_name": str | _Metadata | None} if kind is BlockStored else {}
     fields = [
-        (field.name, field.type) if field.required else (field.name, field.type, field.default)
+        (field.name, places.get(field.name, field.type), *([] if field.required else [field.default]))
         for field in msgspec.structs.fields(kind)[:_ARRAY_FIELDS]
     ]
     return msgspec.defstruct(kind.__name__, fields, array_like=True, kw_only=True, frozen=True, tag=kind.__name__)
@@ -129,6 +141,8 @@ def _event_of(raw: msgspec.Raw) -> KVEvent | None:
         if 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD):
             found = _array.decode(raw)
             known: dict[str, Any] = {name: getattr(found, name) for name in found.__struct_fields__}
+            if isinstance(told := known.get("lora_name"), _Metadata):
+                known |= msgspec.structs.asdict(told)
             event: KVEvent = _KINDS[type(found).__name__](**known)
         else:
             event = _map.decode(raw)

@@ -28,10 +28,12 @@ KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unk
 """vLLM's kinds of groups that keep all of a prompt; None where an event names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
 """Tokens and blocks that are taken in at once, about."""
+_DEVICE = "GPU"
+"""The medium of events that name none: the cache that the engine computes with."""
 _PLACES_MAX = 16
 """Names of one block: one in each group of a cache."""
 
-_Place: TypeAlias = tuple[str | None, int | None, BlockHash]  # medium, group, the engine's name
+_Place: TypeAlias = tuple[str, int | None, BlockHash]  # medium, group, the engine's name
 
 
 class _Block:
@@ -48,10 +50,16 @@ class _Block:
 
 
 class _Cached:
-    """The blocks of one engine. `leaves` are those that no other follows, the oldest first."""
+    """The blocks of one engine.
 
-    def __init__(self) -> None:
+    An engine may hold a block several times, and tells of each copy that it stores or removes: `copies` counts those of
+    places with more than one. `leaves` are the blocks that no other follows, the oldest first.
+    """
+
+    def __init__(self, media: Collection[str | None]) -> None:
+        self.media = frozenset(_DEVICE if medium is None else medium for medium in media)
         self.places: dict[_Place, _Block] = {}
+        self.copies: dict[_Place, int] = {}
         self.blocks: dict[bytes, _Block] = {}
         self.leaves: OrderedDict[bytes, None] = OrderedDict()
         self.block_tokens = 1
@@ -69,14 +77,25 @@ class _Cached:
             self.block_tokens = max(self.block_tokens, tokens)
         elif key in self.leaves:
             self.leaves.move_to_end(key)
-        if place not in block.places:
-            self.remove(place)  # the name was another block's
+        if place in block.places:
+            self.copies[place] = self.copies.get(place, 1) + 1
+        else:
+            self._leave(place)  # the name was another block's
             if len(block.places) < _PLACES_MAX:
                 self.places[place] = block
                 block.places += (place,)
         return block
 
     def remove(self, place: _Place) -> None:
+        """Remove one copy of the block that has this name; with the last one the block is not there any more."""
+        copies = self.copies.pop(place, 1) - 1
+        if copies > 1:
+            self.copies[place] = copies
+        elif not copies:
+            self._leave(place)
+
+    def _leave(self, place: _Place) -> None:
+        self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
             block.places = tuple(one for one in block.places if one != place)
@@ -85,8 +104,21 @@ class _Cached:
 
     def removing(self, event: BlockRemoved) -> Iterator[None]:
         for name in event.block_hashes:
-            self.remove((event.medium, event.group_idx, name))
+            self.remove((_medium_of(event), event.group_idx, name))
             yield
+
+    def clearing(self, medium: str) -> Iterator[None]:
+        for place in [place for place in self.places if place[0] == medium]:
+            self._leave(place)
+            yield
+
+    def parent(self, event: BlockStored) -> _Block | None:
+        """Return the block before the event's first one, on its medium or, for a part that was moved, on another."""
+        group, name = event.group_idx, event.parent_block_hash
+        if name is None:
+            return None
+        places = ((medium, group, name) for medium in (_medium_of(event), *self.media))
+        return next((self.places[place] for place in places if place in self.places), None)
 
     def forget_oldest(self) -> None:
         """Forget the leaf that was stored first; the block before it may become a leaf."""
@@ -94,6 +126,7 @@ class _Cached:
         block = self.blocks[key]
         for place in block.places:
             del self.places[place]
+            self.copies.pop(place, None)
         self._drop(block)
 
     def _drop(self, block: _Block) -> None:
@@ -198,15 +231,17 @@ class PrefixMap:
         """
         if not isinstance(event, KVEvent):
             raise RequestError(f"event: expected one of a prefix cache's, got {shown(event)}")
-        if isinstance(event, AllBlocksCleared):
+        if isinstance(event, AllBlocksCleared) and event.medium is None:
             yield from self.forgetting(holder)
         elif event.medium in self._media:
-            cached = self._holders.setdefault(holder, _Cached())
+            cached = self._holders.setdefault(holder, _Cached(self._media))
             if isinstance(event, BlockStored):
                 blocks = self._storing(cached, event)
                 piece = max(1, PIECE_TOKENS // max(event.block_size, PIECE_TOKENS // _PIECE_BLOCKS))
-            else:
+            elif isinstance(event, BlockRemoved):
                 blocks, piece = cached.removing(event), _PIECE_BLOCKS
+            else:
+                blocks, piece = cached.clearing(_medium_of(event)), _PIECE_BLOCKS
             while sum(1 for _ in islice(blocks, piece)) and self._holders.get(holder) is cached:
                 self._make_room()
                 yield
@@ -237,8 +272,8 @@ class PrefixMap:
 
     def _storing(self, cached: _Cached, event: BlockStored) -> Iterator[None]:
         """Take in blocks one by one; stop where their chain, which may be cut meanwhile, does not go on."""
-        size, place = event.block_size, (event.medium, event.group_idx)
-        parent = None if event.parent_block_hash is None else cached.places.get((*place, event.parent_block_hash))
+        size, place = event.block_size, (_medium_of(event), event.group_idx)
+        parent = cached.parent(event)
         if not _tells_all(event) or (parent is None and event.parent_block_hash is not None):
             return
         for at, name in enumerate(event.block_hashes):
@@ -255,6 +290,10 @@ class PrefixMap:
         over = self.blocks - self._blocks_max
         for _ in range(over):
             max(self._holders.values(), key=lambda cached: len(cached.blocks)).forget_oldest()
+
+
+def _medium_of(event: KVEvent) -> str:
+    return _DEVICE if event.medium is None else event.medium
 
 
 def _tells_all(event: BlockStored) -> bool:

@@ -44,7 +44,8 @@ STORED = st.builds(
 REMOVED = st.builds(
     BlockRemoved, block_hashes=st.lists(HASHES, max_size=4), medium=NAMES, group_idx=st.none() | st.integers(0, 3)
 )
-EVENTS = st.lists(st.one_of(STORED, REMOVED, st.just(AllBlocksCleared())), max_size=4)
+CLEARED = st.builds(AllBlocksCleared, medium=NAMES)
+EVENTS = st.lists(st.one_of(STORED, REMOVED, CLEARED), max_size=4)
 
 
 def test_what_vllm_has_encoded_is_read() -> None:
@@ -108,6 +109,27 @@ def test_arrays_of_older_engines_are_read_by_their_places() -> None:
         BlockRemoved(block_hashes=[-1], medium="GPU", group_idx=2),
     ]
     assert list(decode_batch(pack([1, [["AllBlocksCleared"]]]))) == [AllBlocksCleared()]
+
+
+@each(
+    ("told", "more"),
+    [
+        ({"session_id": "chat-1"}, {}),
+        ({}, {}),
+        ({"cache_salt": "tenant", "session_id": "chat-1"}, {"cache_salt": "tenant"}),
+        ({"cache_salt": None, "new": [1, {}]}, {}),
+        ({"lora_name": "adapter"}, {"lora_name": "adapter"}),
+    ],
+)
+def test_a_map_in_place_seven_is_read_by_its_names(told: dict[str, Any], more: dict[str, Any]) -> None:
+    """As SGLang 0.5.18 to 0.5.22 write it, where vLLM has an adapter's name."""
+    found = list(decode_batch(pack([1.5, [["BlockStored", [1], None, [5, 6], 2, None, "GPU", told]]])))
+    assert found == [BlockStored(block_hashes=[1], token_ids=[5, 6], block_size=2, medium="GPU", **more)]
+
+
+def test_a_clearing_may_be_of_one_medium() -> None:
+    for cleared in (["AllBlocksCleared", "CPU"], {"type": "AllBlocksCleared", "medium": "CPU"}):
+        assert list(decode_batch(pack([1, [cleared]]))) == [AllBlocksCleared(medium="CPU")]
 
 
 @given(EVENTS, st.booleans())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +105,58 @@ def test_blocks_of_several_groups_are_there_while_one_has_them() -> None:
     assert known.blocks == 0
 
 
+def test_a_block_that_was_stored_twice_is_there_until_it_was_removed_twice() -> None:
+    """vLLM computes a block again that it has, tells of both copies, and evicts them one by one."""
+    found = names(PROMPT, 16)
+    last, again = BlockRemoved(block_hashes=found[-1:], medium="GPU"), stored(PROMPT, 16, begin=80)
+    known = told(stored(PROMPT, 16), again, again, last, last)
+    assert tokens_known(known) == 96
+    known.apply("a", last)
+    assert tokens_known(known) == 80
+    for event in (last, last, again, again, last):  # what is not there cannot be removed, nor counted below
+        known.apply("a", event)
+    assert tokens_known(known) == 96
+    known.apply("a", AllBlocksCleared())
+    for event in (stored(PROMPT, 16), last):  # copies from before the clearing do not count
+        known.apply("a", event)
+    assert tokens_known(known) == 80
+
+
+def test_copies_do_not_outlive_their_blocks() -> None:
+    known = told(stored(PROMPT[:16], 16, block_hashes=[1]), stored(PROMPT[:16], 16, block_hashes=[1]), blocks_max=1)
+    known.apply("a", stored(PROMPT[16:32], 16, block_hashes=[2]))  # the first block is forgotten
+    known.apply("a", stored(PROMPT[:16], 16, block_hashes=[1]))
+    known.apply("a", BlockRemoved(block_hashes=[1], medium="GPU"))
+    assert known.blocks == 0
+    twice = told(*[stored(PROMPT[:16], 16, block_hashes=[1])] * 2, stored(PROMPT[16:32], 16, block_hashes=[1]))
+    twice.apply("a", BlockRemoved(block_hashes=[1], medium="GPU"))
+    assert twice.blocks == 0, "two copies of a block whose name is another's now"
+
+
+def test_media_are_counted_apart_and_cleared_apart() -> None:
+    every = {"media": (None, "GPU", "CPU")}
+    moved = [stored(PROMPT, 16), stored(PROMPT, 16, medium="CPU"), BlockRemoved(block_hashes=names(PROMPT, 16))]
+    known = told(*moved, **every)
+    assert tokens_known(known) == 96, "on the CPU still"
+    for cleared, tokens in (("DISK", 96), ("GPU", 96), ("CPU", 0)):
+        known.apply("a", AllBlocksCleared(medium=cleared))
+        assert tokens_known(known) == tokens
+    assert tokens_known(told(stored(PROMPT, 16), AllBlocksCleared(medium="CPU"))) == 96
+    assert tokens_known(told(stored(PROMPT, 16), AllBlocksCleared(medium="GPU"))) == 0
+
+
+@each(("stored_on", "removed_from"), [(None, "GPU"), ("GPU", None), (None, None)])
+def test_no_medium_is_the_engines_own(stored_on: str | None, removed_from: str | None) -> None:
+    gone = BlockRemoved(block_hashes=names(PROMPT, 16), medium=removed_from)
+    assert told(stored(PROMPT, 16, medium=stored_on), gone).blocks == 0
+
+
+def test_a_part_of_a_prompt_on_another_medium_follows_what_is_in_the_cache() -> None:
+    """An engine that moves the end of a prompt to host memory names its parent, which stays where it was."""
+    known = told(stored(PROMPT[:48], 16), stored(PROMPT, 16, begin=48, medium="CPU"), media=("GPU", "CPU"))
+    assert tokens_known(known) == 96
+
+
 UNKNOWN: dict[str, list[Any]] = {
     "medium": ["CPU", "DISK"],
     "kv_cache_spec_kind": ["sliding_window", "mamba"],
@@ -203,8 +256,8 @@ STEP = st.tuples(st.sampled_from("ab"), WHAT, st.integers(0, 3), st.integers(0, 
 
 @given(st.lists(STEP, max_size=25))
 def test_what_is_known_is_what_a_model_counts(steps: list[tuple[str, str, int, int, int]]) -> None:
-    """Prompts that share beginnings, blocks of 2; the model holds the names that each engine has."""
-    known, model = PrefixMap(), {"a": set[int](), "b": set[int]()}
+    """Prompts that share beginnings, blocks of 2; the model counts the names that each engine has."""
+    known, model = PrefixMap(), {"a": Counter[int](), "b": Counter[int]()}
     prompts = [
         [kind, *range(5), *[kind] * 6] if kind % 2 else [*range(6 + kind), *[kind] * (6 - kind)] for kind in range(4)
     ]
@@ -215,11 +268,11 @@ def test_what_is_known_is_what_a_model_counts(steps: list[tuple[str, str, int, i
             model[holder].clear()
         elif what == "removed":
             known.apply(holder, BlockRemoved(block_hashes=found, medium="GPU"))
-            model[holder] -= set(found)
+            model[holder] -= Counter(found)
         elif begin == 0 or names(prompts[kind], 2)[begin - 1] in model[holder]:
             event = stored(prompts[kind][: 2 * (begin + count)], 2, begin=2 * begin)
             known.apply(holder, event)
-            model[holder] |= set(event.block_hashes)
+            model[holder] += Counter(event.block_hashes)
     for prompt in prompts:
         expected = {}
         for holder, has in model.items():
