@@ -33,6 +33,7 @@ from paged_engine.tokenizer import ChatTokenizer
 from paged_engine.weights import load_model
 
 import kvflow
+from kvflow.transport.nixl import native
 
 if TYPE_CHECKING:
     from disaggregated.screen import Screen
@@ -92,6 +93,7 @@ class StockAgent:
     """A NIXL agent and the cache that it has registered."""
 
     def __init__(self, name: str, engine: Engine) -> None:
+        native.load_verbs()  # as for kvflow's own agents: docs/troubleshooting.md, signal 11
         import nixl  # after the environment is set
 
         self._tensors = list(engine.kv_caches.values())

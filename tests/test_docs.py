@@ -84,7 +84,8 @@ def test_public_hosting_calls_commands_that_exist() -> None:
     run = 0
     for name in ("test.yml", "thorough.yml", "docs.yml", "publish.yml"):
         for job in read[name]["jobs"].values():
-            for step in (step for step in job["steps"] if "run" in step):
+            ours = (step for step in job["steps"] if not step.get("run", "sudo apt-get ").startswith("sudo apt-get "))
+            for step in ours:
                 for command in job.get("strategy", {}).get("matrix", {}).get("command", [""]):
                     words = step["run"].replace("${{ matrix.command }}", command)
                     check_command(shlex.split(words.replace("$TAG", f"v{kvflow.__version__}")))

@@ -78,6 +78,11 @@ class Child:
         assert pid is not None, "started in __init__"
         return pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the process, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
     def wait_ready(self) -> None:
         """Wait until the rank is set up."""
         self._receive("setup")

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from kvflow.bench.cache import CacheShape
-from kvflow.bench.child import BenchError, call_in_child
+from kvflow.bench.child import QUIET, BenchError, ChildCaller, RankProcess, open_caller, open_children
 from kvflow.bench.engine import RankPair, open_pair
 from kvflow.bench.loads import PlannedLoad, scattered
 from kvflow.bench.ucx import ReadPath, ucx_log
 from kvflow.doctor.findings import Finding, fail, ok, warn
-from kvflow.transport.nixl.native import list_plugins
+from kvflow.transport.nixl.native import VERBS, start_agent
 
 _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"
@@ -25,24 +25,50 @@ _REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
-    """Finding about NIXL's version, and the plugins that there are."""
+    """Start an agent in a child process and wait for the end of both.
+
+    Returns:
+        The finding about NIXL, and the names of its plugins.
+    """
     try:
         installed = version("nixl")
     except PackageNotFoundError:
         return fail("NIXL", "not installed", _INSTALL), ()
     try:
-        plugins: Sequence[str] = call_in_child("NIXL", list_plugins)
+        with open_children([RankProcess("NIXL", open_caller)], QUIET) as children:
+            plugins, verbs = children["NIXL"].run(ChildCaller.call, start_agent, _BACKEND)
     except BenchError as error:
         return judge_plugins(installed, (), problem=error.reason), ()
-    return judge_plugins(installed, plugins), plugins
+    return judge_plugins(installed, plugins, verbs=verbs, exit_code=children["NIXL"].exit_code), plugins
 
 
-def judge_plugins(installed: str, plugins: Sequence[str], problem: str = "") -> Finding:
+def judge_plugins(
+    installed: str, plugins: Sequence[str], problem: str = "", *, verbs: bool = False, exit_code: int | None = 0
+) -> Finding:
+    """Judge what a process with an agent found.
+
+    Args:
+        installed: NIXL's version.
+        plugins: its plugins.
+        problem: why no agent started.
+        verbs: whether the system's libibverbs was loaded before NIXL.
+        exit_code: how the process ended, as `multiprocessing` says it.
+    """
     if problem:
-        return fail("NIXL", f"{installed} does not start: {problem}", f"reinstall it: {_INSTALL} --force-reinstall")
+        fix = f"unset UCX_ variables that do not fit this host, or reinstall it: {_INSTALL} --force-reinstall"
+        return fail("NIXL", f"{installed} does not start: {problem}", fix)
     found = f"{installed}, plugins: {', '.join(plugins) or 'none'}"
+    if verbs:
+        found += f"; the system's {VERBS} is loaded first"
     if _BACKEND not in plugins:
         return fail("NIXL", found, f"the plugin {_BACKEND} is needed; reinstall, or set NIXL_PLUGIN_DIR")
+    if exit_code:
+        how = f"by signal {-exit_code}" if exit_code < 0 else f"with exit code {exit_code}"
+        return fail(
+            "NIXL",
+            f"{found}; a process with an agent ends {how}",
+            "libraries of the system and of NIXL's wheel do not go together: docs/troubleshooting.md, signal 11",
+        )
     return ok("NIXL", found)
 
 

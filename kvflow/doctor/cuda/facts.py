@@ -132,9 +132,9 @@ def _look() -> Probe:
 
     import torch
 
-    from kvflow.transport.nixl.native import list_plugins
+    from kvflow.transport.nixl.native import import_bindings
 
-    list_plugins()  # loads the build of NIXL that fits torch's CUDA
+    import_bindings()  # loads the build of NIXL that fits torch's CUDA
     try:
         attributes, problem = load_driver().attributes(), ""
     except DriverError as error:

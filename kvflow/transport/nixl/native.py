@@ -1,8 +1,16 @@
-"""NIXL's own objects: its bindings, its errors, and an agent. The only module that imports nixl."""
+"""NIXL's own objects: its bindings, its errors, and an agent. The only module that imports nixl.
+
+The wheel of NIXL brings a libibverbs and a libnl of its own. On a host with RDMA its InfiniBand module also loads the
+system's libibverbs, which then binds to both copies of libnl, and the process ends by signal 11 in a destructor of
+libnl-route (nixl 1.5.1, Debian 12). If the system's library is loaded before UCX starts, it binds to the system's
+libnl alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import importlib
 import mmap
 from types import ModuleType
@@ -16,6 +24,7 @@ from kvflow.transport.nixl.defaults import backend_params
 
 _PROGRESS_DELAY_US = 100_000
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
+VERBS = "libibverbs.so.1"
 
 
 class Agent:
@@ -53,13 +62,36 @@ def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any
     return bindings.nixlAgent(name, config)
 
 
-def list_plugins() -> tuple[str, ...]:
-    """Names of NIXL's plugins here. ConfigError if NIXL is not there or does not load."""
-    return tuple(sorted(new_agent(import_bindings(), "kvflow-plugins").getAvailPlugins()))
+def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
+    """Start an agent, with `backend` if NIXL has that plugin.
+
+    Returns:
+        The names of NIXL's plugins, and whether the system's libibverbs was loaded.
+
+    Raises:
+        ConfigError: NIXL is not there or does not load.
+        Exception: the backend does not start; NIXL's own error.
+    """
+    bindings = import_bindings()
+    agent = new_agent(bindings, "kvflow-plugins", progress=True)
+    plugins = tuple(sorted(agent.getAvailPlugins()))
+    if backend in plugins:
+        agent.createBackend(backend, backend_params(backend, {}))
+    return plugins, load_verbs()
+
+
+@functools.cache
+def load_verbs() -> bool:
+    """Load the system's libibverbs, where it is installed, and return whether it is. Without effect once UCX runs."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(VERBS)  # RTLD_LOCAL: in the global scope, as by LD_PRELOAD, it would be what ends the process
+        return True
+    return False
 
 
 def import_bindings() -> ModuleType:
     """NIXL's Python bindings. ConfigError if they are not there or do not load."""
+    load_verbs()
     try:
         return importlib.import_module("nixl._bindings")
     except ImportError as error:
