@@ -8,28 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from os import PathLike, fspath
 from typing import TypeAlias, cast
 
 from kvflow import checks
 from kvflow.checks import is_name, shown
-from kvflow.errors import ConfigError, InvalidInput
+from kvflow.errors import ConfigError
+from kvflow.hosts import PORT_MAX, WILDCARDS, is_host, plain_address, plain_host, split_address
 from kvflow.limits import BOUNDS, BY_DEVICE_OR_GIVEN, Limits, by_device
 
 Share: TypeAlias = float
 
-PORT_MAX = 65535
 ENGINE_ID_CHARS_MAX = 256
 RANKS_MAX = 1 << 10
 
-
-# What a ticket may name: hosts as resolvers take them (DNS labels, or an IP address, version 6 in brackets).
-_HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
-HOST_CHARS_MAX = 253
-_KEY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+=-]{0,99}")
-_PORT = re.compile(r"[0-9]{1,5}")
-_WILDCARDS = ("*", "0.0.0.0", "[::]")
+_KEY_NAME = re.compile(r"[A-Za-z0-9_:\[][A-Za-z0-9_.@:+=%\[\]-]{0,99}")
 _BACKEND = re.compile(r"[A-Za-z0-9_]{1,64}")
 STORE_BACKEND = "POSIX"
 """NIXL's backend for files, which the store uses."""
@@ -46,31 +40,10 @@ def is_key_name(text: str) -> bool:
     return is_name(text, ENGINE_ID_CHARS_MAX) and _KEY_NAME.fullmatch(text) is not None
 
 
-def is_host(text: str) -> bool:
-    """True if `text` can be resolved or connected to; wildcards cannot."""
-    return len(text) <= HOST_CHARS_MAX and _matches_host(text)
-
-
 def auto_target(advertise_host: str | None) -> str | None:
     """The HOST of "auto:HOST", "" of "auto", None of anything else."""
     found = _AUTO.fullmatch(advertise_host or "")
     return None if found is None else found.group(1) or ""
-
-
-@lru_cache(maxsize=1024)
-def _matches_host(text: str) -> bool:
-    return text not in _WILDCARDS and _HOST.fullmatch(text) is not None
-
-
-def split_address(address: str, *, what: str = "listen", error: type[InvalidInput] = ConfigError) -> tuple[str, int]:
-    """Split `tcp://host:port` into its parts; raises `error` for anything else. IPv6 hosts keep brackets."""
-    scheme, separator, rest = checks.text(address, what, error=error).partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not separator or not (is_host(host) or host in _WILDCARDS) or not _PORT.fullmatch(port):
-        raise error(f"{what}: expected 'tcp://host:port', got {address[:300]!r}")
-    if int(port) > PORT_MAX:
-        raise error(f"{what}: port {port} is above {PORT_MAX}")
-    return host, int(port)
 
 
 def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_size: int) -> int:
@@ -90,8 +63,9 @@ class Config:
     engine_id: str
     """Name of the engine, the same for all its ranks: printable, without spaces."""
     listen: str = "tcp://127.0.0.1:5600"
-    """Base address of the side channel, tcp://host:port. A rank listens at the port plus its number within the engine;
-    with port 0 the system chooses a free one, which tickets carry."""
+    """Base address of the side channel, tcp://host:port; an IPv6 host with or without brackets. A rank listens at the
+    port plus its number within the engine; with port 0 the system chooses a free one, which tickets carry. The
+    wildcards `*` and `[::]` listen to IPv4 and IPv6, 0.0.0.0 to IPv4."""
     advertise_host: str | None = None
     """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0. "auto" is the
     address by which this host's default route leaves when the runtime opens, "auto:HOST" the one by which its route to
@@ -197,7 +171,7 @@ class Config:
     @property
     def listens_everywhere(self) -> bool:
         """True if `listen` binds a wildcard, so that tickets cannot name its host."""
-        return self.listen_host in _WILDCARDS
+        return self.listen_host in WILDCARDS
 
     @property
     def advertise_toward(self) -> str | None:
@@ -233,16 +207,16 @@ def _engine_id(value: object, name: str) -> str:
 
 
 def _listen(value: object, name: str) -> str:
-    plain = checks.text(value, name, error=ConfigError)
-    split_address(plain, what=name)
-    return plain
+    return plain_address(checks.text(value, name, error=ConfigError), what=name)
 
 
 def _advertised(value: object, name: str) -> str:
     plain = checks.text(value, name, error=ConfigError)
-    if not is_host(auto_target(plain) or plain):
+    toward = auto_target(plain)
+    host = plain_host(toward or plain)
+    if host is None or not is_host(host):
         raise ConfigError(f"{name}: {plain[:300]!r} is no host that peers can connect to")
-    return plain
+    return f"auto:{host}" if toward else host
 
 
 def _backends(value: object, name: str) -> str:
@@ -293,7 +267,7 @@ def _check_together(config: Config) -> None:
     host, port = split_address(config.listen)
     if port and port + config.listen_port_offset > PORT_MAX:
         raise ConfigError(f"listen: port {port} + rank offset {config.listen_port_offset} is above {PORT_MAX}")
-    if config.advertise_host is None and host in _WILDCARDS:
+    if config.advertise_host is None and host in WILDCARDS:
         raise ConfigError(f"listen: {host!r} is a wildcard, so advertise_host must say what tickets name")
 
 

@@ -163,13 +163,13 @@ def test_a_rank_above_the_last_port_is_refused_and_port_0_stays_0() -> None:
 # --- addresses
 
 
-@each("host", ["0.0.0.0", "*", "[::]"])
+@each("host", ["0.0.0.0", "*", "[::]", "::"])
 def test_a_wildcard_needs_a_host_to_tell_others_that_they_can_reach(host: str) -> None:
     listen = f"tcp://{host}:5600"
     for told in ({}, *({"advertise_host": name} for name in ("", "0.0.0.0", "*", "[::]"))):
         with pytest.raises(ConfigError, match="advertise_host"):
             config(listen=listen, **told)
-    assert config(listen=listen, advertise_host="10.0.0.7").listen_host == host
+    assert config(listen=listen, advertise_host="10.0.0.7").listen_host == host.strip("[]")
 
 
 @each(
@@ -177,7 +177,7 @@ def test_a_wildcard_needs_a_host_to_tell_others_that_they_can_reach(host: str) -
     [
         ("tcp://127.0.0.1:5600", ("127.0.0.1", 5600)),
         ("tcp://node-7.cluster.local:1", ("node-7.cluster.local", 1)),
-        ("tcp://[::1]:65535", ("[::1]", 65535)),
+        ("tcp://[::1]:65535", ("::1", 65535)),
         ("tcp://*:0", ("*", 0)),
     ],
 )
@@ -189,7 +189,15 @@ BAD_ADDRESSES = [
     *(f"{start}127.0.0.1:5600" for start in ("", "udp://", "tcp:/", "tcp//", "TCP://", "tcp://tcp://")),
     *(f"tcp://127.0.0.1{end}" for end in ("", ":", ":http", ":-1", ":+1", ": 1", ":1_0", ":1.5", ":5600/path")),
     *(f"tcp://127.0.0.1:{port}" for port in ("65536", "9" * 20, "9" * 5000)),
-    *("", "ipc:///tmp/socket", "tcp://:5600", "tcp://two words:5600", "tcp://::1:5600"),
+    *("", "ipc:///tmp/socket", "tcp://:5600", "tcp://two words:5600"),
+    *(
+        "tcp://fd00::2",
+        "tcp://[fd00::2:5600",
+        "tcp://fd00::2]:5600",
+        "tcp://[10.0.0.7]:5600",
+        "tcp://[::1]",
+        "tcp://::%:1",
+    ),
 ]
 
 

@@ -60,7 +60,7 @@ PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 LEVELS = [
     ["errors"],
     ["checks"],
-    ["extras", "limits", "logs"],
+    ["extras", "hosts", "limits", "logs"],
     ["config"],
     ["core"],
     ["device"],

@@ -87,7 +87,7 @@ def _add_service_options(parser: argparse.ArgumentParser, *, prefill: int, decod
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="where the router listens, and the workers unless it is 0.0.0.0 (default: 127.0.0.1)",
+        help="where the router listens, and the workers unless it is 0.0.0.0 or :: (default: 127.0.0.1)",
     )
     parser.add_argument("--checkpoint", type=_unpacked, help="the model as `unpack` writes it (default: unpack it now)")
     parser.add_argument("--deadline-s", type=float, default=60.0, help="bound of every answer (default: 60)")

@@ -23,15 +23,15 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from openai_server.starts import CANNOT_START, StartError, Starts, listen_at
+from openai_server.starts import CANNOT_START, StartError, Starts, bare, listen_at, url_of
 
 COMMAND = Path(__file__).with_name("__main__.py")
 START_TIMEOUT_S = 180.0
 START_POLL_S = 0.1
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 EXIT_TIMEOUT_S = 15.0
-WILDCARD = "0.0.0.0"
-LOOPBACK = "127.0.0.1"
+LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses for the workers where everybody may reach the router: they are for the router only."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -122,15 +122,14 @@ async def run_service(settings: ServiceSettings) -> None:
 
 
 def _laid_out(settings: ServiceSettings) -> Service:
-    # Where everybody may reach the router, the workers are still for the router only.
-    workers_host = LOOPBACK if settings.host == WILDCARD else settings.host
+    workers_host = LOOPBACK_OF.get(bare(settings.host), settings.host)
     with ExitStack() as stack:
         # All at once, so that they are different ports.
         router_port = _port(stack.enter_context(listen_at(settings.host, settings.port)))
         workers = [stack.enter_context(listen_at(workers_host, 0)) for _ in range(settings.prefill + settings.decode)]
-        urls = iter([f"http://{workers_host}:{_port(worker)}" for worker in workers])
+        urls = iter([url_of(workers_host, _port(worker)) for worker in workers])
     return Service(
-        url=f"http://{settings.host}:{router_port}",
+        url=url_of(settings.host, router_port),
         prefill={f"prefill-{index}": next(urls) for index in range(settings.prefill)},
         decode={f"decode-{index}": next(urls) for index in range(settings.decode)},
     )

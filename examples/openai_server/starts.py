@@ -37,13 +37,23 @@ def _what_to_do(error: OSError) -> str:
             return "choose an address of this machine with --host"
 
 
+def bare(host: str) -> str:
+    """Return a host without the brackets that an IPv6 address has in URLs."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of an HTTP server, with brackets around an IPv6 address."""
+    return f"http://[{bare(host)}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that listens there, on any free port for 0. Raises CannotListenError.
+    """A socket that listens there, on any free port for 0; at `::` for both versions. Raises CannotListenError.
 
     To be called before anything that takes long: who connects meanwhile waits until it is served.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)
         family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
         listening = socket.socket(family)
     except OSError as error:
@@ -51,6 +61,8 @@ def listen_at(host: str, port: int) -> socket.socket:
     try:
         # A port whose connections are not quite gone is no taken port.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listening.bind(address)
         listening.listen()
     except OSError as error:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvflow.errors import ConfigError
+from kvflow.hosts import bracketed
 
 _BYTES_MAX = 32 << 20
 _TIMEOUT_S = 5.0
@@ -44,7 +45,7 @@ class Scrape:
 def check_urls(urls: Sequence[str]) -> tuple[str, ...]:
     """The URLs as they can be fetched, `/metrics` where there is no path. ConfigError for what is none."""
     found = []
-    for url in urls:
+    for url in map(bracketed, urls):
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port

@@ -18,6 +18,7 @@ from typing import Any
 from kvflow import checks
 from kvflow.connector.step import Question
 from kvflow.errors import RequestError
+from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at, is_host, plain_host
 
 __all__ = ["Asking", "source_in"]
 
@@ -34,11 +35,12 @@ def source_in(params: Mapping[str, Any] | None) -> str | None:
     if given is None:
         return None
     source = checks.mapping(given, _SOURCE)
-    host = checks.text(source.get("remote_host"), f"{_SOURCE}: remote_host", most=255)
-    port = checks.whole(source.get("remote_port"), f"{_SOURCE}: remote_port", least=1, most=65535)
-    if not host:
-        raise RequestError(f"{_SOURCE}: remote_host is empty")
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    given = checks.text(source.get("remote_host"), f"{_SOURCE}: remote_host", most=HOST_CHARS_MAX)
+    port = checks.whole(source.get("remote_port"), f"{_SOURCE}: remote_port", least=1, most=PORT_MAX)
+    host = plain_host(given)
+    if host is None or not is_host(host):
+        raise RequestError(f"{_SOURCE}: remote_host {checks.shown(given)} is no host to connect to")
+    return address_at(host, port)
 
 
 class _State(enum.Enum):

@@ -12,8 +12,9 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 from kvflow.checks import INT64_MAX
-from kvflow.config import HOST_CHARS_MAX, RANKS_MAX
+from kvflow.config import RANKS_MAX
 from kvflow.core.cache.tensors import LAYERS_MAX, NAME_CHARS_MAX
+from kvflow.hosts import HOST_CHARS_MAX
 from kvflow.limits import REQUEST_ID_CHARS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, WAIT_S_MAX
 
 READER_CHARS_MAX = 4096

@@ -15,6 +15,7 @@ from kvflow.core.protocol.claims import all_regions_from_wire
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import KVFlowError
+from kvflow.hosts import plain_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
 from kvflow.runtime.peers.handshake import problems_of
@@ -56,7 +57,8 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
     """Ask an engine: without a cache, for the facts that have to be equal; then as a reader with those facts."""
-    engine_id, _, address = given.rpartition("@")
+    engine_id, _, at = given.rpartition("@")
+    address = plain_address(at, what="--pair")
     target = messages.Target(engine_id or "?", 0, 0, 0)
     question = messages.MetadataRequest(reader=_READER, target=target)
     refusal = await channel.ask(address, question, fingerprint=_NO_FINGERPRINT)

@@ -7,10 +7,11 @@ import time
 
 import msgspec
 
-from kvflow.config import Config, split_address
+from kvflow.config import Config
 from kvflow.core.protocol import codec, messages
 from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import ConfigError, KVFlowError
+from kvflow.hosts import in_url, split_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
 
@@ -23,7 +24,6 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
         host, port = split_address(address, what="--peer")
     except ConfigError as error:
         return [fail("peer", str(error), "give the address that tickets of the peer name")]
-    host = host.strip("[]")
     try:
         entries = await asyncio.get_running_loop().getaddrinfo(host, None)
     except OSError as error:
@@ -34,10 +34,10 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
         async with asyncio.timeout(config.handshake_timeout_s):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
-        why = f"{host}:{port}: {error or f'nothing within {config.handshake_timeout_s} s'}"
+        why = f"{in_url(host)}:{port}: {error or f'nothing within {config.handshake_timeout_s} s'}"
         fix = "is the engine up, does it listen there (Config.listen), does a firewall let it in?"
         return [*found, fail(name, why, fix)]
-    found.append(ok(name, f"{host}:{port} in {(time.perf_counter() - start_s) * 1e3:.1f} ms"))
+    found.append(ok(name, f"{in_url(host)}:{port} in {(time.perf_counter() - start_s) * 1e3:.1f} ms"))
     writer.close()
     question = messages.MetadataRequest(reader="kvflow-doctor", target=messages.Target(engine_id or "?", 0, 0, 0))
     channel = ZmqSideChannel(config, SystemClock().now_s)

@@ -23,8 +23,10 @@ from kvflow.checks import count, instance, text
 from kvflow.core.prefix.events import BATCH_BYTES_MAX, decode_batch
 from kvflow.core.prefix.map import PrefixMap
 from kvflow.errors import ConfigError, ProtocolError, UsageError
-from kvflow.kv_events.sockets import END, LIVE, REPLAYED, SEQUENCE_BYTES, prepare, read_message, sequence_bytes
+from kvflow.hosts import is_v6
+from kvflow.kv_events.sockets import END, LIVE, REPLAYED, SEQUENCE_BYTES, host_in, prepare, read_message, sequence_bytes
 from kvflow.logs import logger_of
+from kvflow.runtime.channel.lookups import Lookups
 
 logger = logger_of(__name__)
 
@@ -75,6 +77,7 @@ class _Follower:
     def __init__(self, source: EventSource, known: PrefixMap) -> None:
         self.source, self.statistics = source, SourceStatistics()
         self._map, self._context = known, zmq.asyncio.Context.instance()
+        self._v6 = False
         self._heard = -1  # the last number that came live
         self._socket = self._context.socket(zmq.SUB)
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
@@ -85,9 +88,11 @@ class _Follower:
             raise ConfigError(f"KV events of {source.holder!r} at {source.endpoint!r}: {error}") from error
 
     def _open(self) -> None:
-        prepare(self._socket, self.source.endpoint, messages_max=WAITING_MAX, bytes_max=BATCH_BYTES_MAX)
+        self._endpoint = prepare(
+            self._socket, self.source.endpoint, messages_max=WAITING_MAX, bytes_max=BATCH_BYTES_MAX
+        )
         self._socket.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
-        self._socket.connect(self.source.endpoint)
+        self._socket.connect(self._endpoint)
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -96,6 +101,7 @@ class _Follower:
 
     async def follow(self) -> None:
         """Follow until cancelled."""
+        await self._choose_version()
         poller = zmq.asyncio.Poller()
         for socket in (self._monitor, self._socket):
             poller.register(socket, zmq.POLLIN)
@@ -105,6 +111,19 @@ class _Follower:
                 await self._on_connection(parse_monitor_message(await self._monitor.recv_multipart())["event"])
             else:
                 await self._on_message(await self._socket.recv_multipart())
+
+    async def _choose_version(self) -> None:
+        """Connect again by IPv6 if the source's host has nothing else: ZeroMQ looks names up in one version only."""
+        host = host_in(self._endpoint)
+        try:
+            if not host or is_v6(host) or not is_v6(await Lookups().find(host)):
+                return
+        except (OSError, ValueError):  # it is not there yet
+            return
+        self._v6 = True
+        self._socket.disconnect(self._endpoint)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(self._endpoint)
 
     async def _on_connection(self, event: int) -> None:
         self.statistics.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
@@ -183,8 +202,8 @@ class _Follower:
     async def _replay(self, endpoint: str) -> bool:
         """Ask for a replay: True if all came that there was."""
         with self._context.socket(zmq.DEALER) as socket:
-            prepare(socket, endpoint, messages_max=REPLAYED_WAITING_MAX, bytes_max=BATCH_BYTES_MAX)
-            socket.connect(endpoint)
+            limits = {"messages_max": REPLAYED_WAITING_MAX, "bytes_max": BATCH_BYTES_MAX}
+            socket.connect(prepare(socket, endpoint, **limits, v6=self._v6))
             await socket.send_multipart([b"", sequence_bytes(self._next)])
             first = True
             while True:

@@ -89,8 +89,8 @@ class Publisher:
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
         # A replay that finds no room is lost silently, so there is room for one as a whole.
-        prepare(socket, endpoint, messages_max=self._batches_max + 1000, bytes_max=_QUESTION_BYTES_MAX)
-        socket.bind(endpoint)
+        most = self._batches_max + 1000
+        socket.bind(prepare(socket, endpoint, messages_max=most, bytes_max=_QUESTION_BYTES_MAX))
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     async def __aexit__(

@@ -11,6 +11,8 @@ from typing import Any
 
 import zmq
 
+from kvflow.hosts import ANY, bracketed, plain_host
+
 SEQUENCE_BYTES = 8
 END = -1
 LIVE, REPLAYED = (3,), (3, 4)
@@ -29,10 +31,23 @@ def sequence_bytes(sequence: int) -> bytes:
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
-def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int) -> None:
-    """Limit a socket: nothing lingers, and nobody sends it more than that."""
+def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int, v6: bool = False) -> str:
+    """Limit a socket: nothing lingers, and nobody sends it more than that. Return the endpoint as ZeroMQ takes it.
+
+    With `v6` names of hosts are looked up as IPv6 addresses. A wildcard is bound for both versions.
+    """
+    endpoint = bracketed(endpoint)
+    if endpoint.startswith("tcp://[::]:"):
+        endpoint = endpoint.replace("[::]", ANY, 1)  # which is bound for version 4 alone where there is no other
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, messages_max)
     socket.setsockopt(zmq.SNDHWM, messages_max)
     socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    socket.setsockopt(zmq.IPV6, int(v6 or endpoint.startswith(("tcp://[", f"tcp://{ANY}:"))))
+    return endpoint
+
+
+def host_in(endpoint: str) -> str:
+    """Return the host of a TCP endpoint in its one form; "" of others."""
+    scheme, _, rest = bracketed(endpoint).partition("://")
+    return (plain_host(rest.rpartition(":")[0]) or "") if scheme == "tcp" else ""

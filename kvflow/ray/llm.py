@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from kvflow.errors import ConfigError
+from kvflow.hosts import ANY_V4, ANY_V6, address_at, is_v6
 
 NAME = "KVFlowConnector"
 WRITTEN_FOR = "2.60"
@@ -46,13 +47,8 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
     if "listen" in given:
         return dict(given)
     if workers == 1:
-        return {**given, "listen": f"tcp://{_bracketed(node_ip)}:0"}
-    everywhere = "tcp://[::]:0" if ":" in head else "tcp://0.0.0.0:0"
-    return {"advertise_host": f"auto:{_bracketed(head)}", **given, "listen": everywhere}
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+        return {**given, "listen": address_at(node_ip, 0)}
+    return {"advertise_host": f"auto:{head}", **given, "listen": address_at(ANY_V6 if is_v6(head) else ANY_V4, 0)}
 
 
 @cache

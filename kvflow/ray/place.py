@@ -13,6 +13,7 @@ from typing import Any
 from kvflow import checks
 from kvflow.config import Config
 from kvflow.errors import ConfigError
+from kvflow.hosts import address_at
 
 SETTLE_S = 1.0
 """The default of Config.drain_timeout_s here: after its own deadline a drain only waits for what it has ended."""
@@ -47,8 +48,7 @@ def config_of(place: ReplicaPlace, settings: dict[str, Any]) -> Config:
     Raises:
         ConfigError: a setting cannot be right, or there is no such one.
     """
-    host = f"[{place.node_ip}]" if ":" in place.node_ip else place.node_ip
-    own = {"engine_id": place.engine_id, "listen": f"tcp://{host}:0", "drain_timeout_s": SETTLE_S}
+    own = {"engine_id": place.engine_id, "listen": address_at(place.node_ip, 0), "drain_timeout_s": SETTLE_S}
     return Config(**{**own, **settings})
 
 

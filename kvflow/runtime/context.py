@@ -10,6 +10,7 @@ from typing import Protocol
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.proof import SealTable
+from kvflow.hosts import address_at
 from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.records import Observers
@@ -39,7 +40,7 @@ class Identity:
     @property
     def address(self) -> str:
         """Address of its side channel, as tickets name it."""
-        return f"tcp://{self.host}:{self.port}"
+        return address_at(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from kvflow.config import Config
 from kvflow.errors import ConfigError
+from kvflow.hosts import ANY, ANY_V4, ANY_V6, WILDCARDS
 
 Target: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
 
@@ -20,7 +21,14 @@ _ANYWHERE: dict[socket.AddressFamily, tuple[Any, ...]] = {
     socket.AF_INET: ("198.51.100.1", 9),
     socket.AF_INET6: ("2001:db8::1", 9),
 }
-_UNSPECIFIED = ("0.0.0.0", "::", "")
+_UNSPECIFIED = (*WILDCARDS, "")
+
+_FAMILIES: dict[str, list[socket.AddressFamily]] = {
+    ANY: [socket.AF_INET, socket.AF_INET6],
+    ANY_V4: [socket.AF_INET],
+    ANY_V6: [socket.AF_INET6, socket.AF_INET],
+}
+"""Versions that each wildcard listens to, the preferred one first."""
 
 
 async def own_host(config: Config) -> str:
@@ -34,8 +42,7 @@ async def own_host(config: Config) -> str:
     toward = config.advertise_toward
     if toward is None or not config.listens_everywhere:
         return config.listen_host if toward is not None else config.advertise_host or config.listen_host
-    # A wildcard of version 6 listens to both versions, one of version 4 only to its own.
-    families = [socket.AF_INET6, socket.AF_INET] if config.listen_host.startswith("[") else [socket.AF_INET]
+    families = _FAMILIES[config.listen_host]
     problems: list[OSError] = []
     for family, address in await _targets(config, toward, families):
         try:
@@ -56,7 +63,7 @@ async def _targets(config: Config, toward: str, families: Sequence[socket.Addres
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(config.handshake_timeout_s):
-            found = await loop.getaddrinfo(toward.strip("[]"), 9, type=socket.SOCK_DGRAM)
+            found = await loop.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)
     except (OSError, TimeoutError) as error:
         why = error if isinstance(error, OSError) and str(error) else f"no answer in {config.handshake_timeout_s} s"
         raise ConfigError(f"advertise_host: {config.advertise_host!r}: {toward!r} is not known: {why}") from error
@@ -71,4 +78,4 @@ def _source_of(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:
         source = str(asking.getsockname()[0])
     if source in _UNSPECIFIED or "%" in source:  # an address of one link means nothing on another host
         raise OSError(f"{source or 'no address'} is none that peers can connect to")
-    return f"[{source}]" if family is socket.AF_INET6 else source
+    return source

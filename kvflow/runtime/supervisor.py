@@ -34,6 +34,7 @@ from kvflow.errors import (
     TransportBroken,
     UsageError,
 )
+from kvflow.hosts import address_at
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache, register
 from kvflow.runtime.channel.protocol import Answered, refusal
@@ -87,7 +88,7 @@ class Supervisor:
 
     @property
     def address(self) -> str:
-        return f"tcp://{self._host}:{self._listener.port}"
+        return address_at(self._host, self._listener.port)
 
     async def open(self) -> None:
         """Start the transport, the listener and the poller. Raises ConfigError; cancelling leaves it closed."""

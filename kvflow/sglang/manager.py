@@ -28,6 +28,7 @@ from kvflow.blocking import Runtime
 from kvflow.config import Config
 from kvflow.core.policy.latest import Latest
 from kvflow.errors import ConfigError
+from kvflow.hosts import address_at
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.lease import ServeRequest
@@ -233,7 +234,7 @@ class _Pool:
         settings: dict[str, Any] = {
             "engine_id": f"sglang-{secret[:16]}-{place}-{buffers.name}",
             "model": buffers.format,
-            "listen": f"tcp://{_own_ip()}:0",
+            "listen": address_at(_own_ip(), 0),
             "tp_rank": parallel.attn_tp_rank if self.cut else 0,
             "tp_size": parallel.attn_tp_size if self.cut else 1,
             "num_kv_heads": model_heads if buffers.heads else None,
@@ -253,7 +254,7 @@ def _own_ip() -> str:
     from sglang.srt.utils.network import get_local_ip_auto
 
     address: str = get_local_ip_auto()
-    return f"[{address}]" if ":" in address else address
+    return address
 
 
 def _agreed(value: str) -> str:

@@ -12,11 +12,12 @@ import zmq
 import zmq.asyncio
 
 from kvflow import checks
-from kvflow.config import RANKS_MAX, split_address
+from kvflow.config import RANKS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
 from kvflow.errors import PeerUnreachable, ProtocolError, RequestError
+from kvflow.hosts import address_at, split_address
 from kvflow.runtime.channel.lookups import Lookups
 
 
@@ -58,7 +59,7 @@ async def ask_rank(
     where = f"stock engine {engine_id!r} at {address}" if engine_id else f"stock engine at {address}"
     try:
         async with asyncio.timeout(timeout_s):
-            endpoint = f"tcp://{await Lookups().find(host)}:{port}"
+            endpoint = address_at(await Lookups().find(host), port)
             frames = await _exchange(endpoint, question, bytes_max)
     except TimeoutError:
         why = f"{where}: no answer within {timeout_s} s"

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import msgspec
 
-from kvflow.config import split_address
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.core.stock.params import StockTicket
+from kvflow.hosts import split_address
 from kvflow.runtime.peers.peer import Connection, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers

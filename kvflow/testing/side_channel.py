@@ -12,6 +12,7 @@ from kvflow.config import Config
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
+from kvflow.hosts import address_at
 from kvflow.runtime.channel.protocol import Answer, AnswerStranger, ListenerStatistics
 
 Frames = list[bytes]
@@ -44,9 +45,9 @@ class Exchange:
     def listen(self, config: Config, answer: Answer) -> InprocListener:
         """Bind a rank's address; ConfigError if somebody has it."""
         host = host_of(config)
-        free = (port for port in self._ports if f"tcp://{host}:{port}" not in self.listeners)
+        free = (port for port in self._ports if address_at(host, port) not in self.listeners)
         port = config.listen_port or next(free)
-        address = f"tcp://{host}:{port}"
+        address = address_at(host, port)
         if address in self.listeners:
             raise ConfigError(f"listen: cannot bind {address}: it is in use")
         self.listeners[address] = listener = InprocListener(self, address, port, answer)

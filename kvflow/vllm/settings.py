@@ -14,11 +14,12 @@ from vllm.platforms import current_platform
 
 from kvflow import checks
 from kvflow.checks import check_known
-from kvflow.config import Config, split_address
+from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.settings import checked_fields
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
+from kvflow.hosts import plain_address
 from kvflow.kv_events import EventSource
 from kvflow.runtime.prefix.requests import PEERS_MAX
 from kvflow.vllm.layout import Group
@@ -86,8 +87,9 @@ class Extra:
         if self.recompute_s_per_token is not None:
             checks.seconds(self.recompute_s_per_token, "recompute_s_per_token", error=ConfigError)
         checks.count(self.prefix_peers or (), "prefix_peers", most=PEERS_MAX, error=ConfigError)
-        for peer in self.prefix_peers or ():
-            split_address(peer, what="prefix_peers")
+        if self.prefix_peers is not None:
+            plain = tuple(plain_address(peer, what="prefix_peers") for peer in self.prefix_peers)
+            object.__setattr__(self, "prefix_peers", plain)
 
     @property
     def pulls_prefixes(self) -> bool:

@@ -33,8 +33,8 @@ def test_workers_listen_where_their_node_is_reached(
 
 def test_addresses_of_version_6_keep_brackets() -> None:
     found = llm.worker_settings({}, node_ip="fd00::7", head="fd00::1", workers=2)
-    assert found == {"listen": "tcp://[::]:0", "advertise_host": "auto:[fd00::1]"}
-    assert Config(engine_id="legal", **found).advertise_toward == "[fd00::1]"
+    assert found == {"listen": "tcp://[::]:0", "advertise_host": "auto:fd00::1"}
+    assert Config(engine_id="legal", **found).advertise_toward == "fd00::1"
     assert llm.worker_settings({}, node_ip="fd00::7", head="", workers=1) == {"listen": "tcp://[fd00::7]:0"}
 
 

@@ -54,11 +54,27 @@ async def until_asked(resolver: Resolver, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("host", "found"),
-    [("node-7", "10.0.0.7"), ("six", "[fd00::7]"), ("10.0.0.9", "10.0.0.9"), ("[fd00::9]", "[fd00::9]")],
+    [
+        ("node-7", "10.0.0.7"),
+        ("six", "fd00::7"),
+        ("10.0.0.9", "10.0.0.9"),
+        ("fd00::9", "fd00::9"),
+        ("fe80::9%eth0", "fe80::9%eth0"),
+    ],
 )
 async def test_a_host_is_found_by_name_or_is_numbers_already(resolver: Resolver, host: str, found: str) -> None:
     assert await Lookups().find(host) == found
     assert resolver.asked == ([] if found == host else [host])
+
+
+async def test_of_a_name_with_both_versions_one_is_taken_that_the_host_has_a_route_to(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host with IPv6 alone looks up names of others that have both."""
+    monkeypatch.setattr(lookups, "_has_route", lambda entry: entry[0] == socket.AF_INET6)
+    assert await Lookups().find("node-7") == "fd00::7"
+    monkeypatch.setattr(lookups, "_has_route", lambda entry: False)
+    assert await Lookups().find("node-7") == "10.0.0.7"  # connecting will say why it fails
 
 
 async def test_a_host_that_nobody_knows_is_an_error_each_time(resolver: Resolver) -> None:

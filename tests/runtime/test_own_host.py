@@ -28,6 +28,8 @@ def listening(host: str, advertised: str | None) -> Config:
         ("0.0.0.0", "auto:127.0.0.1", "127.0.0.1"),
         ("*", "auto:localhost", "127.0.0.1"),
         ("[::]", "auto:127.0.0.1", "127.0.0.1"),
+        ("::", "auto:[::1]", "::1"),
+        ("*", "auto:::1", "::1"),
     ],
 )
 async def test_the_host_that_tickets_name(host: str, advertised: str | None, expected: str) -> None:
@@ -53,7 +55,7 @@ async def test_in_one_process_it_is_the_loopback() -> None:
     ("advertised", "why"),
     [
         ("auto:255.255.255.255", "no route to '255.255.255.255' .*Permission denied.*: name the address"),
-        ("auto:[::1]", "no route to '.::1.' .it is no address of version 4"),
+        ("auto:[::1]", "no route to '::1' .it is no address of version 4"),
         ("auto:no-such-host.invalid", "'no-such-host.invalid' is not known: "),
     ],
 )

@@ -8,10 +8,11 @@ from typing import NamedTuple, TypeVar
 
 from kvflow import checks
 from kvflow.checks import shown
-from kvflow.config import ENGINE_ID_CHARS_MAX, is_host, split_address
+from kvflow.config import ENGINE_ID_CHARS_MAX
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerError, RequestError
+from kvflow.hosts import address_at, is_host, split_address
 
 _LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
@@ -73,7 +74,7 @@ class PeerAddress:
         if not is_host(host) or not port:
             raise RequestError(f"address: expected a host and port to connect to, got {shown(address)}")
         ranks = {name: checks.whole(getattr(self, name), name, least=0) for name in ("dp_rank", "pp_rank", "tp_rank")}
-        return PeerAddress(engine_id=engine_id, address=address, **ranks)
+        return PeerAddress(engine_id=engine_id, address=address_at(host, port), **ranks)
 
 
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:

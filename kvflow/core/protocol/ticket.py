@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, few, shown
-from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, rank_offset
+from kvflow.config import RANKS_MAX, rank_offset
 from kvflow.core.bounds import ClockTime, Count, PromptDigest, RankCount, Seconds, Size, TicketLeaseId, Traceparent
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
@@ -41,6 +41,7 @@ from kvflow.core.protocol.ticket_checks import (
     wrong,
 )
 from kvflow.errors import RequestError
+from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
@@ -97,7 +98,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def address(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
+        return address_at(self.host, self.port)
 
     @property
     def block_tables(self) -> tuple[BlockIds, ...]:
@@ -298,7 +299,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
                 f"ticket: remote_port {self.first.port} of (pp_rank, tp_rank) {first} puts {wanted} at port {port}, "
                 f"which is not in 1..{PORT_MAX}"
             )
-        return f"tcp://{self.first.host}:{port}"
+        return address_at(self.first.host, port)
 
     def without_leases(
         self,
@@ -508,8 +509,11 @@ def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
         raise RequestError(f"ticket: remote_request_id {ticket.request_id[:80]!a} is no request id")
     if ticket.groups or ticket.more_block_ids:
         check_groups(ticket)
+    ranks = []
     for lease in ticket.ranks:
-        _check_lease(lease, ticket)
+        ranks.append(_check_lease(lease, ticket))
+    if any(map(operator.is_not, ranks, ticket.ranks)):
+        ticket = msgspec.structs.replace(ticket, ranks=tuple(ranks))
     count = _block_ids_in(ticket)
     if count > block_ids_max:  # once more: mappings within its dict may be no dicts
         raise too_many(count, block_ids_max)
@@ -522,10 +526,11 @@ def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
     return ticket
 
 
-def _check_lease(lease: RankLease, ticket: Ticket) -> None:
+def _check_lease(lease: RankLease, ticket: Ticket) -> RankLease:
+    """Return the lease with its host in the one form that hosts have. RequestError names a field that cannot be."""
     if {*map(type, _LEASE_TEXTS(lease))} != {str}:
         raise foreign_text(lease)
-    check_place(lease.host, lease.port, lease.incarnation)
+    host = check_place(lease.host, lease.port, lease.incarnation)
     if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
         if counts != theirs:
@@ -534,6 +539,7 @@ def _check_lease(lease: RankLease, ticket: Ticket) -> None:
         raise RequestError(
             f"ticket: tp_rank {lease.tp_rank} of {ticket.tp_size}, pp_rank {lease.pp_rank} of {ticket.pp_size}"
         )
+    return lease if lease.host == host else msgspec.structs.replace(lease, host=host)
 
 
 def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:

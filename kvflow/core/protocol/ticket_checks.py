@@ -16,10 +16,10 @@ import msgspec
 
 from kvflow import checks
 from kvflow.checks import is_name, shown
-from kvflow.config import PORT_MAX, is_host
 from kvflow.core.bounds import TRACEPARENT
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.errors import RequestError
+from kvflow.hosts import PORT_MAX, is_host, plain_host
 
 if TYPE_CHECKING:
     from kvflow.core.protocol.ticket import RankLease, Ticket
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
 
 # Engines have few ranks, and each ticket names one of them again. Types bound the lengths of what is remembered.
 @lru_cache(maxsize=1024)
-def check_place(host: str, port: int, incarnation: str) -> None:
+def check_place(host: str, port: int, incarnation: str) -> str:
+    """Return the host in its one form (`hosts`). RequestError names what cannot be."""
     if not 0 < port <= PORT_MAX:
         raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
-    if not is_host(host):
+    plain = plain_host(host)
+    if plain is None or not is_host(plain):
         raise RequestError(f"ticket: remote_host {host[:80]!a} is no host to connect to")
     if not is_name(incarnation, NAME_CHARS_MAX):
         raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
+    return plain
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import msgspec
 
 from kvflow import checks
 from kvflow.checks import encodes, is_name, shown
-from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host
+from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
 from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.spare import MARK, with_mark
@@ -20,6 +20,7 @@ from kvflow.core.stock.shape import expanded
 from kvflow.core.stock.texts import can_be_told
 from kvflow.core.stock.versions import UnknownLine, least_line, line_of
 from kvflow.errors import RequestError
+from kvflow.hosts import PORT_MAX, is_host, plain_host
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 _BLOCK_MAX = (1 << 31) - 1
@@ -89,7 +90,8 @@ def read_stock(
     left = checks.whole(left, "stock params: left", least=0)
     tables = _tables(given.get("remote_block_ids"), block_ids_max)
     host, port = given.get("remote_host"), checks.whole(given.get("remote_port"), "stock params: remote_port", least=1)
-    if not isinstance(host, str) or not is_host(host) or port > PORT_MAX:
+    plain = plain_host(host) if isinstance(host, str) else None
+    if plain is None or not is_host(plain) or port > PORT_MAX:
         raise RequestError(f"stock params: remote_host {shown(host)}, remote_port {port}: no address")
     num_tokens = checks.whole(given.get("remote_num_tokens"), "stock params: remote_num_tokens", least=0)
     if any(tables) and not num_tokens:
@@ -108,7 +110,7 @@ def read_stock(
         kv_heads=1,
         model_kv_heads=0,
         fixed_ports=False,
-        ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", host, port),),
+        ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", plain, port),),
         least_line=line.version,
         arrived=_arrival(arrived),
         params=_kept(given),

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import zmq
 
-from kvflow.config import Config, split_address
+from kvflow.config import Config
 from kvflow.core.policy.circuit import BackOff, delay_s
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
+from kvflow.hosts import WILDCARDS, address_at, split_address
 from kvflow.runtime.channel.connections import Connections, ListenerWay
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.listening import ZmqListener
@@ -52,7 +53,7 @@ class ZmqSideChannel:
         self._connections = Connections()
 
     async def listen(self, answer: Answer) -> ZmqListener:
-        return ZmqListener(self._config, await self._keys(), answer, self._now_s)
+        return ZmqListener(self._config, await self._own_host(), await self._keys(), answer, self._now_s)
 
     async def ask(
         self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
@@ -75,6 +76,20 @@ class ZmqSideChannel:
     def abandon(self) -> None:
         self._connections.abandon()
 
+    async def _own_host(self) -> str:
+        """Return the host to listen at as numbers, since ZeroMQ looks names up in one version of addresses only.
+
+        What cannot be looked up is for ZeroMQ to judge: it knows network interfaces by their names.
+        """
+        host = self._config.listen_host
+        if host in WILDCARDS:
+            return host
+        try:
+            async with asyncio.timeout(self._config.handshake_timeout_s):
+                return await self._lookups.find(host)
+        except (OSError, ValueError):  # TimeoutError is an OSError
+            return host
+
     async def _keys(self) -> Keyring | None:
         """Keys of this engine, read when they are first needed; None without CURVE."""
         config, secret, peers = self._config, self._config.curve_secret_key_file, self._config.curve_peers_dir
@@ -94,7 +109,7 @@ class ZmqSideChannel:
             server_key = known_key
         with _explained(target, address):
             host, port = split_address(address, what="peer")
-            endpoint = f"tcp://{await self._lookups.find(host)}:{port}"
+            endpoint = address_at(await self._lookups.find(host), port)
         return ListenerWay(endpoint, server_key, None if keyring is None else keyring.own)
 
     async def _exchange(
@@ -148,7 +163,7 @@ async def _probe(endpoint: str, *, final: bool) -> bool:
     """
     host, port = split_address(endpoint, what="peer")
     try:
-        _, writer = await asyncio.open_connection(host.strip("[]"), port)
+        _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         if final:
             raise

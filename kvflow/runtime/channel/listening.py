@@ -32,6 +32,7 @@ from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import asked_by
 from kvflow.errors import ConfigError
+from kvflow.hosts import ANY, ANY_V6, address_at, is_v6
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics, refusal
@@ -59,8 +60,11 @@ _WATCHED = sum(_REJECTIONS, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Ev
 class ZmqListener:
     """See `Listener`."""
 
-    def __init__(self, config: Config, keyring: Keyring | None, answer: Answer, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, config: Config, host: str, keyring: Keyring | None, answer: Answer, now_s: Callable[[], float]
+    ) -> None:
         self._config = config
+        self._host = host
         self._keyring = keyring
         self._answer = answer
         self._now_s = now_s
@@ -77,7 +81,7 @@ class ZmqListener:
             self._endpoint = self._bind()
         except zmq.ZMQError as error:
             self.close()
-            address = f"tcp://{config.listen_host}:{config.listen_port}"
+            address = address_at(config.listen_host, config.listen_port)
             raise ConfigError(f"listen: cannot bind {address}: {error}") from error
         self.port = int(self._endpoint.rpartition(":")[2])
         self.strangers: AnswerStranger | None = None
@@ -108,14 +112,15 @@ class ZmqListener:
 
     def _bind(self) -> str:
         """Set the sockets up; returns the address with the real port."""
-        config, socket = self._config, self._socket
+        config, socket, host = self._config, self._socket, self._host
+        everywhere = host in (ANY, ANY_V6)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, REQUEST_BYTES_MAX),
             (zmq.RCVHWM, 0),
             (zmq.SNDHWM, _ANSWERS_WAITING_MAX),
             (zmq.ROUTER_MANDATORY, 1),  # say so when an answer is dropped
-            (zmq.IPV6, int(config.listen_host.startswith("["))),
+            (zmq.IPV6, int(everywhere or is_v6(host))),
             (zmq.HANDSHAKE_IVL, min(max(int(config.handshake_timeout_s * 1000), 1), _C_INT_MAX)),
         ):
             socket.setsockopt(option, value)
@@ -127,7 +132,8 @@ class ZmqListener:
         socket.monitor(_MONITOR, _WATCHED)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one would block ZeroMQ's thread, and closing with it
         self._monitor.connect(_MONITOR)
-        socket.bind(f"tcp://{config.listen_host}:{config.listen_port or '*'}")
+        # ZeroMQ's own wildcard listens to both versions, and to version 4 alone where the host has no other.
+        socket.bind(address_at(ANY if everywhere else host, config.listen_port or "*"))
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         return endpoint.decode().rstrip("\0")

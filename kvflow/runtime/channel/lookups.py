@@ -11,7 +11,9 @@ import asyncio
 import socket
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from ipaddress import ip_address
+from typing import Any
 
 _NEW_AT_ONCE_MAX = 32
 _KNOWN_AT_ONCE_MAX = 8
@@ -27,29 +29,26 @@ class Lookups:
         self._found: OrderedDict[str, None] = OrderedDict()
 
     async def find(self, host: str) -> str:
-        """The host as numbers, IPv6 ones in brackets; IPv4 ones if it has both. Raises OSError, or ValueError.
+        """Return a host as numbers, IPv4 ones if it has both and there is a way to them. Raises OSError, or ValueError.
 
         Cancelling stops the waiting, and the thread ends when the resolver does.
         """
-        bare = host.strip("[]")
         try:
-            ip_address(bare)
+            ip_address(host)
         except ValueError:
-            numbers = await self._look_up(bare)
-        else:
-            return host
-        return f"[{numbers}]" if ":" in numbers else numbers
+            return await self._look_up(host)
+        return host
 
     async def _look_up(self, host: str) -> str:
         room = self._known if host in self._found else self._new
         await room.acquire()
-        found: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         try:
             threading.Thread(target=_run, args=(host, room, found), name=f"kvflow-lookup {host}", daemon=True).start()
         except RuntimeError as error:  # no more threads
             room.release()
             raise OSError(f"cannot look {host} up: {error}") from error
-        numbers = min(await found, key=lambda one: ":" in one)
+        numbers = await found
         self._found[host] = None
         self._found.move_to_end(host)
         if len(self._found) > _KNOWN_MAX:
@@ -57,11 +56,28 @@ class Lookups:
         return numbers
 
 
-def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[list[str]]) -> None:
-    """The thread."""
-    outcome: list[str] | Exception
+def _chosen(entries: Sequence[tuple[Any, ...]]) -> str:
+    """Choose one of a name's addresses: of version 4 if the host has a route to one, else the first with a route."""
+    by_version = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
+    return str(next(filter(_has_route, by_version), by_version[0])[4][0])
+
+
+def _has_route(entry: tuple[Any, ...]) -> bool:
+    """Ask the routing table, which a UDP socket does that is connected. Nothing is sent."""
+    family, address = entry[0], entry[4]
     try:
-        outcome = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect((address[0], 9, *address[2:]))
+    except OSError:
+        return False
+    return True
+
+
+def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
+    """The thread."""
+    outcome: str | Exception
+    try:
+        outcome = _chosen(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     except Exception as error:  # noqa: BLE001 - handed to who asked
         outcome = error
 

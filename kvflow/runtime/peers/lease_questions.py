@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvflow.config import split_address
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease
 from kvflow.errors import LeaseExpired, PeerError, PrefillFailed, ProtocolError, RequestError
+from kvflow.hosts import split_address
 from kvflow.runtime.peers.peer import LocalRank, Peer, words
 from kvflow.runtime.peers.table import Peers
 

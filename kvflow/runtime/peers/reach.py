@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from kvflow.config import PORT_MAX, rank_offset, split_address
+from kvflow.config import rank_offset
 from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import check_block_ids
 from kvflow.core.plan.ranks import RankPlan, plan_ranks
@@ -32,6 +32,7 @@ from kvflow.errors import (
     ProtocolError,
     RequestError,
 )
+from kvflow.hosts import PORT_MAX, address_at, split_address
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import LeaseQuestions, expired, wrong_lease
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
@@ -228,7 +229,7 @@ class Reach:
             there = base + rank_offset(*rank, **sizes)
             if not 0 < there <= PORT_MAX:
                 raise RequestError(f"{what}: port {port} of {here} puts {rank} at port {there}")
-            wanted.append(Address(engine.engine_id, rank, f"tcp://{host}:{there}"))
+            wanted.append(Address(engine.engine_id, rank, address_at(host, there)))
         return wanted
 
     def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvflow import checks
-from kvflow.config import split_address
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
+from kvflow.hosts import split_address
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.peers.lease_questions import lease_told
@@ -195,7 +195,7 @@ class Seeker:
     async def _who(self, given: str) -> PeerAddress:
         """Ask which engine listens at an address."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
-        PeerAddress(engine_id="unknown", address=address).checked()
+        address = PeerAddress(engine_id="unknown", address=address).checked().address
         question = messages.WhoRequest(reader=self._local.reader)
         fingerprint = self._local.compatibility.fingerprint()
         reply = await self._context.side_channel.ask(address, question, fingerprint=fingerprint)

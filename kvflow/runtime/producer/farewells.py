@@ -11,9 +11,10 @@ import asyncio
 from collections import OrderedDict
 
 from kvflow.checks import is_name
-from kvflow.config import ENGINE_ID_CHARS_MAX, is_host, split_address
+from kvflow.config import ENGINE_ID_CHARS_MAX
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerError
+from kvflow.hosts import is_host, split_address
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank

@@ -65,7 +65,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
         seal_index=st.integers(0, 2**24),
         incarnation=names,
         expires_s=st.floats(allow_nan=False, allow_infinity=False),
-        host=st.sampled_from(["127.0.0.1", "[::1]", "node-7.cluster.local"]),
+        host=st.sampled_from(["127.0.0.1", "::1", "node-7.cluster.local"]),
         port=st.integers(1, 65535),
         block_ids=ids | st.none(),
     )
@@ -196,7 +196,7 @@ WRONG: list[tuple[list[str], tuple[object, ...]]] = [
     (NAMES, ("", "a b", "a\n", "\t", "x" * 1025, "a\u2003b")),
     (NAMES, ("\ud800", "a\udfffb")),  # JSON may carry half a surrogate pair; UTF-8, hence every message, cannot
     (NAMES, ("a\x00b", "a\x1bb")),  # a NUL ends a host for C; control characters forge log lines
-    (HOSTS, ("0.0.0.0", "*", "[::]", "h:1", "tcp://h")),
+    (HOSTS, ("0.0.0.0", "*", "[::]", "::", "[h]", "[10.0.0.7]", "fd00::2%", "fd00::2%a b", "h:1", "tcp://h")),
     (HOSTS, ("a..b", "a.b." + "c" * 64)),  # Python's resolver answers with a UnicodeError instead of an OSError
     (["kvflow.prompt_digest"], ("0" * 31, "0" * 33, "0" * 32 + "\n", "g" * 32, "٠" * 32)),
     (["kvflow.traceparent"], ("00-" + "0" * 52, "x")),

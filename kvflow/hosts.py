@@ -1,0 +1,99 @@
+"""Hosts and addresses as texts: DNS names, IPv4 and IPv6 addresses, and `tcp://host:port`.
+
+A host has one form here: IPv6 addresses stand bare and compressed, `fd00::2`. Brackets belong to addresses alone, where
+a port follows. Both forms are taken wherever a host is given: `status.podIP`, routers and vLLM write the bare one.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from ipaddress import IPv6Address
+
+from kvflow import checks
+from kvflow.errors import ConfigError, InvalidInput
+
+PORT_MAX = 65535
+HOST_CHARS_MAX = 253
+
+ANY, ANY_V4, ANY_V6 = "*", "0.0.0.0", "::"
+"""Wildcards: every address of both versions, of version 4 alone, and of both again."""
+WILDCARDS = (ANY, ANY_V4, ANY_V6)
+
+_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
+_ZONE = re.compile(r"[A-Za-z0-9_.~-]{1,15}")  # the name or number of a network interface
+_PORT = re.compile(r"[0-9]{1,5}")
+
+
+def plain_host(text: str) -> str | None:
+    """Return a host in its one form, with IPv6 bare; None if `text` cannot be resolved, connected to or listened at."""
+    return _plain(text) if len(text) <= HOST_CHARS_MAX else None
+
+
+@lru_cache(maxsize=1024)  # only of texts whose length was judged: they are kept
+def _plain(text: str) -> str | None:
+    if text in WILDCARDS or _NAME.fullmatch(text):
+        return text
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    number, percent, zone = bare.partition("%")
+    if percent and not _ZONE.fullmatch(zone):
+        return None
+    try:
+        return f"{IPv6Address(number).compressed}{percent}{zone}"
+    except ValueError:
+        return None
+
+
+def is_host(text: str) -> bool:
+    """Return True if `text` can be resolved or connected to; wildcards cannot."""
+    host = plain_host(text)
+    return host is not None and host not in WILDCARDS
+
+
+def is_v6(host: str) -> bool:
+    """Return True if a host in its one form is an IPv6 address."""
+    return ":" in host
+
+
+@lru_cache(maxsize=4096)  # every load asks for the address of each of its ranks
+def address_at(host: str, port: int | str) -> str:
+    """Return `tcp://host:port`, with brackets around an IPv6 host."""
+    return f"tcp://{in_url(host)}:{port}"
+
+
+def in_url(host: str) -> str:
+    """Return a host as URLs have it: brackets around IPv6."""
+    return f"[{host}]" if is_v6(host) else host
+
+
+def split_address(address: str, *, what: str = "listen", error: type[InvalidInput] = ConfigError) -> tuple[str, int]:
+    """Split `tcp://host:port` into host and port; what stands behind the last colon is the port.
+
+    Raises:
+        InvalidInput: `error`, if it is anything else.
+    """
+    scheme, separator, rest = checks.text(address, what, error=error).partition("://")
+    given, _, port = rest.rpartition(":")
+    host = plain_host(given)
+    if scheme != "tcp" or not separator or host is None or not _PORT.fullmatch(port):
+        raise error(f"{what}: expected 'tcp://host:port', got {address[:300]!r}")
+    if int(port) > PORT_MAX:
+        raise error(f"{what}: port {port} is above {PORT_MAX}")
+    return host, int(port)
+
+
+def plain_address(address: str, *, what: str, error: type[InvalidInput] = ConfigError) -> str:
+    """Return `tcp://host:port` in its one form. Raises as `split_address` does."""
+    return address_at(*split_address(address, what=what, error=error))
+
+
+def bracketed(url: str) -> str:
+    """Return a URL of any scheme with brackets around a bare IPv6 host; other texts as they are."""
+    scheme, separator, rest = url.partition("://")
+    authority = re.match(r"[^/?#]*", rest)
+    place = authority.group() if authority is not None else ""
+    given, _, port = place.rpartition(":")
+    host = plain_host(given)
+    if not separator or host is None or not is_v6(host) or not (_PORT.fullmatch(port) or port == "*"):
+        return url
+    return f"{scheme}://[{host}]:{port}{rest[len(place) :]}"
