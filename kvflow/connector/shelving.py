@@ -6,7 +6,8 @@ lies in its memory, and answers a peer's question by itself: no question reaches
 as a busy one does, and nothing is taken from the engine's pool for anybody.
 
 The engine's pool has to offer `watch`: it takes blocks that are in use now, and calls `reused` once for each when the
-pool gives it to something else, before the step that will write there leaves.
+pool gives it to something else, before the step that will write there leaves. That may be before the workers have heard
+of the block: what a request's answer has filled leaves with the step after its end. Such a block is never told.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import structs
 
 from kvflow.connector.engine import Scheduled
 from kvflow.connector.step import NO_BLOCK, Shelved, Step
@@ -46,10 +49,10 @@ class Shelving:
         self._null_block = null_block
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
-        """The key that each block holds, as the workers know it."""
+        """The key that each block holds, as the workers know it or will with the next step."""
         self._reused: list[int] = []
         self._shelved: list[Shelved] = []
-        """Blocks of requests that have ended since the last step."""
+        """Blocks of requests that have ended since the last step; some may have been given to something else."""
 
     def __repr__(self) -> str:
         return f"<Shelving {len(self._key_of)} blocks of {len(self._prompts)} requests and former ones>"
@@ -77,7 +80,7 @@ class Shelving:
             if request_id in self._prompts:
                 self._prompts[request_id].told = 0
         step.reused, self._reused = tuple(self._reused), []
-        step.shelved, self._shelved = self._shelved, []
+        step.shelved, self._shelved = [*filter(None, map(self._still_there, self._shelved))], []
         for entry in scheduled:
             prompt = self._prompts.get(entry.request_id)
             if prompt is None:
@@ -117,6 +120,16 @@ class Shelving:
         return [
             Shelved(parent=parent, keys=tuple(keys[start : span.stop]), block_tables=tuple(zip(*rows, strict=True)))
         ]
+
+    def _still_there(self, shelved: Shelved) -> Shelved | None:
+        """Return `shelved` without the blocks that were given to something else since; None if none is left."""
+        key_of, keys = self._key_of, shelved.keys
+        tables = tuple(
+            tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))
+            for table in shelved.block_tables
+        )
+        left = any(one != NO_BLOCK for table in tables for one in table)
+        return structs.replace(shelved, block_tables=tables) if left else None
 
     def _block(self, table: Sequence[int], at: int) -> int:
         return table[at] if at < len(table) and table[at] != self._null_block else NO_BLOCK

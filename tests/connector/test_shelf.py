@@ -256,3 +256,163 @@ def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
     assert found(told.shelf, PROMPT) == ((16, (1, 2, 3, 4)) if complete else (4, (1,)))
     told.shelving.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
     assert told.step().shelved == []
+
+
+# --- blocks that are given to something else before the workers have heard of them
+
+
+def answered(told: Told, name: str = "r", tokens: Sequence[int] = PROMPT[:18]) -> None:
+    """End a request whose prompt of nine tokens is in blocks 1 and 2, and whose answer has filled 3 and 4."""
+    told.shelving.add(name, prefix_keys(tokens[:9], SIZE))
+    told.step((name, 9), blocks=[[1, 2, 3]])
+    told.shelving.finished(name, keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("gone", [3, 4])
+def test_what_an_answer_has_filled_is_not_told_of_blocks_that_are_gone_by_then(gone: int) -> None:
+    """The pool gives a block to another request, whose tokens the very next step writes there."""
+    told = Told()
+    answered(told)
+    told.shelving.reused(gone)
+    told.shelving.add("other", prefix_keys([7] * 6, SIZE))
+    step = told.step(("other", 6), blocks=[[9, gone]])
+    assert step.reused == (gone,)
+    assert found(told.shelf, PROMPT) == ((8, (1, 2)) if gone == 3 else (12, (1, 2, 3)))
+    assert found(told.shelf, [7] * 6) == (4, (9,))
+
+
+def test_nothing_of_before_a_reset_is_told_after_it() -> None:
+    """A reset gives all blocks away at once, also those of an answer that no step has told yet."""
+    told = Told()
+    answered(told)
+    for block in tuple(told.watched):
+        told.shelving.reused(block)
+    assert told.shelving.must_tell, "an idle engine makes a step for it"
+    step = told.step()
+    assert step.shelved == []
+    assert sorted(step.reused) == [1, 2, 3, 4]
+    assert found(told.shelf, PROMPT) is None
+    assert repr(told.shelving) == "<Shelving 0 blocks of 0 requests and former ones>"
+
+
+def test_a_block_that_is_gone_in_one_group_is_there_in_the_others() -> None:
+    told = Told(groups=2)
+    told.shelving.add("r", prefix_keys(PROMPT[:4], SIZE))
+    told.step(("r", 4), blocks=[[1], [11]])
+    told.shelving.finished("r", keys=lambda: prefix_keys(PROMPT, SIZE), computed=8, block_ids=[[1, 2], [11, 12]])
+    told.shelving.reused(12)
+    (left,) = told.step().shelved
+    assert left.block_tables == ((2,), (NO_BLOCK,))
+    assert found(told.shelf, PROMPT) == (4, ((1,), (11,)))
+
+
+def test_a_block_may_be_filled_by_two_answers_before_a_step_tells_of_it() -> None:
+    told = Told()
+    told.shelving.add("other", prefix_keys([7] * 4, SIZE))
+    told.step(("other", 4), blocks=[[8]])
+    answered(told)
+    told.shelving.reused(3)
+    told.shelving.finished("other", keys=lambda: prefix_keys([7] * 8, SIZE), computed=8, block_ids=[[8, 3]])
+    told.step()
+    assert found(told.shelf, PROMPT) == (8, (1, 2))
+    assert found(told.shelf, [7] * 8) == (8, (8, 3))
+
+
+class Pool:
+    """A pool of an engine that is short of blocks, its requests, and what lies in each block."""
+
+    def __init__(self, rng: random.Random, blocks: int) -> None:
+        self.rng = rng
+        self.told = Told()
+        self.shelving = self.told.shelving = Shelving(SIZE, self._watch)
+        self.free = list(range(blocks))
+        self.watched: set[int] = set()
+        self.requests: dict[str, tuple[list[int], list[int]]] = {}
+        """The tokens and the blocks of each, all of them computed with the next step."""
+        self.texts: list[list[int]] = []
+        self.content: dict[int, tuple[int, ...]] = {}
+        """All tokens up to the end of what lies in a block."""
+
+    def _watch(self, blocks: Sequence[int]) -> None:
+        self.watched.update(blocks)
+
+    def _gone(self, block: int) -> None:
+        if block in self.watched:
+            self.watched.remove(block)
+            self.shelving.reused(block)
+
+    def _followed(self, tokens: Sequence[int], count: int) -> list[int]:
+        return [*tokens, *(self.rng.randrange(3) for _ in range(count))]
+
+    def come(self, name: str) -> None:
+        """A request comes, whose prompt may go on with what another one was answered; it has its blocks at once."""
+        tokens = self._followed(self.rng.choice([[], *self.texts]), self.rng.randrange(1, 9))
+        count = -(-len(tokens) // SIZE) + 2
+        if count > len(self.free):
+            return
+        blocks = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(count)]
+        for block in blocks:
+            self._gone(block)
+        self.shelving.add(name, prefix_keys(tokens, SIZE))
+        self.requests[name] = tokens, blocks
+
+    def step(self) -> None:
+        """All prompts are computed that are not."""
+        step = Step()
+        scheduled = [Scheduled(name, len(tokens)) for name, (tokens, _) in self.requests.items()]
+        tables = {name: [blocks] for name, (_, blocks) in self.requests.items()}
+        self.shelving.build_step(step, scheduled, preempted=(), block_ids=lambda name: tables[name])
+        self.told.shelf.take(step.reused)
+        for tokens, blocks in self.requests.values():
+            self._write(tokens, blocks)
+        self.told.shelf.add(step.shelved, None)
+
+    def _write(self, tokens: list[int], blocks: list[int]) -> None:
+        for at, block in enumerate(blocks):
+            self.content[block] = tuple(tokens[: (at + 1) * SIZE])
+
+    def end(self) -> None:
+        """A request has ended, with an answer or without, and its blocks are free."""
+        name = self.rng.choice(list(self.requests))
+        tokens, blocks = self.requests.pop(name)
+        text = self._followed(tokens, self.rng.choice((0, 2 * SIZE)))
+        self._write(text, blocks)
+        computed = len(text) - 1
+        self.shelving.finished(
+            name, keys=lambda: prefix_keys(text[:computed], SIZE), computed=computed, block_ids=[blocks]
+        )
+        self.free += blocks
+        self.texts.append(text[: 6 * SIZE])
+
+    def reset(self) -> None:
+        """Nothing of now may be found once the next step is there."""
+        for block in tuple(self.watched):
+            self._gone(block)
+        self.content.clear()
+
+    def check(self) -> int:
+        """Everything that is found holds what it is found for; how much that is."""
+        tokens = 0
+        for text in self.texts:
+            run = match(self.told.shelf, text)
+            for at, block in enumerate(() if run is None else run.block_ids):
+                assert self.content.get(block) == tuple(text[: (at + 1) * SIZE]), f"block {block} of {text}"
+            tokens += 0 if run is None else run.num_tokens
+        return tokens
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_a_pool_does_between_two_steps_a_shelf_names_no_block_that_holds_something_else(seed: int) -> None:
+    rng = random.Random(seed)
+    pool, there = Pool(rng, 30), 0
+    for nth in range(100):
+        for twin in range(rng.randrange(4)):
+            if pool.requests and rng.random() < 0.5:
+                pool.end()
+            elif not pool.requests and rng.random() < 0.1:
+                pool.reset()
+            else:
+                pool.come(f"r{nth}.{twin}")
+        pool.step()
+        there += pool.check()
+    assert there > 500, "hardly anything was found: this test has shown nothing"

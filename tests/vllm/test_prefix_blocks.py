@@ -37,6 +37,8 @@ from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 
 BLOCK_SIZE, CHUNK, WINDOW = 16, 48, 40
+ANSWER = 7
+"""The token that is sampled every time."""
 Content = tuple[int, ...]
 """What a slot of a token holds: all tokens up to it."""
 
@@ -51,9 +53,8 @@ def config_of(*, share: bool = True, **changes: Any) -> VllmConfig:
         max_model_len=1024,
         max_num_seqs=4,
         max_num_batched_tokens=CHUNK,
-        enable_prefix_caching=True,
         kv_transfer_config=KVTransferConfig(**transfer),
-        **{"async_scheduling": False, **changes},
+        **{"async_scheduling": False, "enable_prefix_caching": True, **changes},
     ).create_engine_config()
 
 
@@ -77,11 +78,14 @@ class Engine:
         self.content: dict[int, list[Content | None]] = {}
         """Of each block, what its slots hold."""
         self.behind = behind
-        self.flying: list[tuple[SchedulerOutput, list[Any]]] = []
+        self.flying: list[tuple[SchedulerOutput, list[Any], bool]] = []
+        """Steps that are scheduled and not computed: what each writes, and whether it is the first after a reset."""
+        self.was_reset = False
         self.reading: list[tuple[Run, list[int]]] = []
         """Runs that peers read, and their prompts."""
         self.revoked = 0
         self.prompts: list[list[int]] = []
+        """Of each request, with its answer: whoever goes on with the conversation asks for that."""
         self.steps = 0
 
     @property
@@ -91,10 +95,16 @@ class Engine:
     def add(self, name: str, prompt: list[int], answer: int) -> None:
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
         self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self.hasher))
-        self.prompts.append(prompt)
+        self.prompts.append([*prompt, *[ANSWER] * answer])
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, *, running: bool, connector: bool) -> None:
+        """Reset the cache, if vLLM can: then nothing of before is on the shelf once the next step is there."""
+        before = self.pool.cached_block_hash_to_block
+        self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        self.was_reset |= self.pool.cached_block_hash_to_block is not before
 
     def has_work(self) -> bool:
         return self.scheduler.has_requests() or bool(self.flying)
@@ -104,7 +114,8 @@ class Engine:
         self.steps += 1
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            self.flying.append((output, self._writes(output)))
+            self.flying.append((output, self._writes(output), self.was_reset))
+            self.was_reset = False
         if self.flying and (len(self.flying) > self.behind or not self.scheduler.has_requests()):
             self._compute(*self.flying.pop(0))
 
@@ -123,13 +134,15 @@ class Engine:
                         found.append((block, at % BLOCK_SIZE, name, at, request))
         return found
 
-    def _compute(self, output: SchedulerOutput, writes: list[Any]) -> None:
+    def _compute(self, output: SchedulerOutput, writes: list[Any], was_reset: bool = False) -> None:
         assert isinstance(output.kv_connector_metadata, KVFlowMetadata)
         step = output.kv_connector_metadata.step
         for run in self.shelf.take(step.reused):
             self.revoked += 1
             self.reading = [entry for entry in self.reading if entry[0] is not run]
             self.shelf.unpin(run)
+        if was_reset:
+            self.content.clear()
         for block, slot, _, at, request in writes:
             tokens = tuple(request.all_token_ids[: at + 1])
             if len(tokens) <= at:  # a token that is sampled by a step that has not come back
@@ -138,7 +151,7 @@ class Engine:
         self.shelf.add(step.shelved, None)
         self.look()
         names = list(output.num_scheduled_tokens)
-        sampled = [[7] if self._complete(name) else [] for name in names]
+        sampled = [[ANSWER] if self._complete(name) else [] for name in names]
         index = {name: at for at, name in enumerate(names)}
         ran = ModelRunnerOutput(names, index, sampled, kv_connector_output=KVConnectorOutput())
         self.scheduler.update_from_output(output, ran)
@@ -168,7 +181,8 @@ class Engine:
             for nth, block in enumerate(table, first):
                 for slot in range(BLOCK_SIZE):
                     at = nth * BLOCK_SIZE + slot
-                    assert self.content[block][slot] == tuple(prompt[: at + 1]), f"block {block} of token {at}"
+                    held = self.content.get(block, [None] * BLOCK_SIZE)[slot]
+                    assert held == tuple(prompt[: at + 1]), f"block {block} of token {at}"
 
 
 @contextmanager
@@ -189,14 +203,16 @@ def run_all(engine: Engine) -> None:
         assert engine.steps < 20_000
 
 
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
 @pytest.mark.parametrize("behind", [0, 1], ids=["in turn", "behind"])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_run_is_of_blocks_that_hold_something_else(seed: int, behind: int, windows: bool) -> None:
+def test_no_run_is_of_blocks_that_hold_something_else(seed: int, behind: int, windows: bool, caching: bool) -> None:
     """Prompts with common beginnings, in a cache too small for them: evicted, preempted, aborted, reset."""
     rng = random.Random(seed)
     stems = [tokens_of(rng, rng.randrange(60, 200)) for _ in range(3)]
-    with engine_of(config_of(), 40, windows=windows, behind=behind) as engine:
+    config = config_of(enable_prefix_caching=caching)
+    with engine_of(config, 40, windows=windows, behind=behind) as engine:
         free = engine.pool.get_num_free_blocks()
         found, longest = 0, 0
         for nth in range(60):
@@ -212,8 +228,8 @@ def test_no_run_is_of_blocks_that_hold_something_else(seed: int, behind: int, wi
                     engine.shelf.unpin(engine.reading.pop(0)[0])
             if rng.random() < 0.15:
                 engine.abort(f"r{nth}")
-            if rng.random() < 0.05:
-                engine.scheduler.reset_prefix_cache(reset_running_requests=False)
+            if rng.random() < 0.1:
+                engine.reset(running=rng.random() < 0.5, connector=rng.random() < 0.5)
         run_all(engine)
         assert found > 50
         assert longest >= 4 * BLOCK_SIZE
@@ -230,7 +246,7 @@ def test_everything_that_the_pool_has_is_on_the_shelf_too() -> None:
         engine.step()
         assert engine.ask(prompt) is not None, "a chunk of it"
         run_all(engine)
-        run = engine.ask([*prompt, *[7] * 40])
+        run = engine.ask([*prompt, *[ANSWER] * 40])
         assert run is not None
         assert run.num_tokens == 128  # of 139 tokens that were computed
         assert engine.ask(tokens_of(rng, 100)) is None
