@@ -51,6 +51,9 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 ErrorT = TypeVar("ErrorT", bound="KVFlowError")
 
+TOKENS = ("tokens",)
+"""`PromptMismatch.parts` of prompts whose tokens differ."""
+
 
 class Blame(enum.StrEnum):
     """Party at fault for an error."""
@@ -187,6 +190,12 @@ class BlocksBusy(RequestError):
 
 class PromptMismatch(RequestError):
     """The ticket is of another prompt."""
+
+    def __init__(self, message: str, *, parts: tuple[str, ...] = TOKENS) -> None:
+        super().__init__(message)
+        self.parts = parts
+        """What differs: ("tokens",); or, where the tokens agree, "pictures", "adapter" and others that prompts are
+        marked with. Then the request may have lost them on its way, and its prompt must not be computed either."""
 
 
 class UsageError(InvalidInput):

@@ -23,9 +23,9 @@ from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Keep, Receive, Release, Step
 from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, fire, knows, request_blocks_held
-from kvflow.core.protocol.prompts import check_alike, check_prompt
+from kvflow.core.protocol.prompts import check_alike, check_prompt, marks_of
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import RequestError, UsageError
+from kvflow.errors import TOKENS, PromptMismatch, RequestError, UsageError
 
 _REMEMBERED_MAX = 1 << 14
 
@@ -41,7 +41,9 @@ class _Consumer:
     offered_tokens: int = 0
     """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
     prompt: Sequence[int] | None = None
-    """Token ids, only for a rendezvous, whose ticket does not tell which prompt it is of."""
+    """Token ids that are still to be compared: for a rendezvous, whose ticket does not tell which prompt it is of."""
+    refusal: PromptMismatch | None = None
+    """Why neither its tickets may be used, nor its prompt be computed here."""
     state: ConsumerState = ConsumerState.EXPECTED
 
     @property
@@ -129,7 +131,13 @@ class ConsumerBook:
         what, ticket = f"request {request_id!r}", self._dialect.read_ticket(params)
         known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
         if known is not None:
-            check_prompt(ticket, known, what)  # a request that the ticket is of may come, so nothing is given back
+            try:
+                check_prompt(ticket, known, what)  # a request that it is of may come, so nothing is given back
+            except PromptMismatch as error:
+                if error.parts == TOKENS:
+                    raise
+                self._refuse(request, ticket, known, error)
+                return
         tickets = self._tickets(params, ticket, what)
         consumer = self._expect(request_id, tickets, self._uses.use(ticket, sharing, what))
         most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
@@ -140,6 +148,25 @@ class ConsumerBook:
         else:
             return
         self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
+
+    def _refuse(self, request: EngineRequest, ticket: Ticket, prompt: Sequence[int], error: PromptMismatch) -> None:
+        """Take a request that may have lost its pictures on the way: it fails, and the ticket stays unused."""
+        consumer = self._requests[request.request_id] = _Consumer(
+            request_id=request.request_id, tickets=(ticket,), use=_Use(shared=True), prompt=prompt, refusal=error
+        )
+        consumer.offered_tokens = ticket.offered_tokens
+
+    def refusal(self, request_id: str) -> PromptMismatch | None:
+        """Why a request must fail; see `ConnectorScheduler.refusal`."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.refusal
+
+    def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
+        """Have requests fail whose loads have found out why; see `ConnectorScheduler.refuse`."""
+        for request_id, error in refused:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.refusal = error
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
         """Take a request that peers offer a prefix to; see `ConnectorScheduler.adopt`."""
@@ -165,6 +192,8 @@ class ConsumerBook:
         """Tokens that can come from remote; see `ConnectorScheduler.num_new_matched_tokens`."""
         request = self._expected(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
+        if request is not None and request.refusal is not None:
+            return Matched(max(tokens, 1), True)  # whatever is cached here: it waits for a load, which fails
         if request is None or tokens < self._config.fetch_tokens_min:
             return Matched(0, False)
         return Matched(None, False) if request.use.waits(request) else Matched(tokens, True)
@@ -177,16 +206,19 @@ class ConsumerBook:
         if num_external_tokens == 0:
             self._fire(request, ConsumerEvent.SKIP)
             return
-        offered = request.offered_tokens
-        missing = self._groups.missing(block_ids, offered, num_external_tokens, f"request {request_id!r}")
+        offered, refused, missing = request.offered_tokens, request.refusal is not None, self._groups.no_blocks
+        if not refused:
+            missing = self._groups.missing(block_ids, offered, num_external_tokens, f"request {request_id!r}")
         self._fire(request, ConsumerEvent.RECEIVE)
+        prompt = None if request.prompt is None else request.prompt[:offered]
         receive = Receive(
             request_id=request_id,
             tickets=request.tickets,
             block_tables=missing,
             num_tokens=offered if request.ticket.awaited else None,
-            prompt=None if request.prompt is None else tuple(request.prompt[:offered]),
-            release_if_failed=self._config.release_failed_loads,
+            prompt=None if prompt is None else tuple(prompt),
+            marks=marks_of(prompt),
+            release_if_failed=self._config.release_failed_loads and not refused,
             shared=request.use.shared,
         )
         self._next.receive.append(receive)

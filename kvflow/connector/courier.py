@@ -20,6 +20,7 @@ from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import BlockTables, Found, Keep, Question, Receive, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.protocol.prompts import with_marks
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
@@ -177,7 +178,7 @@ class Courier:
             block_ids=given_block_ids(receive.block_tables),
             after=after,
             deadline_s=_deadline_s(runtime, receive),
-            prompt=receive.prompt,
+            prompt=with_marks(receive.prompt, receive.marks),
             num_tokens=receive.num_tokens,
             keep_offer=receive.shared,
         )

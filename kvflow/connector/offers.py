@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvflow.connector.step import Grow, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.protocol.prompts import with_marks
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.lease import Lease, ServeRequest
@@ -91,7 +92,7 @@ class Offers:
             ttl_s=save.ttl_s,
             ready=ready,
             computed_tokens=save.computed_tokens,
-            prompt=save.prompt,
+            prompt=with_marks(save.prompt, save.marks),
             extends=save.computed_tokens is not None,
         )
         offer = self._open[save.request_id] = _Offered(save.request_id, save.ttl_s, flows=request.extends)

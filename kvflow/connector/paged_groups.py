@@ -78,6 +78,11 @@ class PagedGroups:
         """True if a prompt's blocks stay what they are while its request goes on: no group has windows or state."""
         return all(group.facts.whole for group in self._groups)
 
+    @property
+    def no_blocks(self) -> BlockTables:
+        """An empty table for each group."""
+        return ((),) * len(self._groups)
+
     def register(self, sizes: Sequence[int]) -> None:
         """Take the block sizes that the ranks have registered. ConfigError if they cannot be of these groups."""
         if len(sizes) != len(self._facts):

@@ -24,7 +24,7 @@ from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Decline, Grow, Save, Send, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import PRODUCER_TABLE, ProducerEvent, ProducerState, fire, knows, request_blocks_held
-from kvflow.core.protocol.prompts import prompt_digest
+from kvflow.core.protocol.prompts import marks_of, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 
 
@@ -225,6 +225,7 @@ class ProducerBook:
         """Open the lease of a prompt: under its readers' `name` for it, if it is read while it is computed."""
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
         computed = min(request.num_computed_tokens, tokens)
+        prompt = request.prompt[:tokens] if flows and request.prompt is not None else None
         save = request.saved = Save(
             request_id=request.request_id,
             serve_id=name or f"{self._dialect.shown_id(name_of(request.request_id))}#{self._new_secret()}",
@@ -232,7 +233,8 @@ class ProducerBook:
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,
             computed_tokens=computed if flows else None,
-            prompt=tuple(request.prompt[:tokens]) if flows and request.prompt is not None else None,
+            prompt=None if prompt is None else tuple(prompt),
+            marks=marks_of(prompt),
         )
         self._fire(request, ProducerEvent.FLOW if flows else ProducerEvent.SAVE)
         if flows or any(save.block_tables):

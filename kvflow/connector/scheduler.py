@@ -31,7 +31,7 @@ from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.core.policy.states import ConsumerState, ProducerState, request_blocks_held
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import UsageError
+from kvflow.errors import PromptMismatch, UsageError
 
 __all__ = [
     "ConnectorScheduler",
@@ -136,7 +136,9 @@ class ConnectorScheduler:
 
         Raises:
             RequestError: its parameters are no ticket, or the ticket has come before, unless samples share it and one
-                of them still needs it; PromptMismatch if it is of another prompt. The prompt is computed locally then.
+                of them still needs it; PromptMismatch if it is of other tokens. The prompt is computed locally then.
+                Of a ticket of the same tokens with other pictures, another adapter or the like nothing is raised: the
+                request must not be computed (`refusal`), and has a load that fails.
             UsageError: a request of that id is there already.
         """
         if self.state_of(request.request_id) is not None:
@@ -149,6 +151,29 @@ class ConnectorScheduler:
             self._consumers.add(request, params, sharing)
         elif self._config.offers(params):
             self._producers.add(request, params)
+
+    def refusal(self, request_id: str) -> PromptMismatch | None:
+        """Tell whether a request has to fail, since its prompt is not what its ticket's is but for the tokens.
+
+        A router may have taken its pictures off, say: computed here, it would be answered as if there were none. An
+        engine fails the request at once, or gives it blocks: then its load fails with the same error.
+
+        Args:
+            request_id: the engine's.
+
+        Returns:
+            The error; None for any other request.
+        """
+        return self._consumers.refusal(request_id)
+
+    def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
+        """Take what loads have found out: where a prompt is named before it is computed, its ticket cannot tell.
+
+        Args:
+            refused: `Results.refused` of the workers; `refusal` tells the engine of them from then on. Ids that are
+                not known change nothing.
+        """
+        self._consumers.refuse(refused)
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
         """Give a prefix that peers offer to a request that has come without a ticket, or as a producer.

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvflow.core.protocol.prompts import Mark
 from kvflow.core.protocol.ticket import Ticket
 
 BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
@@ -33,7 +34,9 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int | None = None
     """Tokens that the offer has to be of, where the ticket does not say: a rendezvous."""
     prompt: tuple[int, ...] | None = None
-    """Their ids, if the engine knows them; with `num_tokens` only."""
+    """Their ids, if the engine knows them and they are still to be compared."""
+    marks: tuple[Mark, ...] = ()
+    """The marks of `prompt`."""
     release_if_failed: bool = True
     """True if the offer is given back when the load fails; when the load is abandoned it always is."""
     shared: bool = False
@@ -57,6 +60,8 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
     already, and `block_tables` are those that it has by now."""
     prompt: tuple[int, ...] | None = None
     """The ids of the `num_tokens` tokens, if the engine knows them; with `computed_tokens` only."""
+    marks: tuple[Mark, ...] = ()
+    """The marks of `prompt`."""
 
 
 class Grow(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import Found, Step
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import TOKENS, PromptMismatch
 from kvflow.runtime.producer.lease import ServeRequest
 
 __all__ = ["Answered", "ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]
@@ -39,6 +40,16 @@ class Results:
     """Answers of peers."""
     happenings: tuple[Happening, ...]
     """All that has happened, in order: for metrics and logs."""
+
+    @property
+    def refused(self) -> tuple[tuple[str, PromptMismatch], ...]:
+        """Requests whose loads have found another prompt of the same tokens: see `ConnectorScheduler.refuse`."""
+        errors = ((request_id, one.error) for request_id, one in self.failed.items())
+        return tuple(
+            (request_id, error)
+            for request_id, error in errors
+            if isinstance(error, PromptMismatch) and error.parts != TOKENS
+        )
 
 
 class ConnectorWorker:

@@ -54,7 +54,10 @@ Reason: TypeAlias = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 RequestName: TypeAlias = Annotated[str, Meta(max_length=REQUEST_ID_CHARS_MAX)]
 NetAddress: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX + len("tcp://:65535"))]
 Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, pattern=r"\A[!-~]+\Z")]
-PromptDigest: TypeAlias = Annotated[str, Meta(max_length=32, pattern=r"\A(?:[0-9a-f]{32})?\Z")]
+PromptDigest: TypeAlias = Annotated[
+    str, Meta(max_length=32 + 8 * 34, pattern=r"\A(?:[0-9a-f]{32}(?::[a-z_]{1,16}=[0-9a-f]{16}){0,8})?\Z")
+]
+"""Digest of a prompt's tokens, and of each kind of mark; "" if it is not told."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
 """Lease id as readers send it: any text, since one that is not ours names no lease."""
 NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]

@@ -43,9 +43,10 @@ from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, RequestError
+from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
 from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
+from kvflow.vllm.failing import fail
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.prefix import RequestPrefixes, prefix_peers_of, why_not
@@ -99,10 +100,17 @@ class KVFlowNews(KVConnectorWorkerMetadata):
     cards: tuple[bytes, ...] = ()
     found: tuple[Found, ...] = ()
     """Answers of peers."""
+    refused: tuple[tuple[str, PromptMismatch], ...] = ()
+    """Requests whose prompts differ from what was offered in more than tokens, and must not be computed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowNews:
         others = cast(KVFlowNews, other)
-        return KVFlowNews(self.tickets + others.tickets, self.cards + others.cards, self.found + others.found)
+        return KVFlowNews(
+            self.tickets + others.tickets,
+            self.cards + others.cards,
+            self.found + others.found,
+            self.refused + others.refused,
+        )
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -125,6 +133,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """True if peers are asked for prefixes; a worker's."""
     _found: tuple[Found, ...] = ()
     """Answers of peers that have not left with a step's results; a worker's."""
+    _refused: tuple[tuple[str, PromptMismatch], ...] = ()
+    """As `KVFlowNews.refused`, until they leave with a step's results; a worker's."""
     _ranks: EngineRanks | None = None
     """With `stock_peers`, cards that the ranks have shown each other; a worker's."""
 
@@ -217,6 +227,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
+        if self._fails(request):
+            self._stats.data["load_failures"].append(PromptMismatch.__name__)
+
+    def _fails(self, request: Request) -> bool:
+        """Fail a request that must neither be loaded nor computed. Return whether it is one."""
+        error = self._scheduler.refusal(request.request_id)
+        if error is not None:
+            logger.error("request %s fails, and is not computed here: %s", request.request_id, error)
+            fail(request, error)
+        return error is not None
 
     def _on_rejected(self, request: Request) -> None:
         """Give back the ticket of a refused or failed HTTP request: it comes in a request that is aborted at once."""
@@ -233,6 +253,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(request.num_prompt_tokens > 1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._fails(request):  # its load has found that out, and the policy would be to compute it
+            return None, False
         if self._prefixes is not None and self._prefixes.waits(request.request_id, num_computed_tokens):
             return None, False
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
@@ -266,6 +288,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.over(received or ())
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KVFlowNews):
+            self._scheduler.refuse(told.refused)
             if self._prefixes is not None:
                 self._prefixes.answered(told.found)
             if told.tickets and len(told.tickets) == told.tickets[0].tp_size * told.tickets[0].pp_size:
@@ -344,9 +367,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         found, self._found = self._found, ()
+        refused, self._refused = self._refused, ()
         if self.has_connector_metadata() and self._step.introduce:
-            return KVFlowNews((self._worker.introduction(),), (self._card,), found)
-        return KVFlowNews(found=found) if found else None
+            return KVFlowNews((self._worker.introduction(),), (self._card,), found, refused)
+        return KVFlowNews(found=found, refused=refused) if found or refused else None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return KVFlowIntroduction(self._worker.introduction(), self._card)
@@ -390,6 +414,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
         self._found += found.found
+        self._refused += found.refused
         self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
         self._stats.data["prefix_runs"] += self._worker.shared()
         while self._late_reads:

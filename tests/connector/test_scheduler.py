@@ -26,7 +26,7 @@ from kvflow.connector.scheduler import (
 from kvflow.connector.step import Grow, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.policy.states import ConsumerState, ProducerState
-from kvflow.core.protocol.prompts import prompt_digest
+from kvflow.core.protocol.prompts import MarkKeys, check_prompt, marked_by_keys, prompt_digest, with_marks
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
 from tests.support.budgets import machine_test
@@ -238,6 +238,68 @@ def test_a_ticket_of_another_prompt_is_left_to_whose_it_is(again: bool) -> None:
     step = step_of(connector)
     assert step.release == []
     assert [receive.release_if_failed for receive in step.receive] == [not again]
+
+
+PICTURE = {2: [("mm", "red")]}
+
+
+@each("ours", [{}, {2: [("mm", "blue")]}, {2: [("mm", "red")], 0: [("lora", "one", "/one")]}])
+@each("cached", [0, 4, 8])
+def test_a_request_that_has_lost_its_picture_is_neither_loaded_nor_computed(ours: MarkKeys, cached: int) -> None:
+    """Whatever is cached here, its load fails; the ticket is left to the request that it is of."""
+    digest = prompt_digest("remote", marked_by_keys(range(8), PICTURE))
+    ticket = INTRODUCTION.without_leases(
+        request_id="remote", block_ids=[0, 1], num_tokens=8, ttl_s=9.0, prompt_digest=digest
+    )
+    connector, prompt = scheduler(), marked_by_keys(range(9), ours)
+    connector.add(Request("r", 9, ticket.to_params(), prompt))
+    refusal = connector.refusal("r")
+    assert refusal is not None
+    assert refusal.parts == (("adapter",) if 0 in ours else ("pictures",))
+    matched = connector.num_new_matched_tokens("r", cached)
+    assert (matched.tokens or 0) > 0, "it would be computed"
+    connector.update_after_alloc("r", [7, 8, 9], matched.tokens or 0)
+    connector.add(Request("right", 9, ticket.to_params(), marked_by_keys(range(9), PICTURE)))
+    assert connector.refusal("right") is None
+    step = step_of(connector)
+    (receive,) = step.receive
+    assert (receive.block_tables, receive.shared, receive.release_if_failed) == (((),), True, False)
+    carried = with_marks(receive.prompt, receive.marks) or []
+    assert list(carried) == prompt[:8]
+    with pytest.raises(PromptMismatch):
+        check_prompt(receive.tickets[0], carried, "load")
+    assert [keep.request_id for keep in step.keep] == ["right"]
+    assert connector.request_finished("r", completed=False) == Finished(True, None)
+    step = step_of(connector)
+    assert (step.release, step.abandon) == ([], ["r"])
+    connector.update_from_workers(received=["r"])
+    assert connector.state_of("r") is None
+
+
+def test_what_a_load_has_found_out_is_a_refusal_until_the_request_ends() -> None:
+    """The ticket of a prompt that is to flow does not tell which it is of."""
+    connector, error = scheduler(), PromptMismatch("without its pictures", parts=("pictures",))
+    connector.add(consumer(8, Ticket.rendezvous(INTRODUCTION, "name")))
+    connector.update_after_alloc("r", [1, 2], 8)
+    assert connector.refusal("r") is None
+    connector.update_from_workers(received=["r"])
+    connector.refuse([("r", error), ("unknown", error)])
+    assert connector.refusal("r") is error
+    connector.request_finished("r", completed=False)
+    assert (connector.refusal("r"), connector.refusal("unknown")) == (None, None)
+
+
+def test_marks_of_a_prompt_that_flows_reach_the_workers() -> None:
+    connector, prompt = scheduler(), marked_by_keys(range(8), PICTURE)
+    params = producer_params(Ticket.rendezvous(INTRODUCTION, "name"))
+    connector.add(Request("p", 8, params, prompt))
+    ticket = Ticket.rendezvous(INTRODUCTION, "other")
+    connector.add(Request("c", 8, ticket.to_params(), prompt))
+    connector.update_after_alloc("c", [1, 2], 8)
+    step = step_of(connector, ("p", 4))
+    step = msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step)
+    for sent in (*step.save, *step.receive):
+        assert prompt_digest("name", with_marks(sent.prompt, sent.marks) or []) == prompt_digest("name", prompt)
 
 
 WAIT, ALL, REST, NOTHING = Matched(None, False), Matched(10, True), Matched(2, True), Matched(0, False)

@@ -24,6 +24,7 @@ from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, Scheduling
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     DeadlineExceeded,
@@ -660,6 +661,38 @@ def test_a_prompt_of_another_length_is_not_received(pair: Pair, tokens: int) -> 
     pair.decode.assert_filled(*range(8), fill=-1.0)
     pair.prefill.scheduler.request_finished("r", completed=True)
     pair.prefill.until_read()  # it was told
+
+
+@pytest.mark.parametrize("flows", [False, True])
+def test_a_decode_leg_without_its_pictures_fails(pair: Pair, flows: bool) -> None:
+    """It is not computed from the pictures' placeholders, also where only the load finds out."""
+    prompt = list(range(100, 107))
+    whole = marked_by_keys(prompt, {2: [("mm", "red")]})
+    if flows:
+        name = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
+        asks, params = producer_params(name), name.to_params()
+    else:
+        asks = PREFILL
+    pair.prefill.scheduler.add(Request("r", 7, asks, whole))
+    pair.prefill.step(("r", 7))
+    if not flows:
+        params = pair.prefill.complete()
+    pair.decode.scheduler.add(Request("d", 7, params, prompt))
+    matched = pair.decode.scheduler.num_new_matched_tokens("d", 0)
+    assert matched == (7, True)
+    pair.decode.scheduler.update_after_alloc("d", [5, 6], 7)
+    assert (pair.decode.scheduler.refusal("d") is None) is flows
+    failed = pair.decode.until_failed(PromptMismatch, "but without its pictures")
+    assert isinstance(failed.error, PromptMismatch)
+    assert failed.error.parts == ("pictures",)
+    pair.decode.assert_filled(*range(8), fill=-1.0)
+    if flows:
+        pair.prefill.scheduler.request_finished("r", completed=True)
+    else:  # the request that the ticket is of still gets its blocks
+        pair.decode.scheduler.add(Request("right", 7, params, whole))
+        pair.decode.scheduler.update_after_alloc("right", [5, 6], 7)
+        assert pair.decode.until_loaded("right").tokens == 7
+    pair.prefill.until_read()
 
 
 def test_a_prompt_that_cannot_be_offered_is_declined(pair: Pair) -> None:

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
@@ -28,6 +28,7 @@ from tests.support.tests_support import any_ticket
 
 TOKENS = [11, 12, 13, 14, 15, 16]
 REFUSED = "tokens of its prompt are not those that the ticket"
+WORDS = {"embeddings": "embeddings", "picture": "pictures", "salt": "cache salt", "adapter": "adapter"}
 
 
 def picture(identifier: str, offset: int) -> MultiModalFeatureSpec:
@@ -148,18 +149,33 @@ def ticket_of(name: str) -> Ticket:
     )
 
 
+def tokens_of(name: str) -> list[int]:
+    return list(request_of(name).all_token_ids)
+
+
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_ticket_of_the_same_tokens_with_something_else_is_refused(
+def test_a_ticket_of_other_tokens_is_not_used_and_one_of_the_same_with_something_else_fails_the_request(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A request of other tokens is computed. One that lacks a picture would be computed without it."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for of in PROMPTS:
-        connector = connector_of()
-        connector.on_new_request(request_of(name, params=ticket_of(of).to_params()))
-        fits = connector._scheduler.open_requests == 1
-        assert fits == (name == of), of
-        assert fits or REFUSED in caplog.records[-1].message
-        assert connector._stats.data["tickets_refused"] == ([] if fits else ["PromptMismatch"])
+        connector, request = connector_of(), request_of(name, params=ticket_of(of).to_params())
+        connector.on_new_request(request)
+        counted = (connector._stats.data["tickets_refused"], connector._stats.data["load_failures"])
+        failed = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        if name == of:
+            assert counted == ([], [])
+            assert not failed
+        elif tokens_of(name) != tokens_of(of):
+            assert counted == (["PromptMismatch"], []), of
+            assert REFUSED in caplog.records[-1].message
+            assert not failed
+        else:
+            assert counted == ([], ["PromptMismatch"]), of
+            said = caplog.records[-1].message
+            assert any(word in said for part, word in WORDS.items() if part in name + of), said
+            assert failed, of
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -19,6 +19,7 @@ SOURCES = ("external_kv_transfer", "local_cache_hit", "local_compute")
 ENDED = "vllm:kvflow_leases_total"
 LOADS = "vllm:kvflow_load_seconds_count"
 REFUSED = "vllm:kvflow_tickets_refused_total"
+FAILED = "vllm:kvflow_load_failures_total"
 LENGTHS = [3, 100, 127, 128, 129, 417, 1000, 1900]  # a block has 128 tokens
 ALONE = {"cache_salt": "alone"}  # a prefix cache of its own
 
@@ -115,21 +116,25 @@ def test_ids_of_any_length(pair: tuple[Server, Server], story: list[int]) -> Non
     consumer.wait_metric(EXTERNAL, before + 200, source="external_kv_transfer")
 
 
-def test_a_prompt_of_another_salt_is_computed(pair: tuple[Server, Server], story: list[int]) -> None:
-    """As vLLM's own prefix cache tells them apart."""
+def test_a_prompt_of_another_salt_fails(pair: tuple[Server, Server], story: list[int]) -> None:
+    """As vLLM's own prefix cache tells them apart; what a router has taken off may be a picture, too."""
     producer, consumer = pair
     prompt = story[240:440]
     expected = producer.text(prompt, **ALONE)
     for theirs, ours in (("one", "one"), ("one", "two"), (None, "one"), ("one", None)):
-        before, refused = received_tokens(consumer), consumer.metric(REFUSED, reason="PromptMismatch")
+        before, failed = received_tokens(consumer), consumer.metric(FAILED, reason="PromptMismatch")
         params = prefill(producer, prompt, cache_salt=theirs)
         salt = {"cache_salt": ours, "kv_transfer_params": params}
-        assert consumer.text(prompt, **salt) == expected
         if theirs == ours:
+            assert consumer.text(prompt, **salt) == expected
             consumer.wait_metric(EXTERNAL, before + 200, source="external_kv_transfer")
         else:
-            consumer.wait_metric(REFUSED, refused + 1, reason="PromptMismatch")
+            with pytest.raises(HTTPFailed) as caught:
+                consumer.text(prompt, **salt)
+            assert caught.value.status == 500
+            consumer.wait_metric(FAILED, failed + 1, reason="PromptMismatch")
             assert received_tokens(consumer) == before
+    assert consumer.text(prompt, cache_salt="two") == expected
 
 
 def test_a_request_that_is_refused_or_has_failed_is_no_second_one(site: Site, story: list[int]) -> None:

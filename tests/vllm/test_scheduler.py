@@ -11,6 +11,7 @@ from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -19,7 +20,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvflow import Ticket
 from kvflow.connector.parameters import producer_params
 from kvflow.connector.step import Step
-from kvflow.vllm.connector import KVFlowIntroduction
+from kvflow.core.protocol.prompts import marked_by_keys, prompt_digest
+from kvflow.errors import PromptMismatch
+from kvflow.vllm.connector import KVFlowIntroduction, KVFlowNews
 from tests.support.tests_support import any_ticket
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 from tests.vllm.test_models import prompt_of
@@ -30,7 +33,11 @@ INTRODUCTION = any_ticket(block_size=BLOCK_SIZE)
 
 @pytest.fixture(scope="module")
 def config() -> VllmConfig:
-    transfer = {**KVFLOW, "kv_role": "kv_producer", "kv_connector_extra_config": {"model": NAME}}
+    return config_of(kv_role="kv_producer")
+
+
+def config_of(**changes: str) -> VllmConfig:
+    transfer = {**KVFLOW, **changes, "kv_connector_extra_config": {"model": NAME}}
     return EngineArgs(
         model=str(MODELS / "full"),
         skip_tokenizer_init=True,
@@ -127,3 +134,44 @@ def test_blocks_of_a_preempted_prompt_are_not_offered_any_more(config: VllmConfi
         assert "second" in site.recalled, "there was room for both: this test has shown nothing"
         assert not site.offered
         assert site.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == full
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("flows", [False, True], ids=["named by its ticket", "found out by its load"])
+@pytest.mark.parametrize("prompt_logprobs", [None, 1], ids=["", "without the prefix cache"])
+def test_a_decode_request_without_its_picture_fails_whatever_the_policy(
+    policy: str, flows: bool, prompt_logprobs: int | None
+) -> None:
+    """It would be computed from the picture's placeholders, and answered with HTTP 200."""
+    prompt = prompt_of(100)
+    config = config_of(kv_role="kv_consumer", kv_load_failure_policy=policy)
+    with site_of(config, 16) as site:
+        ticket = Ticket.rendezvous(INTRODUCTION, "remote")
+        if not flows:
+            digest = prompt_digest("remote", marked_by_keys(prompt, {3: [("mm", "red")]}))
+            ticket = INTRODUCTION.without_leases(
+                request_id="remote", block_ids=range(4), num_tokens=100, ttl_s=9.0, prompt_digest=digest
+            )
+        params = {"kv_transfer_params": ticket.to_params()}
+        sampling = SamplingParams(max_tokens=4, prompt_logprobs=prompt_logprobs, extra_args=params)
+        site.scheduler.add_request(Request("r", prompt, sampling, None))
+        error, reasons, computed = PromptMismatch("request 'r': without its pictures", parts=("pictures",)), [], 0
+        for _ in range(6):
+            output = site.scheduler.schedule()
+            assert output.kv_connector_metadata is not None
+            names, told = list(output.num_scheduled_tokens), None
+            computed += sum(output.num_scheduled_tokens.values())
+            if output.kv_connector_metadata.step.receive:
+                assert flows
+                told = KVConnectorOutput(
+                    finished_recving={"r"}, failed_recving={"r"}, kv_connector_worker_meta=KVFlowNews(refused=(("r", error),))
+                )
+            ran = ModelRunnerOutput(names, {name: 0 for name in names}, [[] for _ in names], kv_connector_output=told)
+            for outputs in site.scheduler.update_from_output(output, ran).values():
+                reasons += [one.finish_reason for one in outputs.outputs if one.finish_reason is not None]
+        if flows and prompt_logprobs:  # vLLM computes such a prompt, and asks nobody: no ticket is used
+            assert computed
+        else:
+            assert (computed, reasons) == (0, [FinishReason.ERROR])
+            assert not site.scheduler.requests
+            assert site.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 15

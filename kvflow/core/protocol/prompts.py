@@ -5,34 +5,101 @@ tokenizer). The bytes would arrive in good order, and the answer would be about 
 digest of its tokens, which the consumer compares with its own.
 
 More than tokens can tell prompts apart: an adapter, pictures, a cache's salt. An engine has the token that such a thing
-begins with `marked` by it, and gives what comes of that as the prompt. A prompt without is its token ids.
+begins with `marked` by it, and gives what comes of that as the prompt. A prompt without is its token ids. The digest of
+a marked prompt has a part for its tokens and one for each kind of mark: where only marks differ, the request may have
+lost its pictures on the way, and an engine must not compute it (`PromptMismatch.parts`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, overload
 
 import msgspec
 
 from kvflow.checks import answer, count, shown, whole_numbers
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import PromptMismatch, RequestError
+from kvflow.errors import TOKENS, PromptMismatch, RequestError
 
 _DIGEST_BYTES = 16
+_PART_BYTES = 8
 _MARKED = 1 << 62  # above every token id
+_OTHER = "mark"
+_PARTS = {
+    "lora": "adapter",
+    "cache_salt": "cache salt",
+    "mm": "pictures",
+    "prompt_embeds": "embeddings",
+    _OTHER: "adapter, picture or salt",
+}
+"""What errors call each kind of mark."""
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """What stands at one place of a prompt besides its token."""
+
+    place: int
+    token: int
+    parts: tuple[tuple[str, bytes], ...]
+    """A digest for each kind of mark there is at this place."""
+
+
+class MarkedPrompt(list[int]):
+    """A prompt as `marked` makes it: a list of numbers that remembers its tokens and marks, also in its slices."""
+
+    def __init__(self, numbers: Iterable[int], marks: Iterable[Mark]) -> None:
+        super().__init__(numbers)
+        self.marks = tuple(marks)
+
+    @overload  # type: ignore[override]
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if not isinstance(index, slice):
+            return found
+        places = range(len(self))[index]
+        return MarkedPrompt(found, _moved([mark for mark in self.marks if mark.place in places], places.index))
+
+    def __add__(self, more: list[Any]) -> MarkedPrompt:  # type: ignore[override]
+        return MarkedPrompt([*self, *more], (*self.marks, *_moved(marks_of(more), len(self).__add__)))
+
+
+def _moved(marks: Iterable[Mark], to: Callable[[int], int]) -> list[Mark]:
+    return [msgspec.structs.replace(mark, place=to(mark.place)) for mark in marks]
+
+
+def marks_of(prompt: Sequence[int] | None) -> tuple[Mark, ...]:
+    """Return the marks of a prompt; () for one that is nothing but token ids, or not known."""
+    return prompt.marks if isinstance(prompt, MarkedPrompt) else ()
+
+
+def with_marks(numbers: Sequence[int] | None, marks: Sequence[Mark]) -> Sequence[int] | None:
+    """Return the prompt that `numbers` and `marks` were taken from; a message carries them apart."""
+    return MarkedPrompt(numbers, marks) if marks and numbers is not None else numbers
 
 
 def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
-    """Digest (BLAKE2b) of a request's tokens. Equal prompts of two requests have different ones: tickets tell nobody.
+    """Digest (BLAKE2b) of a request's prompt. Equal prompts of two requests have different ones: tickets tell nobody.
 
-    RequestError if they are no token ids.
+    For token ids it is 32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 more, which are salted with the
+    tokens: who does not know those cannot guess a salt. RequestError if they are no token ids.
     """
     tokens = whole_numbers(token_ids, f"request {request_id!r}: prompt")
+    marks = [mark for mark in marks_of(token_ids) if mark.place < len(tokens)]
+    for mark in marks:
+        tokens[mark.place] = mark.token
     state = hashlib.blake2b(request_id.encode(), digest_size=_DIGEST_BYTES)
     state.update(b"\0" + tokens.astype("<i8").tobytes())
-    return state.hexdigest()
+    parts: dict[str, Any] = {}
+    for mark in marks:
+        for kind, digest in mark.parts:
+            if kind not in parts:
+                parts[kind] = hashlib.blake2b(state.digest() + kind.encode(), digest_size=_PART_BYTES)
+            parts[kind].update(mark.place.to_bytes(8, "little") + digest)
+    return state.hexdigest() + "".join(f":{kind}={parts[kind].hexdigest()}" for kind in sorted(parts))
 
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
@@ -44,7 +111,7 @@ def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
 
     Keys of a place are in this order: ("lora", name, path), ("cache_salt", salt), ("mm", identifier).
     """
-    return marked(token_ids, {place: msgspec.msgpack.encode(found) for place, found in keys.items()})
+    return _marked(token_ids, {place: (msgspec.msgpack.encode(found), _by_kind(found)) for place, found in keys.items()})
 
 
 def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
@@ -52,12 +119,27 @@ def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
 
     So whatever of a prompt is offered is compared with the marks in it, and not with those that come later.
     """
-    prompt = list(token_ids)
-    for place in marks.keys() & range(len(prompt)):
-        token = int(prompt[place]).to_bytes(8, "little", signed=True)
-        state = hashlib.blake2b(marks[place], digest_size=8, key=token)
+    return _marked(token_ids, {place: (mark, {_OTHER: mark}) for place, mark in marks.items()})
+
+
+def _by_kind(keys: Sequence[tuple[str | bytes, ...]]) -> dict[str, bytes]:
+    """The keys of one place by their kind."""
+    found: dict[str, list[tuple[str | bytes, ...]]] = {}
+    for kind, *value in keys:
+        found.setdefault(kind if kind in _PARTS else _OTHER, []).append((kind, *value))
+    return {kind: msgspec.msgpack.encode(of) for kind, of in found.items()}
+
+
+def _marked(token_ids: Sequence[int], given: Mapping[int, tuple[bytes, Mapping[str, bytes]]]) -> list[int]:
+    prompt, marks = list(token_ids), list[Mark]()
+    for place in sorted(given.keys() & range(len(prompt))):
+        whole, parts = given[place]
+        token = int(prompt[place])
+        state = hashlib.blake2b(whole, digest_size=8, key=token.to_bytes(8, "little", signed=True))
         prompt[place] = _MARKED | int.from_bytes(state.digest(), "little") >> 2
-    return prompt
+        digests = ((kind, hashlib.blake2b(part, digest_size=_DIGEST_BYTES).digest()) for kind, part in parts.items())
+        marks.append(Mark(place, token, tuple(digests)))
+    return MarkedPrompt(prompt, marks) if marks else prompt
 
 
 def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -> str:
@@ -86,12 +168,41 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
             f"{what}: its prompt has {found} tokens, the ticket of request {ticket.request_id!r} offers {offered}"
         )
     digest = prompt_digest(ticket.request_id, _beginning(token_ids, offered, f"{what}: prompt"))
-    if digest != ticket.prompt_digest:
-        raise PromptMismatch(
-            f"{what}: the first {offered} tokens of its prompt are not those that the ticket of request "
-            f"{ticket.request_id!r} offers, or go with another adapter, picture or salt: "
-            f"digest {digest}, the ticket's is {ticket.prompt_digest}"
-        )
+    if digest == ticket.prompt_digest:
+        return
+    parts, why = _compared(digest, ticket.prompt_digest)
+    of = "tokens of its prompt are not those" if parts == TOKENS else "tokens of its prompt are those"
+    raise PromptMismatch(
+        f"{what}: the first {offered} {of} that the ticket of request {ticket.request_id!r} offers{why}: "
+        f"digest {digest}, the ticket's is {ticket.prompt_digest}",
+        parts=parts,
+    )
+
+
+def _compared(ours: str, theirs: str) -> tuple[tuple[str, ...], str]:
+    """The parts in which a request's prompt differs from a ticket's, by their digests, and the words for it."""
+    (tokens, our_parts), (their_tokens, their_parts) = _split(ours), _split(theirs)
+    if tokens != their_tokens:
+        return TOKENS, ""
+    parts, words = [], []
+    for kind in sorted(our_parts.keys() | their_parts.keys()):
+        if our_parts.get(kind) == their_parts.get(kind):
+            continue
+        name = _PARTS.get(kind, kind)
+        parts.append(name)
+        if kind not in our_parts:
+            words.append(f"without its {name}")
+        elif kind not in their_parts:
+            words.append(f"with {name}, where it has none")
+        else:
+            words.append(f"with another {name}" if name[-1] != "s" else f"with other {name}")
+    return tuple(parts), ", but " + ", and ".join(words)
+
+
+def _split(digest: str) -> tuple[str, dict[str, str]]:
+    """A prompt's digest as that of its tokens, and those of its marks by kind."""
+    tokens, *parts = digest.split(":")
+    return tokens, dict(part.split("=", 1) for part in parts)
 
 
 def check_alike(first: Ticket, other: Ticket, what: str) -> None:
@@ -108,7 +219,9 @@ def check_alike(first: Ticket, other: Ticket, what: str) -> None:
     told = {first.prompt_digest, other.prompt_digest} - {""}
     if first.request_id == other.request_id and len(told) > 1:
         digests = f"{ours} has digest {first.prompt_digest}, {theirs} {other.prompt_digest}"
-        raise PromptMismatch(f"{what}: its tickets are not of one prompt: {digests}")
+        parts, _ = _compared(first.prompt_digest, other.prompt_digest)
+        why = f"its tickets are not of one prompt, but of other {parts[0]}: {digests}"
+        raise PromptMismatch(f"{what}: {why}", parts=parts)
 
 
 def _beginning(token_ids: Sequence[int], num_tokens: int, what: str) -> Sequence[int]:
