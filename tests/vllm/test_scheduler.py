@@ -164,9 +164,11 @@ def test_a_decode_request_without_its_picture_fails_whatever_the_policy(
             if output.kv_connector_metadata.step.receive:
                 assert flows
                 told = KVConnectorOutput(
-                    finished_recving={"r"}, failed_recving={"r"}, kv_connector_worker_meta=KVFlowNews(refused=(("r", error),))
+                    finished_recving={"r"},
+                    failed_recving={"r"},
+                    kv_connector_worker_meta=KVFlowNews(refused=(("r", error),)),
                 )
-            ran = ModelRunnerOutput(names, {name: 0 for name in names}, [[] for _ in names], kv_connector_output=told)
+            ran = ModelRunnerOutput(names, dict.fromkeys(names, 0), [[] for _ in names], kv_connector_output=told)
             for outputs in site.scheduler.update_from_output(output, ran).values():
                 reasons += [one.finish_reason for one in outputs.outputs if one.finish_reason is not None]
         if flows and prompt_logprobs:  # vLLM computes such a prompt, and asks nobody: no ticket is used

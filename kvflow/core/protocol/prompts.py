@@ -111,7 +111,9 @@ def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
 
     Keys of a place are in this order: ("lora", name, path), ("cache_salt", salt), ("mm", identifier).
     """
-    return _marked(token_ids, {place: (msgspec.msgpack.encode(found), _by_kind(found)) for place, found in keys.items()})
+    return _marked(
+        token_ids, {place: (msgspec.msgpack.encode(found), _by_kind(found)) for place, found in keys.items()}
+    )
 
 
 def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:

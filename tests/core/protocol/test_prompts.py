@@ -102,7 +102,12 @@ def test_a_mark_is_of_its_token_and_the_same_on_all_machines() -> None:
     assert marked([1, 7, 3], {1: b"mark"}) != [1, 8227428212062431017, 3]
 
 
-PICTURE, ADAPTER, SALT, EMBEDDING = ("mm", "red"), ("lora", "one", "/one"), ("cache_salt", "s"), ("prompt_embeds", b"\1")
+PICTURE, ADAPTER, SALT, EMBEDDING = (
+    ("mm", "red"),
+    ("lora", "one", "/one"),
+    ("cache_salt", "s"),
+    ("prompt_embeds", b"\1"),
+)
 
 
 @each(
@@ -115,7 +120,12 @@ PICTURE, ADAPTER, SALT, EMBEDDING = ("mm", "red"), ("lora", "one", "/one"), ("ca
         ({0: [ADAPTER]}, {}, ("adapter",), "but without its adapter"),
         ({0: [ADAPTER]}, {0: [("lora", "one", "/two")]}, ("adapter",), "but with another adapter"),
         ({0: [ADAPTER, SALT]}, {0: [ADAPTER]}, ("cache salt",), "but without its cache salt"),
-        ({0: [SALT], 2: [PICTURE]}, {0: [("cache_salt", "t")]}, ("cache salt", "pictures"), "another cache salt, and with"),
+        (
+            {0: [SALT], 2: [PICTURE]},
+            {0: [("cache_salt", "t")]},
+            ("cache salt", "pictures"),
+            "another cache salt, and with",
+        ),
         ({0: [EMBEDDING]}, {0: [("prompt_embeds", b"\2")]}, ("embeddings",), "but with other embeddings"),
         ({0: [("new", "kind")]}, {}, ("adapter, picture or salt",), "but without its adapter, picture or salt"),
     ],
@@ -145,13 +155,17 @@ def test_other_tokens_are_another_prompt_whatever_it_is_marked_with() -> None:
 
 
 @given(prompt=prompts, places=st.sets(st.integers(0, 25), max_size=5), cut=st.slices(20))
-def test_a_slice_of_a_marked_prompt_is_the_slice_that_is_marked(prompt: list[int], places: set[int], cut: slice) -> None:
+def test_a_slice_of_a_marked_prompt_is_the_slice_that_is_marked(
+    prompt: list[int], places: set[int], cut: slice
+) -> None:
     """Whole prompts and their parts cross processes, too."""
     whole = marked(prompt, {place: b"%d" % place for place in places})
     kept = [place for place in range(len(prompt))[cut] if place in places]
     at = {nth: b"%d" % place for nth, place in enumerate(range(len(prompt))[cut]) if place in places}
     assert whole[cut] == marked(prompt[cut], at)
-    assert [mark.token for mark in sorted(marks_of(whole[cut]), key=lambda one: one.place)] == [prompt[one] for one in kept]
+    assert [mark.token for mark in sorted(marks_of(whole[cut]), key=lambda one: one.place)] == [
+        prompt[one] for one in kept
+    ]
     digest = prompt_digest("r", whole)
     assert prompt_digest("r", pickle.loads(pickle.dumps(whole))) == digest
     assert prompt_digest("r", with_marks(tuple(whole), marks_of(whole)) or []) == digest
