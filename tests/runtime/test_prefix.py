@@ -315,7 +315,8 @@ async def test_many_pull_one_prefix_at_once() -> None:
     async with fleet(3) as them:
         for one in them.holders:
             one.shelf.put(PROMPT[: 2 * TOKENS], [5, 6])
-        pulls = [them.pull(request_id=f"req-{at}", block_ids=[2 * at, 2 * at + 1]) for at in range(8)]
+        keys = prefix_keys(PROMPT[: 2 * TOKENS], TOKENS)
+        pulls = [them.pull(request_id=f"req-{at}", keys=keys, block_ids=[2 * at, 2 * at + 1]) for at in range(8)]
         reports = await asyncio.gather(*pulls)
         assert all(report.num_tokens == 2 * TOKENS for report in reports)
         await them.assert_nothing_pinned()
@@ -562,6 +563,58 @@ async def test_a_request_that_cannot_be_right_or_whose_blocks_are_busy(them: Fle
     with pytest.raises(BlocksBusy):
         await them.pull()
     await lease.revoke()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"block_ids": range(7)},
+            "7 blocks of 4 tokens, but its keys are for 32 tokens, 0 of them cached, which take 8",
+        ),
+        (
+            {"block_ids": range(9)},
+            "9 blocks of 4 tokens, but its keys are for 32 tokens, 0 of them cached, which take 8",
+        ),
+        ({"block_ids": []}, "0 blocks of 4 tokens, but its keys are for 32 tokens, 0 of them cached, which take 8"),
+        ({"cached_tokens": 8}, "8 blocks of 4 tokens, but its keys are for 32 tokens, 8 of them cached, which take 6"),
+        (
+            {"cached_tokens": 32},
+            "8 blocks of 4 tokens, but its keys are for 32 tokens, 32 of them cached, which take 0",
+        ),
+        ({"key_tokens": 2, "block_ids": range(8)}, "8 blocks of 4 tokens, but its keys are for 16 tokens"),
+        (
+            {"keys": prefix_keys(PROMPT, 16), "key_tokens": 16, "block_ids": [0, 1]},
+            "2 blocks of 4 tokens, but its keys",
+        ),
+        ({"cached_tokens": 33, "block_ids": []}, "cached_tokens is 33, beyond its keys, which are for 32 tokens"),
+        ({"cached_tokens": 36, "block_ids": []}, "cached_tokens is 36, beyond its keys, which are for 32 tokens"),
+        ({"cached_tokens": 1 << 62, "block_ids": []}, "beyond its keys, which are for 32 tokens"),
+    ],
+)
+async def test_blocks_that_are_not_those_of_the_keys_are_refused_before_anybody_is_asked(
+    them: Fleet, changes: dict[str, Any], says: str
+) -> None:
+    """Fewer would be filled from the wrong end, and reported as the whole prefix."""
+    with pytest.raises(RequestError, match=f"^request 'req': .*{says}"):
+        await them.pull(**changes)
+    assert (them.holders[0].shelf.asked, known(them.reader.runtime.statistics().prefixes).pulls) == (0, 0)
+    if "cached_tokens" in changes and not changes.get("block_ids", True):
+        with pytest.raises(RequestError, match=says):
+            await them.seek(**changes)
+
+
+async def test_blocks_of_a_pull_with_a_rest_are_those_of_what_that_offers() -> None:
+    async with two_sources() as (them, near, _, lease):
+        for count in (7, 9):
+            what = (
+                f"{count} blocks of 4 tokens, but its rest offers {ALL_BUT_ONE} tokens, 0 of them cached, which take 8"
+            )
+            with pytest.raises(RequestError, match=what):
+                await them.pull(block_ids=range(count))
+        assert near.shelf.asked == 0
+        assert (await them.pull(keys=prefix_keys(PROMPT, 2), key_tokens=2)).num_tokens == ALL_BUT_ONE
+        assert await lease is LeaseOutcome.READ
 
 
 async def test_who_may_not_share_is_told(them: Fleet) -> None:

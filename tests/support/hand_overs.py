@@ -235,7 +235,8 @@ async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> Non
     tokens = case.parts[0].tokens(case.num_tokens)
     offered = min(case.num_tokens, len(case.parts[0].offered) * case.parts[0].producer.block_size)
     case = replace(case, num_tokens=offered)
-    keys = prefix_keys(range(offered + 3), 1)
+    block_tokens = min(part.consumer.block_size for part in case.parts)
+    keys = prefix_keys(range(min(offered + 3, -(-offered // block_tokens) * block_tokens)), 1)  # and more than is there
     async with _both(case, world) as (producers, consumers):
         shelves = [_Shelf(case, keys[offered - 1]) for _ in producers]
         for rank, shelf in zip(producers, shelves, strict=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvflow.config import Config
-from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.ticket import Ticket
@@ -27,6 +27,7 @@ from kvflow.runtime.prefix.requests import (
     PrefixReport,
     PrefixRequest,
     PrefixStatistics,
+    check_blocks,
     checked_prefix_request,
 )
 from kvflow.runtime.prefix.search import Holder, Search
@@ -104,6 +105,8 @@ class Prefixes:
                 request = replace(request, rest=self._means.parse_ticket(request.rest))
             except RequestError as error:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
+        check_blocks(request, self._groups, tables)
+        if request.rest is not None:
             request = _in_whole_blocks(request, self._groups, tables)
         now_s, answers_s = asyncio.get_running_loop().time(), min(request.answer_within_s, deadline_s)
         self._counts["pulls"] += 1
@@ -316,7 +319,7 @@ def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: in
         first, stop = cached // size, -(-tokens // size)
         if group.whole:
             filled.append(ids[: stop - first])
-        elif size > 1:
+        elif group.kind is not GroupKind.STATE:
             filled.append(ids[max(group.first_needed(tokens) // size - first, 0) : stop - first])
         else:
             filled.append(ids)

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
+from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol.addresses import PeerAddress
@@ -33,8 +34,9 @@ class PrefixRequest:
     the engine; at most 64 are asked, side by side.
 
     `block_ids` are the local blocks for the tokens from `cached_tokens` on, in prompt order, as many as the keys are
-    for. For a cache of several groups they are a list for each: one with a window has a block for every place of the
-    prompt, too, and those at the end of what is found are filled; one of state has its slot.
+    for: RequestError with both numbers if there are fewer or more. For a cache of several groups they are a list for
+    each: one with a window has a block for every place of the prompt, too, and those at the end of what is found are
+    filled; one of state has its slot.
     """
 
     request_id: str
@@ -134,9 +136,35 @@ def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:
     """Check a request, and give it with its numbers and texts as Python's own. RequestError names the problem."""
     counted = partial(counted_block_ids, most=limits.block_ids_max)
     plain = checks.settled_request(given, PrefixRequest, "pull_prefix", {"block_ids": counted, **_RULES})
-    if plain.cached_tokens % plain.key_tokens and plain.cached_tokens > len(plain.keys) * plain.key_tokens:
-        raise RequestError(f"request {plain.request_id!r}: cached_tokens is {plain.cached_tokens}, beyond all keys")
+    if plain.cached_tokens > (tokens := len(plain.keys) * plain.key_tokens):
+        cached = f"cached_tokens is {plain.cached_tokens}"
+        raise RequestError(f"request {plain.request_id!r}: {cached}, beyond its keys, which are for {tokens} tokens")
     return plain
+
+
+def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> None:
+    """Raise RequestError unless the local blocks are for just the tokens from `cached_tokens` on.
+
+    Without `rest` these are the tokens of all keys. With it they are those that it offers; the blocks of windows and
+    state are then its load's to check, as are all blocks of a rendezvous.
+    """
+    rest, cached = request.rest, request.cached_tokens
+    tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"
+    if isinstance(rest, Ticket):
+        tokens, whose = rest.offered_tokens, "its rest offers"
+        if rest.awaited or not tokens:
+            return
+    for group, ids in zip(groups, tables, strict=True):
+        if rest is not None and not group.whole:
+            continue
+        size, count = group.block_size, len(ids)
+        needed = -(-tokens // size) - cached // size if tokens > cached else 0
+        if group.kind is GroupKind.STATE:
+            needed = 1 if needed else min(count, 1)
+        if count != needed:
+            of = "" if len(groups) == 1 else f" of group {group.name!r}"
+            what = f"request {request.request_id!r}: block_ids: {count} blocks{of} of {size} tokens"
+            raise RequestError(f"{what}, but {whose} {tokens} tokens, {cached} of them cached, which take {needed}")
 
 
 def _keys(given: object, what: str) -> tuple[bytes, ...]:
