@@ -62,8 +62,8 @@ def address_at(host: str, port: int | str) -> str:
 
 
 def in_url(host: str) -> str:
-    """Return a host as URLs have it: brackets around IPv6."""
-    return f"[{host}]" if is_v6(host) else host
+    """Return a host as URLs have it: brackets around IPv6, once."""
+    return f"[{host}]" if is_v6(host) and not host.startswith("[") else host
 
 
 def split_address(address: str, *, what: str = "listen", error: type[InvalidInput] = ConfigError) -> tuple[str, int]:

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from kvflow import Config
 from kvflow.cli.scrape import check_urls
+from kvflow.config import is_key_name
 from kvflow.connector.asking import source_in
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.stock.params import read_stock
 from kvflow.errors import ConfigError, RequestError
 from kvflow.hosts import HOST_CHARS_MAX, address_at, bracketed, is_host, plain_host, split_address
+from kvflow.ray.llm import worker_settings
 
 SPELLINGS = ["fd00::2", "[fd00::2]", "FD00::2", "[fd00:0:0:0:0:0:0:2]"]
 each = pytest.mark.parametrize
@@ -55,6 +57,8 @@ def test_every_place_that_takes_a_host_takes_all_spellings(host: str) -> None:
     source = {"kv_request_id": "x", "remote_host": host, "remote_port": 5600}
     assert source_in({"remote_kv_source": source}) == at
     assert read_stock(stock(host), arrived=None, lease_s=30.0, block_ids_max=1000).address == at
+    assert split_address(address_at(host, 5600)) == ("fd00::2", 5600)
+    assert worker_settings({}, node_ip=host, head="", workers=1)["listen"] == address_at(host, 0)
     assert check_urls([f"http://{host}:9100", f"http://{host}:9100/m"])[0].lower().startswith("http://[fd00:")
 
 
@@ -89,3 +93,8 @@ def test_what_is_no_host_to_connect_to_is_refused_and_shown(host: str) -> None:
 )
 def test_a_bare_address_gets_its_brackets_in_a_url(given: str, url: str) -> None:
     assert bracketed(given) == url
+
+
+@each("engine_id", ["fd00::2", "::1", "[fd00::2]:5600", "fe80::1%eth0"])
+def test_an_engine_that_is_named_after_its_address_can_have_keys(engine_id: str) -> None:
+    assert is_key_name(engine_id)
