@@ -52,6 +52,13 @@ def cut_of(text: str, stops: Sequence[str], start: int = 0) -> int | None:
 
 def held_chars(text: str, stops: Sequence[str], start: int = 0) -> int:
     """How many characters at the end of a text, not before `start`, may be the beginning of a stop string."""
-    longest = max(map(len, stops), default=1) - 1
-    sizes = range(min(longest, len(text) - start), 0, -1)
-    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
+    return max((_held_by(text, stop, max(start, len(text) - len(stop) + 1)) for stop in stops), default=0)
+
+
+def _held_by(text: str, stop: str, start: int) -> int:
+    """How many characters at the end, not before `start`, may be the beginning of this one."""
+    while (start := text.find(stop[0], start)) >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0

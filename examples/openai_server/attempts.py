@@ -112,7 +112,7 @@ class Attempts:
             async with aclosing(steps):
                 return await read(steps)
 
-        return await _before(prompt, self._tried(prompt, attempt))
+        return await before(prompt.deadline, self._tried(prompt, attempt))
 
     async def stream(self, prompt: Prompt) -> Stream:
         async def attempt(steps: AsyncGenerator[Step, None]) -> Stream:
@@ -122,7 +122,7 @@ class Attempts:
                 await steps.aclose()
                 raise
 
-        return await _before(prompt, self._tried(prompt, attempt))
+        return await before(prompt.deadline, self._tried(prompt, attempt))
 
     async def _tried(
         self, prompt: Prompt, attempt: Callable[[AsyncGenerator[Step, None]], Awaitable[Result]]
@@ -158,7 +158,7 @@ class Stream:
         step = self.first
         yield step
         while step.finish_reason is None:
-            step = await _before(self.prompt, anext(self.rest))
+            step = await before(self.prompt.deadline, anext(self.rest))
             yield step
 
     async def aclose(self) -> None:
@@ -255,10 +255,10 @@ async def _over(asked: asyncio.Task[PrefillReply], prompt: Prompt) -> None:
             await asked
 
 
-async def _before(prompt: Prompt, result: Awaitable[Result]) -> Result:
-    """Wait for the result, but not longer than the request may take."""
+async def before(deadline: float, result: Awaitable[Result]) -> Result:
+    """Wait for the result, but not longer than the request may take. Raises AttemptError."""
     try:
-        async with asyncio.timeout_at(prompt.deadline):
+        async with asyncio.timeout_at(deadline):
             return await result
     except TimeoutError:
         failure = Failure(kind=FailureKind.DEADLINE, message="the request's deadline has passed")

@@ -12,9 +12,11 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
 
@@ -28,10 +30,12 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from openai_server.answer_text import AnswerText
-from openai_server.attempts import Answers, AttemptError, Prompt, Stream
+from openai_server.attempts import Answers, AttemptError, Prompt, Stream, before
+from openai_server.bodies import BodyLimits, BodyRefusedError
 from openai_server.dialects import Chat, Completions, Dialect
 from openai_server.failures import CODES, STATUS
 from openai_server.http_server import serve_http
+from openai_server.limits import CACHE_TOKENS, tokens_at_least, too_long
 from openai_server.metrics import RouterMetrics, add_metrics
 from openai_server.parameters import ChatRequest, CompletionRequest, GenerationRequest
 from openai_server.responses import ClientGoneError, LiveStream, unless_gone
@@ -42,6 +46,8 @@ from openai_server.starts import listen_at
 
 logger = logging.getLogger(__name__)
 
+TOKENIZING_AT_ONCE_MAX = 2
+"""Prompts that are tokenized at the same time; others wait, within their deadlines."""
 ENDPOINTS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics", "/docs")
 
 
@@ -65,12 +71,15 @@ class Front:
     """How long any answer may take; a request may ask for less."""
     health: Callable[[], RouterHealth]
     """Which workers there are, for /health."""
+    tokenizing: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, TOKENIZING_AT_ONCE_MAX, thread_name_prefix="tokenizer")
+    )
 
     async def answer(self, http: Request, request: GenerationRequest) -> Response:
         """The whole answer, or a stream of it. Raises AttemptError, RefusedError and ClientGoneError."""
         began_s = time.monotonic()
         dialect: Dialect = Chat() if isinstance(request, ChatRequest) else Completions()
-        prompt = await self._prompt(dialect.id, request)
+        prompt = await unless_gone(http, self._prompt(dialect.id, request))
         if request.stream:
             stream = await unless_gone(http, self.router.stream(prompt))
             self.metrics.first_token.observe(time.monotonic() - began_s)
@@ -96,8 +105,11 @@ class Front:
         if request.model != MODEL_NAME:
             message = f"model {request.model!r} does not exist here; this server has {MODEL_NAME!r}"
             raise RefusedError(message, param="model", http=404, code="model_not_found")
-        # A long prompt takes milliseconds to tokenize, and the loop has others to serve.
-        token_ids = await asyncio.to_thread(self._encode, request)
+        self._check_length(request)
+        encoding = asyncio.get_running_loop().run_in_executor(self.tokenizing, self._encode, request)
+        token_ids = await before(deadline, encoding)
+        if len(token_ids) > CACHE_TOKENS:
+            raise _too_long(request, f"{len(token_ids)} tokens in the prompt")
         return Prompt(
             id=answer_id,
             token_ids=token_ids,
@@ -105,6 +117,21 @@ class Front:
             deadline=deadline,
             sampling=request.drawn_sampling(),
         )
+
+    def _check_length(self, request: GenerationRequest) -> None:
+        """Refuse what cannot fit, however few tokens its text comes to. Raises RefusedError."""
+        match request:
+            case ChatRequest(messages=messages):
+                chars = sum(len(message.content) for message in messages)
+            case CompletionRequest(prompt=str(text)):
+                chars = len(text)
+            case CompletionRequest(prompt=token_ids):
+                if len(token_ids) > CACHE_TOKENS:
+                    raise _too_long(request, f"{len(token_ids)} tokens in the prompt")
+                return
+        least = tokens_at_least(chars, self.tokenizer.longest_token)
+        if least > CACHE_TOKENS:
+            raise _too_long(request, f"at least {least} tokens: {chars} characters in the prompt")
 
     def _encode(self, request: GenerationRequest) -> list[int]:
         match request:
@@ -175,6 +202,7 @@ def front_app(front: Front) -> FastAPI:
     app = FastAPI(title="kvflow: OpenAI-compatible example server")
     add_metrics(app, front.metrics.registry)
     _add_error_handlers(app, front.metrics)
+    app.add_middleware(BodyLimits, refusal=partial(_body_refused, front.metrics))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -255,6 +283,18 @@ def _add_error_handlers(app: FastAPI, metrics: RouterMetrics) -> None:
     async def client_gone(_: Request, __: ClientGoneError) -> Response:
         metrics.request_ended("client_gone")
         return Response(status_code=499)  # nobody sees it
+
+
+def _too_long(request: GenerationRequest, requested: str) -> RefusedError:
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    return RefusedError(too_long(requested), param=param, code=CODES[FailureKind.INVALID])
+
+
+def _body_refused(metrics: RouterMetrics, error: BodyRefusedError) -> Response:
+    ours = error.http >= HTTPStatus.INTERNAL_SERVER_ERROR
+    metrics.request_ended(FailureKind.BUSY if ours else FailureKind.INVALID)
+    kind, code = ("server_error", FailureKind.BUSY) if ours else ("invalid_request_error", None)
+    return _json(ErrorReply(error=ErrorBody(message=str(error), type=kind, code=code)), error.http)
 
 
 def _error_of(failure: Failure, prompt: str = "") -> ErrorReply:

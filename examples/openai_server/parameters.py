@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from paged_engine import GREEDY, Sampling
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from openai_server.limits import CACHE_TOKENS
+
 DEFAULT_CHAT_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
 STOPS_MAX = 4
@@ -46,25 +48,33 @@ def _stops(value: object) -> tuple[str, ...]:
 
 def _one_prompt(value: object) -> object:
     """A text or its tokens; OpenAI takes lists of them, too, which may have one entry here."""
-    match value:
-        case str():
-            return value
-        case [str() | list() as one]:
-            return _one_prompt(one)
-        case [*tokens] if all(type(token) is int for token in tokens):
-            return value
-        case [*several] if all(isinstance(one, str | list) for one in several):
-            raise ValueError(f"this server answers one prompt a request, got {len(several)}")
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise ValueError(f"this server answers one prompt a request, got {len(value)}")
+        value = value[0]
+    if isinstance(value, str):
+        return _utf8(value)
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return value
     raise ValueError("expected a text, or a list of tokens")
+
+
+def _utf8(text: str) -> str:
+    """JSON may hold half of a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("expected a text that UTF-8 can carry") from None
+    return text
 
 
 def _text_of(content: object) -> str:
     """What a message says, its parts put together."""
     if isinstance(content, str):
-        return content
+        return _utf8(content)
     if not isinstance(content, list):
         raise ValueError("expected a text, or a list of parts of type 'text'")
-    return "".join(map(_text_of_part, content))
+    return _utf8("".join(map(_text_of_part, content)))
 
 
 def _text_of_part(part: object) -> str:
@@ -159,7 +169,8 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=CACHE_TOKENS)
+    """Each takes a token at least."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
     audio: Annotated[Any, only()] = None

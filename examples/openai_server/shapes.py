@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from disaggregated.messages import FinishReason
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 
 class Usage(BaseModel):
@@ -88,10 +88,18 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+def _shown(text: str) -> str:
+    """What a client has sent may hold half of a surrogate pair, which no answer can carry."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+Shown: TypeAlias = Annotated[str, BeforeValidator(_shown)]
+
+
 class ErrorBody(BaseModel):
-    message: str
+    message: Shown
     type: str
-    param: str | None = None
+    param: Shown | None = None
     code: str | None = None
 
 

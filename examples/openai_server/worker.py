@@ -20,7 +20,7 @@ from disaggregated.decode import DecodeWorker
 from disaggregated.failures import EXPECTED_ERRORS
 from disaggregated.groups import registered
 from disaggregated.keeper import background_tasks
-from disaggregated.messages import DecodeRequest, PrefillRequest
+from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillRequest
 from disaggregated.prefill import PrefillWorker
 from disaggregated.told import reported
 from fastapi import FastAPI, Request, Response
@@ -30,15 +30,15 @@ from paged_engine.weights import MODEL_NAME, load_model
 from pydantic import BaseModel
 
 import kvflow
+from openai_server.bodies import BodyLimits, BodyRefusedError
 from openai_server.failures import STATUS
 from openai_server.http_server import SHUTDOWN_TIMEOUT_S, serve_http
+from openai_server.limits import CACHE_TOKENS
 from openai_server.metrics import DecodeMetrics, PrefillMetrics, WorkerMetrics, add_metrics
 from openai_server.responses import ClientGoneError, LiveStream, read_message, unless_gone
 from openai_server.starts import listen_at
 
 BLOCK_SIZE = 16
-# Some 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
-CACHE_TOKENS = 4096
 BATCH_SIZE = 8
 
 
@@ -127,6 +127,7 @@ def worker_app(
     """The application that both kinds of workers start from; the `introduction` is for /health to tell."""
     app = FastAPI(title=f"{settings.role} worker {settings.name}")
     add_metrics(app, metrics.registry)
+    app.add_middleware(BodyLimits, refusal=_body_refused)
     told = None if introduction is None else introduction.to_params()
 
     @app.get("/health")
@@ -157,6 +158,11 @@ def worker_app(
         app.add_exception_handler(kind, expected)
     app.add_exception_handler(ClientGoneError, client_gone)
     return app
+
+
+def _body_refused(error: BodyRefusedError) -> Response:
+    failure = Failure(kind=FailureKind.INVALID, message=str(error))
+    return Response(failure.written(), status_code=error.http, media_type="application/json")
 
 
 def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:

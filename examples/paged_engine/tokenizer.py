@@ -19,6 +19,7 @@ class ChatTokenizer:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_NAME))
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()))
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         self._template = environment.from_string((directory / TEMPLATE_NAME).read_text())
 
@@ -32,9 +33,16 @@ class ChatTokenizer:
         return self.encode_text(text)
 
     def encode_text(self, text: str) -> list[int]:
-        """The text as it is."""
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        """The text as it is. Other threads go on meanwhile."""
+        # Encoding one text holds Python's lock to the end; encoding a batch gives it back.
+        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        token_ids: list[int] = encoded.ids
         return token_ids
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of a text that one token stands for at most."""
+        return self._longest_token
 
     @property
     def token_count(self) -> int:
