@@ -77,8 +77,9 @@ def printable(text: str, chars_max: int) -> str:
 
 
 def few(values: Collection[object], most: int) -> str:
-    """The first of many values, for a message."""
-    return ", ".join(map(str, islice(values, most))) + (", ..." if len(values) > most else "")
+    """The first of many values, for a message, each cut short."""
+    first = (str(value)[:_SHOWN_CHARS] for value in islice(values, most))
+    return ", ".join(first) + (", ..." if len(values) > most else "")
 
 
 def said(error: BaseException) -> str:

@@ -51,8 +51,22 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 ErrorT = TypeVar("ErrorT", bound="KVFlowError")
 
+ERROR_CHARS_MAX = 2000
+"""Longest message of an error: what peers, tickets and other packages say is in many of them."""
+_END_CHARS, _NOTE_CHARS = 500, 500
+COMPUTE = "compute"
+"""The phase of a load that waits for its producer to compute the prompt."""
 TOKENS = ("tokens",)
 """`PromptMismatch.parts` of prompts whose tokens differ."""
+
+
+def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
+    """Return a text, without its middle if it is too long: its beginning says who, its end what to do."""
+    if len(text) <= chars_max:
+        return text
+    end = min(_END_CHARS, chars_max // 4)
+    left_out = f" ... {len(text) - chars_max} characters ... "
+    return text[: chars_max - end - len(left_out)] + left_out + text[-end:]
 
 
 class Blame(enum.StrEnum):
@@ -116,7 +130,7 @@ class _MemorySafe:
 class KVFlowError(Exception):
     """Base of all errors that kvflow raises on purpose."""
 
-    blame: ClassVar[Blame] = Blame.KVFLOW
+    blame: Blame = Blame.KVFLOW
     retryable: ClassVar[bool] = False
     """True if the same call with the same ticket may succeed later or on another engine."""
     memory_safe = _MemorySafe(False)
@@ -124,6 +138,13 @@ class KVFlowError(Exception):
 
     quarantine: Quarantine | None = None
     """The load, if bytes may still land in its blocks although it has ended; await its `settled()`."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(message))
+
+    def add_note(self, note: str) -> None:
+        """Add a note, shortened as messages are."""
+        super().add_note(shortened(note, _NOTE_CHARS))
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(self.__dict__)
@@ -146,7 +167,7 @@ class KVFlowError(Exception):
     def _retold(self, message: str, **attributes: str) -> Self:
         """A copy with another message and some other attributes; this error is its cause."""
         error = self.__copy__()
-        error.args = (message,)
+        error.args = (shortened(message),)
         error.__dict__.update(attributes)
         error.__cause__ = self
         return error
@@ -329,13 +350,15 @@ class ChecksumMismatch(LoadError):
 
 
 class DeadlineExceeded(LoadError):
-    """The request's deadline passed in `phase`."""
+    """The request's deadline passed in `phase`. In phase "compute" the peer has not computed the prompt."""
 
     retryable = True
 
     def __init__(self, message: str, *, request_id: str, peer: str, phase: str) -> None:
         super().__init__(message, request_id=request_id, peer=peer)
         self.phase = phase
+        if phase == COMPUTE:
+            self.blame = Blame.PEER
 
 
 class StoreError(KVFlowError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 
 from kvflow import checks
 from kvflow.errors import ConfigError, InvalidInput
@@ -76,10 +76,26 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
     given, _, port = rest.rpartition(":")
     host = plain_host(given)
     if scheme != "tcp" or not separator or host is None or not _PORT.fullmatch(port):
-        raise error(f"{what}: expected 'tcp://host:port', got {address[:300]!r}")
+        raise error(f"{what}: expected 'tcp://host:port', got {address[:300]!r}{meant_address(address)}")
     if int(port) > PORT_MAX:
         raise error(f"{what}: port {port} is above {PORT_MAX}")
     return host, int(port)
+
+
+def meant_address(given: str) -> str:
+    """Return the end of an error about an address of which only `tcp://` is missing or wrong; "" for any other."""
+    rest = given.rpartition("://")[2]
+    host, _, port = rest.rpartition(":")
+    right = plain_host(host) is not None and _PORT.fullmatch(port)
+    return f"; did you mean 'tcp://{rest}'?" if right else ""
+
+
+def loopback_hint(address: str, setting: str = "advertise_host") -> str:
+    """Return the end of an error about an address that means this host on every host; "" for any other."""
+    host = plain_host(address.removeprefix("tcp://").rpartition(":")[0]) or ""
+    if host != "localhost" and not checks.answer(lambda: ip_address(host).is_loopback):
+        return ""
+    return f"; {host} is this host itself: an engine on another one has to advertise an address of its own ({setting})"
 
 
 def plain_address(address: str, *, what: str, error: type[InvalidInput] = ConfigError) -> str:

@@ -13,8 +13,11 @@ import traceback
 from types import TracebackType
 
 from kvflow.checks import answer, printable
+from kvflow.errors import ERROR_CHARS_MAX, shortened
 
-_CHARS_MAX = 4000
+_CHARS_MAX = ERROR_CHARS_MAX - 100  # a handler adds time, level and logger
+"""Longest argument of a log line, and longest line, of a traceback's, too."""
+_ARGUMENTS_CHARS = 1000  # a line whose arguments are shorter is no long one: our own words are few
 _TRACEBACK_LINES_MAX = 200
 _INDENT = "    "
 
@@ -30,6 +33,8 @@ def _make_plain(record: logging.LogRecord) -> bool:
     """Filter that keeps every record, with its arguments made printable."""
     if isinstance(record.args, tuple):
         record.args = tuple(map(_plain, record.args))
+        if sum(len(one) for one in record.args if isinstance(one, str)) > _ARGUMENTS_CHARS:
+            record.msg, record.args = shortened(record.getMessage(), _CHARS_MAX), ()
     if record.exc_info and record.exc_info[1] is not None:
         record.exc_text = _traceback(record.exc_info[1], record.exc_info[2])
     return True
@@ -40,7 +45,7 @@ def _plain(value: object) -> object:
     if type(value) in (int, float, bool):
         return value
     text = answer(lambda: str(value))
-    return f"a {type(value).__name__}" if text is None else printable(text, _CHARS_MAX)
+    return f"a {type(value).__name__}" if text is None else shortened(printable(text, 4 * _CHARS_MAX), _CHARS_MAX)
 
 
 def _traceback(error: BaseException, where: TracebackType | None) -> str:
@@ -49,4 +54,4 @@ def _traceback(error: BaseException, where: TracebackType | None) -> str:
     if len(lines) > _TRACEBACK_LINES_MAX:
         left_out = f"... {len(lines) - _TRACEBACK_LINES_MAX} lines ..."
         lines = [*lines[: _TRACEBACK_LINES_MAX // 2], left_out, *lines[-_TRACEBACK_LINES_MAX // 2 :]]
-    return "\n".join(_INDENT + printable(line, _CHARS_MAX) for line in lines)
+    return "\n".join(_INDENT + shortened(printable(line, 4 * _CHARS_MAX), _CHARS_MAX) for line in lines)

@@ -155,6 +155,26 @@ def test_the_same_failure_as_a_request_met_it_names_the_request() -> None:
 
 
 @OF_CLASS
+def test_no_error_is_longer_than_what_can_be_read(kind: type[KVFlowError]) -> None:
+    """Whatever a peer says: the beginning, which names the request, stays, and so does the advice at the end."""
+    words = {name: value for name, value in vars(made(kind)).items() if name not in ("__notes__", "blame")}
+    error = kind(f"request 'r': {'theirs ' * 100_000}: set advertise_host", **words)
+    assert (len(str(error)), str(error)[:12], str(error)[-19:]) == (
+        2000,
+        "request 'r':",
+        "set advertise_host"[-19:].rjust(19),
+    )
+    assert len(error.args[0]) == 2000
+    if isinstance(error, PeerError | LoadError | RequestError):
+        retold = error.of_request("req-1", "prefill-0")
+        assert len(str(retold)) <= 2000
+        assert str(retold).startswith("request 'req-1'")
+    error.add_note("a note" * 10_000)
+    assert len("".join(error.__notes__)) == 500
+    assert str(kind("plain", **words)) == "plain"
+
+
+@OF_CLASS
 def test_an_error_of_another_request_is_retold_and_one_of_its_own_is_not(kind: type[KVFlowError]) -> None:
     error = made(kind)
     if not isinstance(error, PeerError | LoadError | RequestError):

@@ -105,6 +105,7 @@ SLEEPING_TESTS = {
     **{f"tests/runtime/test_{name}.py": "virtual time: what has landed when some has passed" for name in _LANDED},
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
+    "tests/runtime/test_standing.py": "virtual time: loads stand still while it passes",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
     "tests/runtime/test_attendance.py": "virtual time: what is tested is that a lease stays while it passes",
     "tests/runtime/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",

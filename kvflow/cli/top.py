@@ -17,7 +17,7 @@ from rich.text import Text
 
 from kvflow.cli.scrape import RankName, Scrape, scrape
 
-_PHASES = ("queued", "handshake", "plan", "post", "wire", "verify", "notify")
+_PHASES = ("queued", "handshake", "plan", "post", "compute", "wire", "verify", "notify")
 _FINE = ("loaded", "cancelled")
 _ENGINE_RANKS_MAX = 32
 """Ranks beyond which each engine is one row."""

@@ -23,7 +23,7 @@ from kvflow.checks import count, instance, text
 from kvflow.core.prefix.events import BATCH_BYTES_MAX, decode_batch
 from kvflow.core.prefix.map import PrefixMap
 from kvflow.errors import ConfigError, ProtocolError, UsageError
-from kvflow.hosts import is_v6
+from kvflow.hosts import is_v6, meant_address
 from kvflow.kv_events.sockets import END, LIVE, REPLAYED, SEQUENCE_BYTES, host_in, prepare, read_message, sequence_bytes
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.lookups import Lookups
@@ -85,7 +85,9 @@ class _Follower:
             self._open()
         except (zmq.ZMQError, ValueError, TypeError) as error:
             self.close()
-            raise ConfigError(f"KV events of {source.holder!r} at {source.endpoint!r}: {error}") from error
+            given = [one for one in (source.endpoint, source.replay_endpoint) if one is not None]
+            meant = "".join(meant_address(one) for one in given if "://" not in one)
+            raise ConfigError(f"KV events of {source.holder!r} at {', '.join(given)}: {error}{meant}") from error
 
     def _open(self) -> None:
         self._endpoint = prepare(
@@ -93,6 +95,10 @@ class _Follower:
         )
         self._socket.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
         self._socket.connect(self._endpoint)
+        if self.source.replay_endpoint is not None:
+            with self._context.socket(zmq.DEALER) as socket:  # it connects to nobody before it is used
+                found = prepare(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
+                socket.connect(found)
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -251,6 +257,8 @@ class Subscriber:
         for source in self._sources:
             for name in ("holder", "endpoint", "topic"):
                 text(getattr(source, name), name, error=ConfigError)
+            if source.replay_endpoint is not None:
+                text(source.replay_endpoint, "replay_endpoint", error=ConfigError)
         self._followers: list[_Follower] = []
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []

@@ -18,6 +18,7 @@ from kvflow.core.cache.state import StatePart
 from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import UNKNOWN_ENGINE
 from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST, SealTable
@@ -160,7 +161,10 @@ class RegisteredCache:
         theirs = request.target
         if theirs.engine_id != ours.engine_id:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
-            return refusal(f"unknown engine: expected {asked_for!r}, this is {ours.engine_id!r}")
+            it_is = f"{UNKNOWN_ENGINE}: expected {asked_for!r}, this is {ours.engine_id!r}"
+            if getattr(request, "reader", "") == self.local.reader:
+                it_is += ", the reader itself: the address that it was given leads back to it"
+            return refusal(it_is)
         if header.fingerprint != self.local.compatibility.fingerprint():
             told = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
             return msgspec.structs.replace(refusal("the caches are not compatible"), **told)

@@ -17,7 +17,7 @@ from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
 from kvflow.errors import PeerUnreachable, ProtocolError, RequestError
-from kvflow.hosts import address_at, split_address
+from kvflow.hosts import address_at, loopback_hint, split_address
 from kvflow.runtime.channel.lookups import Lookups
 
 
@@ -62,7 +62,8 @@ async def ask_rank(
             endpoint = address_at(await Lookups().find(host), port)
             frames = await _exchange(endpoint, question, bytes_max)
     except TimeoutError:
-        why = f"{where}: no answer within {timeout_s} s"
+        hint = loopback_hint(address, "VLLM_NIXL_SIDE_CHANNEL_HOST there")
+        why = f"{where}: no answer within {timeout_s} s: it has ended, stands still, or this is not its address{hint}"
         raise PeerUnreachable(why, peer=address, engine_id=engine_id) from None
     except (OSError, ValueError, zmq.ZMQError) as error:
         raise PeerUnreachable(f"{where}: {error}", peer=address, engine_id=engine_id) from error

@@ -272,6 +272,14 @@ async def test_nonsense_is_refused_by_name_and_a_subscriber_is_entered_once() ->
             Subscriber(PrefixMap(), wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="prefix_map"):
         Subscriber(None, [source])  # type: ignore[arg-type]
+    for wrong_address in ({"endpoint": "127.0.0.1:1"}, {"endpoint": source.endpoint, "replay_endpoint": "127.0.0.1:1"}):
+        with pytest.raises(
+            ConfigError, match=r"'engine' at .*127\.0\.0\.1:1: .*did you mean 'tcp://127\.0\.0\.1:1'\?$"
+        ):
+            async with Subscriber(PrefixMap(), [EventSource(holder="engine", **wrong_address)]):
+                pass
+    with pytest.raises(ConfigError, match=r"^replay_endpoint: expected a text, got 7"):
+        Subscriber(PrefixMap(), [EventSource(holder="a", endpoint="", replay_endpoint=7)])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nowhere"):
         async with Subscriber(PrefixMap(), [source, EventSource(holder="b", endpoint="nowhere")]):
             pass

@@ -16,6 +16,9 @@ from kvflow.hosts import address_at, is_host, split_address
 
 _LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
+UNKNOWN_ENGINE = "unknown engine"
+"""First words of a refusal by another engine than the one that was asked for."""
+
 ErrorT = TypeVar("ErrorT", bound=PeerError)
 
 

@@ -33,7 +33,9 @@ def check_place(host: str, port: int, incarnation: str) -> str:
         raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
     plain = plain_host(host)
     if plain is None or not is_host(plain):
-        raise RequestError(f"ticket: remote_host {host[:80]!a} is no host to connect to")
+        raise RequestError(
+            f"ticket: remote_host {host[:80]!a} is no host to connect to: expected a name or number alone"
+        )
     if not is_name(incarnation, NAME_CHARS_MAX):
         raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
     return plain

@@ -21,7 +21,7 @@ from kvflow.core.policy.circuit import BackOff, delay_s
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
-from kvflow.hosts import WILDCARDS, address_at, split_address
+from kvflow.hosts import WILDCARDS, address_at, loopback_hint, split_address
 from kvflow.runtime.channel.connections import Connections, ListenerWay
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.listening import ZmqListener
@@ -176,6 +176,9 @@ async def _probe(endpoint: str, *, final: bool) -> bool:
 def _explained(target: messages.Target, address: str) -> Iterator[None]:
     try:
         yield
+    except ConnectionRefusedError as error:
+        why = f"nobody listens there ({error}): the engine has ended, or has yet to open, or this is not its address"
+        raise failure(PeerUnreachable, target, address, f"{why}{loopback_hint(address)}") from error
     except (OSError, ValueError, ConfigError) as error:  # ValueError: a host that the resolver chokes on
         raise failure(PeerUnreachable, target, address, str(error)) from error
 

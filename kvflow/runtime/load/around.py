@@ -34,7 +34,7 @@ def held(sources: Sequence[Source]) -> Iterator[None]:
 
 async def until(event: DeviceEvent, copy_thread: CopyThread, load: Load, work: Work) -> None:
     """Wait until the device does nothing to the blocks any more. TransferFailed if that will never be known."""
-    work.enter("queued")
+    work.enter("queued", lambda: "its event `after` has not happened on this engine's device")
     try:
         await copy_thread.happened(event)
     except Exception as error:

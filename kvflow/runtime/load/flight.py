@@ -128,6 +128,16 @@ class Flight:
         """True while reads or copies are under way."""
         return self._under_way > 0
 
+    @property
+    def under_way(self) -> int:
+        """Number of reads and copies that are under way."""
+        return self._under_way
+
+    @property
+    def moving(self) -> bool:
+        """True while more is under way than looks at seals."""
+        return self._under_way > sum(source.proof.looking for source in self._sources)
+
     def head(self, source: Source) -> Piece:
         """Address of a source's seal, and the word of ours that it is fetched to."""
         return Piece(self._gear.words.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)

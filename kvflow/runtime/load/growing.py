@@ -15,6 +15,7 @@ from functools import partial
 from heapq import merge
 
 from kvflow.core.policy.history import History
+from kvflow.errors import COMPUTE
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
@@ -132,11 +133,14 @@ class _Carrier:
                 return
             there = {source: one.there(self._tokens) for source, one in self._growing.items()}
             if untouched and min(there.values()) >= self._tokens:
+                self._read()
                 for read in route.straight(sources, None):
                     yield CopyGroup((read,))
                 return
             due = growth.due(lanes, self._growing, there)
             untouched = untouched and not due
+            if due:
+                self._read()
             spans = (lane.take(there_in(lane, there)) for lane in due)
             for one in merge(*spans, key=GroupSpan.stop_token):
                 group = await route.group(one)
@@ -144,6 +148,11 @@ class _Carrier:
             lanes = [lane for lane in lanes if not lane.done]
             if not due and not self._due():
                 await self._wait()
+
+    def _read(self) -> None:
+        """End the wait for the producer: more can be read."""
+        if self._work.phase == COMPUTE:
+            self._work.enter("wire")
 
     def _landed(self, frontier: Frontier, one: GroupSpan, group: CopyGroup, now_s: float, begun_s: float) -> None:
         for read in group.reads:
@@ -174,7 +183,21 @@ class _Carrier:
                 raise one.followed.problem
         if self._timer is None:
             self._timer = self._loads.clock.call_later(LOOK_EVERY_S, self._look_again)
+        if self._work.phase != COMPUTE and not self._flight.moving and self._computed < self._tokens:
+            self._work.compute(self._so_far)
         await self._flight.changed()
+
+    @property
+    def _computed(self) -> int:
+        return min(one.there(self._tokens) for one in self._growing.values())
+
+    def _so_far(self) -> str:
+        """How much of the prompt its producer has computed, in words."""
+        flight, tokens = self._flight, f"{self._computed} of {self._tokens} tokens computed"
+        silent_s = self._loads.clock.now_s() - flight.heard_s
+        if not flight.reading or silent_s < 2 * LOOK_EVERY_S:
+            return tokens
+        return f"{tokens}, as far as is known: a look at its lease has not ended for {silent_s:.3g} s"
 
     def _look_again(self) -> None:
         """Callback of the timer: look at all seals, since an answer may have been lost."""

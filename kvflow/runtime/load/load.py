@@ -15,10 +15,10 @@ from kvflow.core.plan.descriptors import BlockIds, counted_block_ids
 from kvflow.core.policy.events import checked_event
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, LoadError, RequestError, UsageError
+from kvflow.errors import COMPUTE, KVFlowError, LoadError, RequestError, UsageError
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.news import News
-from kvflow.runtime.load.requests import PHASES, LoadReport, LoadRequest, Progress, Verification
+from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.records import Attempt
@@ -88,6 +88,8 @@ class Work:
         self.ends_s = math.inf
         """Deadline, by the loop's clock."""
         self.phase = "queued"
+        self.waits_for: Callable[[], str] | None = None
+        """What the phase waits for and has of it by now, in words, where its name does not say that."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.task: asyncio.Task[Any] | None = None
         """Task that carries it out, once it has begun."""
@@ -95,6 +97,8 @@ class Work:
         """Cancellations of that task before the load began."""
         self.overdue = False
         """True once the loader has cancelled it: its deadline has passed, or the loader closes."""
+        self.held_up = ""
+        """What held it up at that moment, for an error's message; "" if the phase's name says it."""
         self.sources: Sequence[Source] = ()
         """The ranks that are read from, once there is a plan."""
         self.freshness = ""
@@ -112,11 +116,15 @@ class Work:
         self.payload = b""
         self._now_s = now_s
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, waits_for: Callable[[], str] | None = None) -> None:
         """Begin a phase. It may be entered again, as `queued` is for every permit."""
-        now_s = self._now_s()
+        now_s, self.waits_for = self._now_s(), waits_for
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
         self.phase, self._since_s = phase, now_s
+
+    def compute(self, waits_for: Callable[[], str]) -> None:
+        """Begin to wait for the producer, which has yet to compute what this load needs."""
+        self.enter(COMPUTE, waits_for)
 
     def leave_source(self) -> None:
         """Forget all that belongs to its source: the next one begins anew."""
@@ -130,7 +138,7 @@ class Work:
     def end_now(self) -> None:
         """Cancel its task, once, since its time is over. One that has yet to begin finds out when it does."""
         if self.task is not None and not self.overdue:
-            self.overdue = True
+            self.overdue, self.held_up = True, self._held_up()
             self.task.cancel()
 
     def was_late(self) -> bool:
@@ -148,10 +156,22 @@ class Work:
         """The phase that it is in, or was in when it ended: a flight that waits for a permit is queued."""
         return "queued" if self.flight is not None and self.flight.waits else self.phase
 
+    def _held_up(self) -> str:
+        if self.waits_for is not None:
+            return f": {self.waits_for()}"
+        reads = self.flight.under_way if self.flight is not None else 0
+        if not reads or self.flight is None:
+            return ""
+        since_s = self._now_s() - self.flight.heard_s
+        return f": no read has ended for {since_s:.3g} s, {reads} are under way: the peer or the network stands still"
+
     def end_phases(self) -> None:
         """End the phases. Time that its flight has spent waiting for permits, or posting, does not count as "wire"."""
-        flight, seconds = self.flight, self.seconds
-        self.enter(self.phase)
+        self.enter(self.phase, self.waits_for)
+        flight = self.flight
+        if len(self.seconds) > len(PHASES):
+            self.seconds = {phase: self.seconds[phase] for phase in EVERY_PHASE if phase in self.seconds}
+        seconds = self.seconds
         if flight is not None:
             queued_s = min(flight.queued_s, seconds["wire"])
             post_s = min(flight.post_s, seconds["wire"] - queued_s)

@@ -297,7 +297,7 @@ class Loader:
             return lost
         if self._closed:
             return self._closed_error(load, phase)
-        return work.failure(load, DeadlineExceeded, f"deadline exceeded in phase {phase!r}", phase=phase)
+        return work.failure(load, DeadlineExceeded, f"deadline exceeded in phase {phase!r}{work.held_up}", phase=phase)
 
     def _closed_error(self, load: Load, phase: str) -> RuntimeUnavailable:
         if self._unregistered:

@@ -6,6 +6,7 @@ An offer is compared with the room that was made for it once it is known: when a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvflow.checks import count
 from kvflow.core.cache.groups import GroupFacts
@@ -13,7 +14,7 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.plan.room import check_end, check_room
 from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import PromptMismatch
+from kvflow.errors import COMPUTE, PromptMismatch
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
@@ -37,7 +38,9 @@ class Meeting:
         def found(source: Source, ttl_s: float) -> None:
             self._remote_leases.keep(load, ttl_s, source)
 
-        work.ticket = await self._meet(work.ticket, found)
+        work.ticket = await self._meet(work.ticket, found, partial(work.compute, lambda: "its lease is not opened yet"))
+        if work.phase == COMPUTE:
+            work.enter("handshake")
         check_met(self._groups, load.request, work.ticket, work.tables)
         return await self._carry(load, work)
 

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import COMPUTE
 from kvflow.runtime.records import Attempt
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
 VERIFY = "verify"
 """The phase between "wire" and "notify" of a load that is verified; no other has it."""
+EVERY_PHASE = ("queued", "handshake", "plan", "post", COMPUTE, "wire", VERIFY, "notify")
+"""All phases, with those that only some loads have: "compute" is of loads that had to wait for their producer."""
 
 GivenTicket: TypeAlias = Ticket | Mapping[str, Any]
 Again: TypeAlias = Callable[[Sequence[Attempt]], Awaitable[GivenTicket | None]]
@@ -78,7 +81,11 @@ class Verification(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Result of one load. `seconds` has an entry for each phase, "verify" if it was verified; they sum to `total_s`."""
+    """Result of one load.
+
+    `seconds` has an entry for each phase, which sum to `total_s`: also "verify" if it was verified, and "compute" if it
+    had to wait until its producer had computed more of the prompt.
+    """
 
     request_id: str
     bytes: int

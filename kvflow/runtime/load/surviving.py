@@ -216,7 +216,7 @@ class _Course:
         given = None
         if request.again is not None and self._asked < request.again_max:
             self._asked += 1
-            self._work.enter("handshake")
+            self._work.enter("handshake", lambda: "no source is left, and `again` has not brought another ticket")
             try:
                 given = await request.again(tuple(self._attempts))
             except KVFlowError:

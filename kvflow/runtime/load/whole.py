@@ -194,6 +194,7 @@ class Whole:
         Nobody is told if other loads are to read the same offer.
         """
         if work.news is not None:
+            work.compute(lambda: f"all {work.tokens} tokens were read, but the payload that was promised has not come")
             try:
                 work.payload = await work.news.payload()
             except LeaseOver:

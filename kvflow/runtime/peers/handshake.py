@@ -17,7 +17,7 @@ from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, SetPair
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.addresses import Address, agent_name
+from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address, agent_name
 from kvflow.core.protocol.claims import all_regions_from_wire, check_cache_shares, check_seals, check_sets
 from kvflow.core.protocol.proof import RemoteClock
 from kvflow.errors import (
@@ -29,6 +29,7 @@ from kvflow.errors import (
     ProtocolError,
     RuntimeUnavailable,
 )
+from kvflow.hosts import loopback_hint
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, Telling, words
@@ -204,8 +205,10 @@ def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerE
     if refusal.version != codec.PROTOCOL_VERSION:
         versions = f"kvflow protocol version: ours {codec.PROTOCOL_VERSION}, theirs {refusal.version}"
         return peer.failure(PeerIncompatible, versions)
-    kind = PeerNotReady if refusal.transient else PeerRefused
-    return peer.failure(kind, f"refused: {words(refusal.reason)}")
+    if refusal.transient:
+        return peer.failure(PeerNotReady, f"refused: {words(refusal.reason)}")
+    hint = loopback_hint(peer.address) if refusal.reason.startswith(UNKNOWN_ENGINE) else ""
+    return peer.failure(PeerRefused, f"refused: {words(refusal.reason)}{hint}")
 
 
 def _incompatible(peer: Address, differences: list[str]) -> PeerIncompatible:
@@ -216,7 +219,8 @@ def _incompatible(peer: Address, differences: list[str]) -> PeerIncompatible:
 def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
     """Check everything a peer says of itself before any of it is used. Raises a PeerError."""
     if metadata.engine_id != peer.engine_id:
-        raise peer.failure(PeerRefused, f"expected engine {peer.engine_id!r}, found {words(metadata.engine_id)!r}")
+        who = f"expected engine {peer.engine_id!r}, found {words(metadata.engine_id)!r}"
+        raise peer.failure(PeerRefused, f"{who}{loopback_hint(peer.address)}")
     if not is_name(metadata.incarnation, WORDS_MAX):
         raise peer.failure(ProtocolError, f"incarnation {words(metadata.incarnation, 80)!r} is no name")
     actual = zlib.crc32(metadata.agent_metadata)

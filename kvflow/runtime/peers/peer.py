@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvflow.checks import printable, shown
 from kvflow.core.cache.groups import GroupFacts
@@ -227,8 +227,16 @@ class Source:
     """The word of ours that its seal is fetched to."""
 
 
-Meet: TypeAlias = "Callable[[Ticket, Callable[[Source, float], None]], Awaitable[Ticket]]"
-"""Waits for the offer of a rendezvous: `rendezvous.Rendezvous.meet`."""
+class Meet(Protocol):
+    """Waits for the offer of a rendezvous: `rendezvous.Rendezvous.meet`."""
+
+    def __call__(
+        self,
+        ticket: Ticket,
+        found: Callable[[Source, float], None],
+        connected: Callable[[], None] | None = None,
+        /,
+    ) -> Awaitable[Ticket]: ...
 
 
 class Reaching(Protocol):

@@ -32,7 +32,7 @@ from kvflow.errors import (
     ProtocolError,
     RequestError,
 )
-from kvflow.hosts import PORT_MAX, address_at, split_address
+from kvflow.hosts import PORT_MAX, address_at, loopback_hint, split_address
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import LeaseQuestions, expired, wrong_lease
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
@@ -303,6 +303,11 @@ class Reach:
     def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
         if connection.incarnation != wanted:
             lives = f"the ticket is of incarnation {wanted}, the engine is {connection.incarnation}"
+            if connection.agent == self._local.reader:
+                back = f"its address {peer.address} leads back to this engine, which has the same name"
+                raise expired(
+                    ticket, peer, f"engine {ticket.engine_id!r}: {back}{loopback_hint(peer.address)}: {lives}"
+                )
             raise expired(ticket, peer, f"engine {ticket.engine_id!r} has restarted or slept: {lives}")
 
     def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:

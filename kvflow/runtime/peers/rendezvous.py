@@ -40,14 +40,19 @@ class Rendezvous:
         self._local = local
         self._reach = reach
 
-    async def meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
+    async def meet(
+        self,
+        ticket: Ticket,
+        found: Callable[[Source, float], None],
+        connected: Callable[[], None] | None = None,
+    ) -> Ticket:
         """Wait for the offers of a rendezvous, and make the ticket of them.
 
         `found` gets each lease, and its `ttl_s`, as soon as it is known, while others are still waited for: for the
-        ticket's own `ttl_s` at most. Raises PrefillFailed if the engine declines, or opens no lease in time;
-        LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such as PeerNotReady if the
-        engine drains; RequestError if the ticket, or what is offered, cannot be right. Cancelling stops the waiting;
-        handshakes that have begun go on.
+        ticket's own `ttl_s` at most. `connected` is called when all that is waited for is a rank's offer. Raises
+        PrefillFailed if the engine declines, or opens no lease in time; LeaseExpired if the lease has ended already, or
+        a rank has restarted; a PeerError, such as PeerNotReady if the engine drains; RequestError if the ticket, or
+        what is offered, cannot be right. Cancelling stops the waiting; handshakes that have begun go on.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         room: dict[Address, tuple[int, ...]] = {}
@@ -57,6 +62,8 @@ class Rendezvous:
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator == 0:
                 return None
+            if connected is not None:
+                connected()
             offer = await self._offer(ticket, peer, give_up_s)
             if offer.lease is None:
                 if any(offer.block_ids) or offer.extends:

@@ -107,10 +107,19 @@ def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
 
+_GONE = (
+    "the connection to the peer's process is broken: it has ended or was killed, or the network between has failed;"
+    " what NIXL and UCX print on stderr at this time is about the same"
+)
+
+
 def translated(error: Exception, bindings: ModuleType) -> TransportError:
     """Translate an error of NIXL's."""
-    gone = isinstance(error, bindings.nixlRemoteDisconnectError)
-    found = (PeerGone if gone else TransportError)(f"{type(error).__name__}: {error}")
+    reported = f"{type(error).__name__}: {error}"
+    if isinstance(error, bindings.nixlRemoteDisconnectError):
+        found: TransportError = PeerGone(f"{_GONE} (NIXL: {reported})")
+    else:
+        found = TransportError(f"NIXL reports an error: {reported}")
     found.__cause__ = error
     return found
 

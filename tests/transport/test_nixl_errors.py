@@ -1,0 +1,34 @@
+"""Errors of NIXL's, in words: its own names say nothing to who has never read its source."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from kvflow.transport.base import PeerGone, TransportError
+from kvflow.transport.nixl.native import import_bindings, translated
+from tests.support.tests_support import each
+
+
+@pytest.fixture
+def bindings() -> ModuleType:
+    pytest.importorskip("nixl._bindings")
+    return import_bindings()
+
+
+def test_a_broken_connection_is_said_in_words(bindings: ModuleType) -> None:
+    found = translated(bindings.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT"), bindings)
+    assert type(found) is PeerGone
+    assert str(found) == (
+        "the connection to the peer's process is broken: it has ended or was killed, or the network between has failed;"
+        " what NIXL and UCX print on stderr at this time is about the same"
+        " (NIXL: nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT)"
+    )
+
+
+@each("name", ["nixlBackendError", "nixlNotFoundError"])
+def test_any_other_error_is_said_to_be_of_nixl(name: str, bindings: ModuleType) -> None:
+    found = translated(getattr(bindings, name)("NIXL_ERR_WHAT"), bindings)
+    assert type(found) is TransportError
+    assert str(found) == f"NIXL reports an error: {name}: NIXL_ERR_WHAT"
