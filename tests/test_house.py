@@ -9,7 +9,7 @@ import subprocess
 import sys
 import types
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -122,6 +122,11 @@ SLEEPING_TESTS = {
     "tests/support/engine.py": "loads begin at random moments around the end of their leases",
     "tests/bench/test_child.py": "waits for the kernel to change the state of a process, with a bound",
 }
+
+# Where a hash is of a secret, and FIPS mode has to allow it: by HMAC of an approved one.
+HASHES_OF_SECRETS = {"kvflow/sglang/manager.py": "names of requests, which whoever knows them may read"}
+_HASHES = {"new", "file_digest", "md5", "sha1", "sha224", "sha256", "sha384", "sha512", "blake2b", "blake2s"}
+_HASHES |= {"sha3_224", "sha3_256", "sha3_384", "sha3_512", "shake_128", "shake_256", "pbkdf2_hmac", "scrypt"}
 
 # What only keeps a test from hanging is long: no test depends on how fast a host is. A test of a bound sets kvflow's.
 BOUND_LEAST_S = 60
@@ -396,6 +401,44 @@ def test_every_decision_is_on_the_site() -> None:
     assert decisions == set(
         re.findall(r"decisions/[\w-]+\.md", (ROOT / "docs" / "site" / "mkdocs.yml").read_text("utf-8"))
     )
+
+
+def hashes_for_security(tree: ast.AST) -> list[str]:
+    """Hashes that Python may refuse on a host in FIPS mode: not said to be of no secret."""
+    imported = {name.asname or name.name for node in nodes(tree) for name in _imported_from(node, "hashlib")}
+    found = []
+    for name, call in calls(tree):
+        module, _, function = name.rpartition(".")
+        hashes = (module == "hashlib" and function in _HASHES) or (not module and function in imported & _HASHES)
+        plain = any(
+            keyword.arg == "usedforsecurity" and ast.unparse(keyword.value) == "False" for keyword in call.keywords
+        )
+        if (hashes and not plain) or module == "hmac":
+            found.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return found
+
+
+def _imported_from(node: ast.AST, module: str) -> Sequence[ast.alias]:
+    return node.names if isinstance(node, ast.ImportFrom) and node.module == module else ()
+
+
+HASHED = """
+hashlib.sha256(b"")
+hashlib.blake2b(b"", digest_size=8)
+hashlib.new("md5", b"", usedforsecurity=True)
+blake2b(b"")
+hmac.digest(b"", b"", "sha256")
+"""
+
+
+def test_hashes_go_on_hosts_in_fips_mode() -> None:
+    wrong = ast.parse(f"from hashlib import blake2b{HASHED}")
+    assert len(hashes_for_security(wrong)) == len(HASHED.strip().splitlines())
+    right = "from hashlib import blake2b\nblake2b(b'', usedforsecurity=False)\nre.new()\nsha256()"
+    assert hashes_for_security(ast.parse(right)) == []
+    examples = Trees((ROOT / "examples").rglob("*.py"))
+    found = {path for path, tree in ChainMap(SOURCES, examples).items() if hashes_for_security(tree)}
+    assert found == set(HASHES_OF_SECRETS)
 
 
 def test_no_drawer_for_everything() -> None:

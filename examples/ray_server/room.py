@@ -43,4 +43,4 @@ def ranked(candidates: Sequence[Candidate], wanted: Wanted) -> list[list[str]]:
 
 
 def _weight(name: str, prefix: str) -> bytes:
-    return blake2b(f"{name} {prefix}".encode(), digest_size=8).digest()
+    return blake2b(f"{name} {prefix}".encode(), digest_size=8, usedforsecurity=False).digest()

@@ -38,4 +38,4 @@ def _wanted(pending: PendingRequest | None) -> Wanted:
 
 
 def _digest(prefix: Sequence[int]) -> str:
-    return blake2b(repr(tuple(prefix)).encode(), digest_size=8).hexdigest() if prefix else ""
+    return blake2b(repr(tuple(prefix)).encode(), digest_size=8, usedforsecurity=False).hexdigest() if prefix else ""

@@ -23,7 +23,7 @@ def name_of(request_id: str) -> str:
     """A runtime's name for an engine's request: its id, or the beginning and a digest of an id that is too long."""
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
-    digest = hashlib.blake2b(request_id.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8, usedforsecurity=False).hexdigest()
     return f"{request_id[:_NAME_CHARS_MAX]}~{digest}"
 
 

@@ -8,7 +8,7 @@ in clear, is only part of it.
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import itertools
 import json
 import os
@@ -110,8 +110,8 @@ class KVFlowManager(CommonKVManager):
     def name_of(self, room: int) -> str:
         """A name for the next request of a room. Ranks see requests in one order, so theirs are the same."""
         serial = next(self.serials)
-        digest = hashlib.blake2b(f"{room}:{serial}".encode(), key=bytes.fromhex(self.secret), digest_size=16)
-        return f"sglang-{room}-{digest.hexdigest()}"
+        digest = hmac.digest(bytes.fromhex(self.secret), f"{room}:{serial}".encode(), "sha256")
+        return f"sglang-{room}-{digest[:16].hex()}"
 
     def teardown(self) -> None:
         """Close all runtimes, and end the thread."""

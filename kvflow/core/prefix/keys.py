@@ -56,7 +56,8 @@ def key_state(salt: bytes) -> hashlib.blake2b:
     given = instance(salt, bytes, "salt")
     if len(given) > SALT_BYTES_MAX:
         raise RequestError(f"salt: expected at most {SALT_BYTES_MAX} bytes, got {len(given)}")
-    return hashlib.blake2b(_BEGINNING + len(given).to_bytes(4, "little") + given, digest_size=KEY_BYTES)
+    beginning = _BEGINNING + len(given).to_bytes(4, "little") + given
+    return hashlib.blake2b(beginning, digest_size=KEY_BYTES, usedforsecurity=False)
 
 
 def token_bytes(tokens: Sequence[int], what: str) -> bytes:

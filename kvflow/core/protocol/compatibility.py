@@ -27,7 +27,7 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 
     def fingerprint(self) -> bytes:
         """A 16-byte digest, equal exactly for equal facts."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:16]
+        return hashlib.sha256(msgspec.msgpack.encode(self), usedforsecurity=False).digest()[:16]
 
     def differences(self, theirs: Compatibility) -> list[str]:
         """Differences, as "field: ours X, theirs Y" for each fact."""

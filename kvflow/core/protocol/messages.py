@@ -396,4 +396,4 @@ Reply: TypeAlias = (
 
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:
     """A short digest of block ids, by group if there are several, to compare those of two ranks."""
-    return hashlib.sha256(msgspec.msgpack.encode(block_ids)).digest()[:16]
+    return hashlib.sha256(msgspec.msgpack.encode(block_ids), usedforsecurity=False).digest()[:16]

@@ -91,13 +91,15 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
     marks = [mark for mark in marks_of(token_ids) if mark.place < len(tokens)]
     for mark in marks:
         tokens[mark.place] = mark.token
-    state = hashlib.blake2b(request_id.encode(), digest_size=_DIGEST_BYTES)
+    state = hashlib.blake2b(request_id.encode(), digest_size=_DIGEST_BYTES, usedforsecurity=False)
     state.update(b"\0" + tokens.astype("<i8").tobytes())
     parts: dict[str, Any] = {}
     for mark in marks:
         for kind, digest in mark.parts:
             if kind not in parts:
-                parts[kind] = hashlib.blake2b(state.digest() + kind.encode(), digest_size=_PART_BYTES)
+                parts[kind] = hashlib.blake2b(
+                    state.digest() + kind.encode(), digest_size=_PART_BYTES, usedforsecurity=False
+                )
             parts[kind].update(mark.place.to_bytes(8, "little") + digest)
     return state.hexdigest() + "".join(f":{kind}={parts[kind].hexdigest()}" for kind in sorted(parts))
 
@@ -137,9 +139,13 @@ def _marked(token_ids: Sequence[int], given: Mapping[int, tuple[bytes, Mapping[s
     for place in sorted(given.keys() & range(len(prompt))):
         whole, parts = given[place]
         token = int(prompt[place])
-        state = hashlib.blake2b(whole, digest_size=8, key=token.to_bytes(8, "little", signed=True))
+        salt = token.to_bytes(8, "little", signed=True)
+        state = hashlib.blake2b(whole, digest_size=8, key=salt, usedforsecurity=False)
         prompt[place] = _MARKED | int.from_bytes(state.digest(), "little") >> 2
-        digests = ((kind, hashlib.blake2b(part, digest_size=_DIGEST_BYTES).digest()) for kind, part in parts.items())
+        digests = (
+            (kind, hashlib.blake2b(part, digest_size=_DIGEST_BYTES, usedforsecurity=False).digest())
+            for kind, part in parts.items()
+        )
         marks.append(Mark(place, token, tuple(digests)))
     return MarkedPrompt(prompt, marks) if marks else prompt
 

@@ -27,4 +27,4 @@ def compatibility_hash(factors: Mapping[str, Factor]) -> str:
     odd = sorted(given.keys() ^ set(line.factors))
     if odd:
         raise ValueError(f"vLLM {line.version}: its hash is of {', '.join(line.factors)}; wrong or missing: {odd}")
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode(), usedforsecurity=False).hexdigest()

@@ -59,12 +59,12 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 def fingerprint_of(facts: Sequence[object]) -> bytes:
     """Fingerprint of a layout: equal exactly for facts that read alike."""
-    return hashlib.sha256(repr((VERSION, *facts)).encode()).digest()
+    return hashlib.sha256(repr((VERSION, *facts)).encode(), usedforsecurity=False).digest()
 
 
 def entry_name(fingerprint: bytes, key: bytes) -> str:
     """Name of a key's files, but for what tells two of them apart."""
-    return hashlib.sha256(fingerprint + key).hexdigest()[:40]
+    return hashlib.sha256(fingerprint + key, usedforsecurity=False).hexdigest()[:40]
 
 
 def checked_key(key: object, what: str) -> bytes:
