@@ -25,7 +25,7 @@ collect_ignore = ["ray", "sglang", "vllm"]  # each has an environment and a pyte
 COMPUTING = ("core", "testing")
 """Tests that compute and wait for nothing, so the bound of those that hang is none for them."""
 
-PROCESSES = ("nixl", "bench", "gpu", "examples", "doctor", "cli")
+PROCESSES = ("accelerator", "nixl", "bench", "gpu", "examples", "doctor", "cli")
 """Tests that start processes of their own: those of one file run one after the other, and share what they make."""
 
 LOOPS = ("asyncio", "uvloop")

@@ -120,6 +120,7 @@ SLEEPING_TESTS = {
     "tests/endurance/homes.py": "an endurance run looks until nothing is under way",
     "tests/endurance/producer.py": "an endurance run computes prompts in steps that take their time",
     "tests/support/engine.py": "loads begin at random moments around the end of their leases",
+    "tests/accelerator/standin.py": "waits for the build of another process, with a bound",
     "tests/bench/test_child.py": "waits for the kernel to change the state of a process, with a bound",
 }
 

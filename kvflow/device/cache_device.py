@@ -1,8 +1,8 @@
 """The device that a cache is on, as copies need it: whose calls go there, in which order, and memory of their own.
 
-One is made per registration. Most are plain: memory of the CPU is copied at once, and other devices are reached by an
-engine's own function only. A CUDA device (`device.cuda_device`) has a stream and memory apart from the engine's;
-nothing of it is loaded where there is none.
+One is made per registration (`device.making`). The CPU's memory is copied at once. A device with streams and events has
+a stream of its own for copies (`device.accelerator`), CUDA some things more (`device.cuda_device`). A device without
+them is reached by an engine's own function only. Nothing of a device is loaded where there is none.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from kvflow.core.cache.regions import Device, Span
 if TYPE_CHECKING:
     import torch
 
+_BOUNCE_BYTES = 8 << 20
+
 
 class CacheDevice:
-    """A plain device. Everything here is called on the copy thread."""
+    """A device without streams. Everything here is called on the copy thread."""
 
     def __init__(self, where: Device) -> None:
         self.where = where
+        self._bounce: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -41,13 +44,30 @@ class CacheDevice:
         """True if memory is to be had at registration: later the engine has taken it all."""
         return False
 
+    @property
+    def as_bytes(self) -> bool:
+        """True if blocks are copied as bytes; else they are views of the engine's own tensors, in their dtype."""
+        return self.on_host
+
     def check(self, spans: Sequence[Span]) -> None:
         """ConfigError if peers cannot read this memory as they should."""
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies inside go to the device in order; when it ends they are done, also those before an error."""
+        """Copies inside go to the device in order; when it ends they are done, also those before an error.
+
+        Raises what a queued copy has failed with.
+        """
         yield
+
+    def wait(self) -> None:
+        """Wait for what this thread has queued on its current stream. Raises what has failed there."""
+        import torch
+
+        accelerator = getattr(torch, "accelerator", None)  # torch 2.6
+        found = None if self.on_host or accelerator is None else accelerator.current_accelerator()
+        if found is not None and found.type == self.where.kind:
+            torch.accelerator.current_stream(self.name).synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Bytes on the device that nothing else uses, or has queued work for. RuntimeError if there are not so many."""
@@ -62,15 +82,28 @@ class CacheDevice:
         memory = torch.empty(size_bytes, dtype=torch.uint8)
         return memory.zero_()  # gives every page its memory now
 
-    def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Ids as copies on the device take them; inside `copying`, and only there."""
+    def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        """Ids as kernels of the device take them; inside `copying`, and only there.
+
+        None if it has no kernels that gather and scatter: then blocks are copied one by one.
+        """
         import torch
 
         return torch.tensor(ids, device=self.name)
+
+    def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """View all as elements that kernels take: in the dtype of the engine's own among them."""
+        import torch
+
+        dtype = next((view.dtype for view in views if view.dtype is not torch.uint8), torch.uint8)
+        return tuple(view.view(dtype) for view in views)
 
     def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
         """Rows of bytes on the device to gather into, at most `count`, as many as there is room for; inside `copying`.
 
         It is the same memory each time.
         """
-        return self.allocate(count * size_bytes).view(count, size_bytes)
+        if self._bounce is None or len(self._bounce) < size_bytes:
+            self._bounce = self.allocate(max(_BOUNCE_BYTES, size_bytes))
+        rows = min(count, len(self._bounce) // size_bytes)
+        return self._bounce[: rows * size_bytes].view(rows, size_bytes)

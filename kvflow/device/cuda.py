@@ -30,10 +30,16 @@ _CURRENT_CONTEXT, _TO_OWNER = 0, 100
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
+def is_rocm() -> bool:
+    """Return whether torch was built for AMD's devices, which it calls "cuda", too. They have another driver."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.version.hip is not None
+
+
 def current_device() -> int | None:
     """The device that is current on this thread; None if the process does not use CUDA."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if torch is None or is_rocm() or not torch.cuda.is_initialized():
         return None
     return int(torch.cuda.current_device())
 

@@ -1,44 +1,44 @@
-"""A CUDA device, as copies need it: a stream of their own, and memory that is not torch's.
+"""A CUDA device, as copies need it: an accelerator, and what only CUDA has.
 
-Copies run on a stream that waits for nobody. So whoever asks for one has made sure that what it reads was computed
-(`ServeRequest.ready`), and that nothing writes to its target any more (`LoadRequest.after`); that a busy engine does
-not hold it up is the point. Memory comes from the driver: a block of torch's cache may still be written to by what the
-engine has queued, and one of expandable segments cannot be shared with other processes.
+Its stream goes ahead of the engine's, and who waits for its event sleeps. Memory comes from the driver: a block of
+torch's cache may still be written to by what the engine has queued, and one of expandable segments cannot be shared
+with other processes. Its kernels take elements of 16 bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvflow.core.cache.regions import Device, Span
-from kvflow.device.cache_device import CacheDevice
+from kvflow.core.cache.regions import Span
+from kvflow.device.accelerator import AcceleratorDevice
 from kvflow.device.cuda import CudaDriver, driver, make_current
 from kvflow.errors import ConfigError
 
-_BOUNCE_BYTES = 8 << 20
 _HIGH_PRIORITY = -1  # of streams: ahead of what the engine has queued on ordinary ones
 
 
-class CudaDevice(CacheDevice):
+class CudaDevice(AcceleratorDevice):
     """See `CacheDevice`. Made on the copy thread, for which it makes the device current."""
 
-    def __init__(self, where: Device) -> None:
-        super().__init__(where)
-        make_current(where.number)
+    def _open(self) -> tuple[torch.Stream, torch.Event]:
+        make_current(self.where.number)
         self._driver = driver()
-        self._stream = torch.cuda.Stream(where.number, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # who waits for it sleeps
-        self._bounce: torch.Tensor | None = None
+        stream = torch.cuda.Stream(self.where.number, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+        return stream, torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # who waits for it sleeps
+
+    def _entered(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)  # type: ignore[arg-type]
 
     @property
-    def eager(self) -> bool:
+    def as_bytes(self) -> bool:
         return True
 
     def check(self, spans: Sequence[Span]) -> None:
@@ -50,14 +50,8 @@ class CudaDevice(CacheDevice):
                     "staging='always'"
                 )
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            try:
-                yield
-            finally:
-                self._done.record(self._stream)
-                self._done.synchronize()
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.where.number).synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         found = torch.as_tensor(_DriverMemory(self._driver, size_bytes), device=self.name)
@@ -76,11 +70,13 @@ class CudaDevice(CacheDevice):
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids)).pin_memory().to(self.name, non_blocking=True)
 
-    def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
-        if self._bounce is None or len(self._bounce) < size_bytes:
-            self._bounce = self.allocate(max(_BOUNCE_BYTES, size_bytes))
-        rows = min(count, len(self._bounce) // size_bytes)
-        return self._bounce[: rows * size_bytes].view(rows, size_bytes)
+    def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """View bytes as the largest elements in which all views can be addressed."""
+        unit = 16
+        for view in views:
+            unit = math.gcd(unit, view.data_ptr(), view.storage_offset(), view.shape[-1], *view.stride()[:-1])
+        dtypes = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+        return tuple(view.view(dtypes[unit]) for view in views)
 
 
 class _DriverMemory:

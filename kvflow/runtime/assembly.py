@@ -15,6 +15,7 @@ from kvflow.config import Config, config_on
 from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
 from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, map_spans
 from kvflow.core.cache.state import StatePart
+from kvflow.core.cache.tensors import has_addresses
 from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import codec, messages
@@ -234,9 +235,12 @@ async def register(
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     sets = layer_sets(groups, config.tp_size)
+    where = device_of([layer for one in sets for layer in one.caches.items()])
+    staged = is_staged(where.kind, config.staging, context.transport.reaches(where.kind))
     try:
-        _check_apart(groups, sets)
-        memory = await _prepared(config, copy_thread, groups, sets, copy_blocks)
+        if not staged or all(has_addresses(one.caches) for one in sets):
+            _check_apart(groups, sets)
+        memory = await _prepared(config, copy_thread, groups, sets, staged, copy_blocks)
         context = replace(context, config=config_on(config, memory.filled.where.kind))
         scratch = await _scratch(context, copy_thread, memory.filled)
         gear = _gear(context, poller, copy_thread, memory, grows=config.limits.peer_in_flight_bytes_max == 0)
@@ -269,13 +273,14 @@ async def _prepared(
     copy_thread: CopyThread,
     groups: Sequence[CacheGroup],
     sets: tuple[LayerSet, ...],
+    staged: bool,
     copy_blocks: BlockCopier | None,
 ) -> _RankMemory:
     """The memory that peers read: checked, or host blocks for it."""
-    where = device_of([layer for one in sets for layer in one.caches.items()])
-    staged, shown = is_staged(where.kind, config.staging), sets
+    shown = sets
     staging: list[HostBuffers] = []
-    device = await copy_thread.device(where)
+    where = device_of([layer for one in sets for layer in one.caches.items()])
+    device = await copy_thread.device(where, engine_copies=staged and copy_blocks is not None)
     if staged:  # on the copy thread, since that touches all their pages
         await copy_thread.run(lambda: staging.extend(host_buffers(groups, config, copy_blocks, device)))
         shown = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))
@@ -326,7 +331,7 @@ def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory:
     def run(job: Callable[[], None]) -> Awaitable[None]:
         return copy_thread.run(partial(_copying, memory.device, job))
 
-    own = DigestedCache(memory.own)
+    own = DigestedCache(memory.own, memory.device)
     queue = reads_in_flight(context.config, grows=grows)
     return Gear(
         ledger=BlockLedger(

@@ -18,17 +18,36 @@ from kvflow.errors import ConfigError, KVFlowError
 
 AgentName = NewType("AgentName", str)
 
-# The kinds of devices that a cache may be on, and whether the transport reaches its memory there.
-DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True, "tpu": False, "xpu": False}
+DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True}
+"""Whether NIXL reaches the memory of a kind of device. Caches on all other kinds are staged, such as on hpu, npu, tpu,
+xla, neuron and privateuseone. A transport may know better: see `Transport.reaches`."""
+BY_SOME_BUILDS = ("xpu",)
+"""Kinds of devices whose memory some builds of NIXL reach. A peer that shows such memory has one; readers need not."""
+_WITHOUT_MEMORY = "meta"
 
 
-def is_staged(device: str, staging: str) -> bool:
-    """True if a cache on that kind of device goes through host buffers, as Config.staging wants it; or ConfigError."""
-    if device not in DEVICES:
-        raise ConfigError(f"device {device!r} is not supported; supported are {sorted(DEVICES)}")
-    if staging == "never" and not DEVICES[device]:
+def usually_reached(device: str) -> bool:
+    """Return whether NIXL reaches the memory of a kind of device, as `DEVICES` says."""
+    return DEVICES.get(device, False)
+
+
+def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
+    """Return whether a cache on a kind of device goes through host buffers.
+
+    Args:
+        device: the kind.
+        staging: Config.staging.
+        reached: whether the transport reaches memory of this kind; by default as `DEVICES` says.
+
+    Raises:
+        ConfigError: it has to be staged, and may not; or tensors of that kind have no memory.
+    """
+    if device == _WITHOUT_MEMORY:
+        raise ConfigError(f"device {device!r} is not supported; supported are those whose tensors have memory")
+    reached = usually_reached(device) if reached is None else reached
+    if staging == "never" and not reached:
         raise ConfigError(f"staging: 'never', but the transport cannot reach a cache on {device!r}")
-    return staging == "always" or not DEVICES[device]
+    return staging == "always" or not reached
 
 
 class MemoryUse(enum.Flag):
@@ -100,6 +119,9 @@ class Transport(Protocol):
 
     async def open(self) -> None:
         """Start the agent. Raises ConfigError if it cannot be started as configured."""
+
+    def reaches(self, device: str) -> bool:
+        """Return whether reads reach memory of this kind of device. Caches on other kinds are staged."""
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         """Make memory readable by peers, writable by our reads, or both; only `aclose` undoes it.

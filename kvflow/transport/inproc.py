@@ -34,6 +34,7 @@ from kvflow.transport.base import (
     ReadEnded,
     TransportError,
     TransportStatistics,
+    usually_reached,
 )
 
 Row: TypeAlias = tuple[int, int, int]
@@ -151,6 +152,17 @@ class InprocTransport:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._network.agents[self.name] = self
         self._open = True
+
+    def reaches(self, device: str) -> bool:
+        """Return whether reads reach memory of this kind of device.
+
+        Args:
+            device: The kind.
+
+        Returns:
+            What NIXL's answer would be, so that tests stage what engines stage.
+        """
+        return usually_reached(device)
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         """Let memory be read by peers, written by reads, or both.

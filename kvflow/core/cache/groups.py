@@ -113,6 +113,7 @@ class LayerSet(NamedTuple):
         if isinstance(self.layout, CacheLayout):
             return map_regions(self.layout, self.caches)
         self.layout.layout.check(self.caches)
+        device = device_of(self.caches.items())
         places = np.array(self.layout.places(self.caches), dtype=np.uint64)
         return Regions(
             bases=places[:, 0],
@@ -120,7 +121,7 @@ class LayerSet(NamedTuple):
             block=self.layout.block_shape,
             parts=self.layout.parts,
             num_blocks=self.layout.num_blocks,
-            device=device_of(self.caches.items()),
+            device=device,
         )
 
 

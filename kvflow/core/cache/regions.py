@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle, axes_of
-from kvflow.core.cache.tensors import KVCaches, LayerCache, TensorLike, tensors_of
+from kvflow.core.cache.tensors import KVCaches, LayerCache, TensorLike, address_of, tensors_of
 from kvflow.errors import LayoutError
 
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
@@ -63,11 +63,12 @@ class Span:
 def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
     """Find every region of `kv_caches`; raises LayoutError where a block's bytes are not dense."""
     layout.check(kv_caches)
+    device = device_of(kv_caches.items())
     bases: list[int] = []
     strides: list[int] = []
     for name, layer in kv_caches.items():
         for tensor, offset_bytes in _part_tensors(name, layout.style, layer):
-            bases.append(tensor.data_ptr() + offset_bytes)
+            bases.append(address_of(name, tensor) + offset_bytes)
             strides.append(_block_stride_bytes(name, layout, tensor))
     regions = Regions(
         bases=np.array(bases, dtype=np.uint64),
@@ -75,7 +76,7 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
         block=layout.block_shape,
         parts=layout.parts,
         num_blocks=layout.num_blocks,
-        device=device_of(kv_caches.items()),
+        device=device,
     )
     _check_apart(regions, layout.layer_names)
     return regions
@@ -86,7 +87,7 @@ def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
 
     Tensors that only touch stay apart: they may be separate allocations, which some devices cannot register as one.
     """
-    pieces = sorted({_extent(tensor) for name, layer in layers for tensor in tensors_of(name, layer)})
+    pieces = sorted({_extent(name, tensor) for name, layer in layers for tensor in tensors_of(name, layer)})
     joined: list[tuple[int, int]] = []
     for start, end in pieces:
         if joined and start < joined[-1][1]:
@@ -219,8 +220,8 @@ def _check_apart(regions: Regions, layer_names: tuple[str, ...]) -> None:
             )
 
 
-def _extent(tensor: TensorLike) -> tuple[int, int]:
+def _extent(name: str, tensor: TensorLike) -> tuple[int, int]:
     """(first byte, one past the last byte) of a tensor."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
+    start = address_of(name, tensor)
     return (start, start + (reach + 1) * tensor.element_size())

@@ -25,6 +25,7 @@ from kvflow.core.cache.tensors import (
     KVCaches,
     LayerCache,
     TensorLike,
+    address_of,
     checked_caches,
     layer_names,
     tensors_of,
@@ -231,7 +232,7 @@ class StatePart:
             slot = math.prod(shape) if self.layout.num_slots == 1 else tensor.stride()[0]
             for row in range(self.rows):
                 offset = row * row_bytes + self.start * inner
-                found.append((tensor.data_ptr() + offset, slot * tensor.element_size()))
+                found.append((address_of(name, tensor) + offset, slot * tensor.element_size()))
         return found
 
 

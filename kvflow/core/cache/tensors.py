@@ -69,7 +69,7 @@ def whole_numbers(value: object, what: str) -> tuple[int, ...]:
 
 def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
     tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
-    if not tensors or not all(answer(partial(hasattr, tensor, "data_ptr")) for tensor in tensors):
+    if not tensors or not all(answer(partial(hasattr, tensor, "element_size")) for tensor in tensors):
         found = ", ".join(type(tensor).__name__ for tensor in tensors[:4]) or "nothing"
         raise LayoutError(f"layer {name!r}: expected a tensor or a pair of tensors, got {found}")
     return tensors
@@ -88,6 +88,9 @@ def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
 
 
 _DENSE = "torch.strided"
+_ADDRESSED = ("cpu", "cuda")
+"""Kinds of devices whose tensors always have addresses. Others' are looked at where they are needed: not if blocks are
+staged."""
 # What torch says of tensors whose elements are not simply there, one after the other, for everybody to write.
 _UNFIT = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
 
@@ -101,8 +104,26 @@ def _check_tensor(name: str, tensor: TensorLike) -> None:
         raise LayoutError(f"layer {name!r}: cannot hold a KV cache: its tensor's layout is {memory_layout}")
     if answer(lambda: (tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), tensor.device)) is None:
         raise LayoutError(f"layer {name!r}: expected a tensor, got what has no shape, strides and device")
-    if 0 not in tensor.shape and tensor.device.type != "meta" and not answer(tensor.data_ptr):
+    if tensor.device.type in _ADDRESSED:
+        address_of(name, tensor)
+
+
+def address_of(name: str, tensor: TensorLike) -> int:
+    """Return where a tensor of a layer lies. LayoutError if it does not say, as the tensors of some devices do not."""
+    address = answer(partial(_address, tensor))
+    if not address and 0 not in tensor.shape:
         raise LayoutError(f"layer {name!r}: its tensor of shape {tuple(tensor.shape)} has no memory (data_ptr)")
+    return address or 0
+
+
+def has_addresses(layers: KVCaches) -> bool:
+    """Return whether all tensors say where they lie."""
+    tensors = [tensor for name, layer in layers.items() for tensor in tensors_of(name, layer)]
+    return all(answer(partial(_address, tensor)) for tensor in tensors)
+
+
+def _address(tensor: TensorLike) -> int:
+    return tensor.data_ptr()
 
 
 def _is(tensor: TensorLike, what: str) -> bool:

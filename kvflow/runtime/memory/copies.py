@@ -132,16 +132,24 @@ def _host_tensor(tensor: Tensor, style: KVStyle | None, num_blocks: int, device:
     return dense.permute([axes.index(axis) for axis in range(len(shape))])
 
 
-def block_rows(kv_caches: CacheTensors, layout: CacheLayout | StateLayout) -> tuple[Tensor, ...]:
-    """The blocks of each region of a cache, as rows of bytes: in memory a block is dense. To be made once."""
-    return tuple(row for layer in kv_caches.values() for row in _layer_rows(layer, layout))
+def block_rows(
+    kv_caches: CacheTensors, layout: CacheLayout | StateLayout, *, as_bytes: bool = True
+) -> tuple[Tensor, ...]:
+    """The blocks of each region of a cache, as rows: in memory a block is dense. To be made once.
+
+    Rows are bytes; without `as_bytes` they are views in the tensors' own dtype, for which nobody needs an address.
+    """
+    return tuple(row for layer in kv_caches.values() for row in _layer_rows(layer, layout, as_bytes))
 
 
-def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout) -> Iterator[Tensor]:
+def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes: bool) -> Iterator[Tensor]:
     for part in _part_tensors(layer, layout):
-        size = part[0].numel() * part.element_size()
-        stride = part.stride(0) * part.element_size() if len(part) > 1 else size
-        yield _alias(part, (len(part), size), (stride, 1))
+        count, each = part[0].numel(), part.element_size()
+        stride = part.stride(0) if len(part) > 1 else count
+        if as_bytes:
+            yield _alias(part, (len(part), count * each), (stride * each, 1))
+        else:
+            yield part.as_strided((len(part), count), (stride, 1))
 
 
 def copy_blocks(
@@ -157,7 +165,7 @@ def copy_blocks(
         return
     copy = way(source_ids, target_ids)
     for source, target in zip(sources, targets, strict=True):
-        assert source.shape[1] == target.shape[1], f"blocks of {source.shape[1]} and {target.shape[1]} bytes"
+        assert source.shape[1] == target.shape[1], f"blocks of {source.shape[1]} and {target.shape[1]} elements"
         _check(source_ids, len(source))
         _check(target_ids, len(target))
         copy(source, target)
@@ -199,16 +207,18 @@ def to_host(device: CacheDevice) -> Way:
         import torch
 
         index = device.upload(source_ids)
+        if index is None:
+            return _run_by_run(source_ids, target_ids)
 
         def copy(source: Tensor, target: Tensor) -> None:
             done = 0
             while done < len(target_ids):
-                bounce = device.bounce(len(target_ids) - done, source.shape[1])
-                large, gathered = _in_large_elements(source, bounce)
-                torch.index_select(large, 0, index[done : done + len(bounce)], out=gathered)
-                ids = target_ids[done : done + len(bounce)]
+                bounce = device.bounce(len(target_ids) - done, source.shape[1] * source.element_size())
+                elements, gathered = device.elements(source, bounce)
+                torch.index_select(elements, 0, index[done : done + len(bounce)], out=gathered)
+                ids, dense = target_ids[done : done + len(bounce)], bounce.view(target.dtype)
                 for start, place, count in _dense_runs(np.arange(len(ids)), ids, target):
-                    target[place : place + count].copy_(bounce[start : start + count], non_blocking=True)
+                    target[place : place + count].copy_(dense[start : start + count], non_blocking=True)
                 done += len(bounce)
 
         return copy
@@ -221,21 +231,37 @@ def to_device(device: CacheDevice) -> Way:
 
     def way(source_ids: Ids, target_ids: Ids) -> Copy:
         index = device.upload(target_ids)
+        if index is None:
+            return _run_by_run(source_ids, target_ids)
 
         def copy(source: Tensor, target: Tensor) -> None:
             done = 0
             while done < len(source_ids):
-                bounce = device.bounce(len(source_ids) - done, target.shape[1])
-                ids = source_ids[done : done + len(bounce)]
+                bounce = device.bounce(len(source_ids) - done, target.shape[1] * target.element_size())
+                ids, dense = source_ids[done : done + len(bounce)], bounce.view(source.dtype)
                 for start, place, count in _dense_runs(ids, np.arange(len(ids)), source):
-                    bounce[place : place + count].copy_(source[start : start + count], non_blocking=True)
-                large, places = _in_large_elements(bounce, target)
-                places[index[done : done + len(bounce)]] = large
+                    dense[place : place + count].copy_(source[start : start + count], non_blocking=True)
+                elements, places = device.elements(bounce, target)
+                places[index[done : done + len(bounce)]] = elements
                 done += len(bounce)
 
         return copy
 
     return way
+
+
+def _run_by_run(source_ids: Ids, target_ids: Ids) -> Copy:
+    """Copies between a device and the host without a kernel of the device: a copy for each run of blocks."""
+
+    def copy(source: Tensor, target: Tensor) -> None:
+        dense = all(rows.stride(0) == rows.shape[1] for rows in (source, target))
+        for start, place, count in _runs(source_ids, target_ids):
+            step = count if dense else 1
+            for at in range(0, count, step):
+                some = source[start + at : start + at + step]
+                target[place + at : place + at + step].copy_(some, non_blocking=True)
+
+    return copy
 
 
 def _runs(first_ids: Ids, second_ids: Ids) -> Iterator[tuple[int, int, int]]:
@@ -259,18 +285,19 @@ def _dense_runs(first_ids: Ids, second_ids: Ids, rows: Tensor) -> Iterator[tuple
 
 
 def chunk_targets(
-    parts: Sequence[Tensor], *, chunk_tokens: int, head_start: int, head_count: int
+    parts: Sequence[Tensor], *, chunk_tokens: int, head_start: int, head_count: int, as_bytes: bool = True
 ) -> tuple[Tensor, ...]:
     """Targets of chunks in parts of a cache: byte views (block, chunk of the block, token, head, byte).
 
     A chunk is `chunk_tokens` tokens; a block holds one or more, and no part of one. To be made once, not per copy.
+    Without `as_bytes` the last axis has elements of the cache's own dtype.
     """
     targets = []
     for part in parts:
         tokens, heads = part.shape[1:3]
         assert tokens % chunk_tokens == 0, f"blocks of {tokens} tokens, chunks of {chunk_tokens}"
         assert 0 <= head_start <= head_start + head_count <= heads, f"heads {head_start}+{head_count} of {heads}"
-        heads_view = _as_bytes(part)[:, :, head_start : head_start + head_count]
+        heads_view = (_as_bytes(part) if as_bytes else part)[:, :, head_start : head_start + head_count]
         targets.append(heads_view.view(len(part), tokens // chunk_tokens, chunk_tokens, head_count, -1))
     return tuple(targets)
 
@@ -328,10 +355,14 @@ def spread_on_device(device: CacheDevice) -> Way:
         blocks, chunks = device.upload(block_ids), device.upload(chunk_indices)
 
         def copy(source: Tensor, target: Tensor) -> None:
-            target, source = _in_large_elements(target, source)
+            target, source = device.elements(target, source)
             target[blocks, chunks] = source
 
-        return copy
+        def one_by_one(source: Tensor, target: Tensor) -> None:
+            for place in np.ndindex(block_ids.shape):
+                target[block_ids[place], chunk_indices[place]].copy_(source[place], non_blocking=True)
+
+        return one_by_one if blocks is None or chunks is None else copy
 
     return way
 
@@ -341,14 +372,3 @@ def spread_on_device(device: CacheDevice) -> Way:
 
 def _check(ids: Ids, count: int) -> None:
     assert not ids.size or (ids.min() >= 0 and ids.max() < count), f"ids {ids.min()}..{ids.max()} of {count}"
-
-
-def _in_large_elements(*views: Tensor) -> tuple[Tensor, ...]:
-    """Byte views as views of the largest elements in which all of them can be addressed."""
-    import torch
-
-    unit = 16
-    for view in views:
-        unit = math.gcd(unit, view.data_ptr(), view.storage_offset(), view.shape[-1], *view.stride()[:-1])
-    dtypes = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    return tuple(view.view(dtypes[unit]) for view in views)

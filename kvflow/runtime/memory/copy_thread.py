@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
 from kvflow.device.cache_device import CacheDevice
 from kvflow.device.helper import Helper
+from kvflow.device.making import make_device
 from kvflow.transport.thread import OwnerThread
 
 _IDLE_S = 3600.0  # nothing has to be done between jobs
@@ -58,13 +60,16 @@ class CopyThread:
         self.submit(job, end.tell)
         await end.future
 
-    async def device(self, where: Device) -> CacheDevice:
-        """The device of a cache, ready for copies on this thread. ConfigError or RuntimeError if it cannot be so."""
-        make = self._make_device
-        if make is None and where.kind != "cuda":
-            return CacheDevice(where)
+    async def device(self, where: Device, *, engine_copies: bool = False) -> CacheDevice:
+        """Make the device of a cache, ready for copies on this thread. ConfigError or RuntimeError if it cannot be so.
+
+        `engine_copies`: the engine's own function copies blocks.
+        """
+        make = self._make_device or partial(make_device, engine_copies=engine_copies)
+        if self._make_device is None and where.kind == "cpu":
+            return make(where)  # starts no thread
         made: list[CacheDevice] = []
-        await self.run(lambda: made.append((make or _cuda_device)(where)))
+        await self.run(lambda: made.append(make(where)))
         return made[0]
 
     async def happened(self, event: DeviceEvent) -> None:
@@ -140,9 +145,3 @@ def run_all(jobs: Sequence[Callable[[], None]]) -> None:
     """Run jobs one after the other."""
     for job in jobs:
         job()
-
-
-def _cuda_device(where: Device) -> CacheDevice:
-    from kvflow.device.cuda_device import CudaDevice  # loads torch's CUDA, and the driver
-
-    return CudaDevice(where)

@@ -1,9 +1,10 @@
 """Digests of the blocks of a cache (`core.protocol.digests` defines them), computed where the bytes lie.
 
-On the CPU numpy computes, with the GIL released while it reads the bytes, at some 5 to 10 GB/s on one core; elsewhere
-torch does, on the device. The copy thread computes in pieces, so that copies for other requests take turns with it. A
-small request is one job there: blocks are gathered layer by layer, and then the arithmetic is done for all layers at
-once, because a call of numpy costs as much as 64 KiB of it.
+On the CPU numpy computes, with the GIL released while it reads the bytes, at some 5 to 10 GB/s on one core. On CUDA
+torch does, on the device. Other devices may lack the kernels, so their blocks are copied to the host first. The copy
+thread computes in pieces, so that copies for other requests take turns with it. A small request is one job there:
+blocks are gathered layer by layer, and then the arithmetic is done for all layers at once, because a call of numpy
+costs as much as 64 KiB of it.
 
 Views of a cache are made when its first digest is asked for.
 """
@@ -22,12 +23,15 @@ import numpy.typing as npt
 from kvflow.core.cache.backends import heads_are_apart
 from kvflow.core.cache.groups import LayerSet
 from kvflow.core.cache.layout import PLAIN, BlockShape
-from kvflow.core.cache.regions import Regions
+from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.tensors import tensors_of
 from kvflow.core.plan.block_map import split_fused
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol import digests
+from kvflow.device.cache_device import CacheDevice
 from kvflow.device.helper import Helper
+from kvflow.errors import LayoutError
+from kvflow.runtime.memory.copies import copy_blocks, to_host
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +42,7 @@ View: TypeAlias = Any
 _Found: TypeAlias = tuple[int, digests.UInt64Array]
 """The first of some layers, and what is to be added to the digest of each."""
 
+_HOST_DEVICE = CacheDevice(Device("cpu", 0))
 _STEP_BYTES = 4 << 20  # of one part of a layer: what is gathered stays in the processor's cache
 _STEP_BYTES_ON_DEVICE = 64 << 20
 _JOB_BYTES = 4 << 20  # of several layers
@@ -90,20 +95,22 @@ class Digesting(NamedTuple):
 class DigestedCache:
     """The bytes of a cache, for digests. `sets` are those that peers see or, with host staging, those of the engine."""
 
-    def __init__(self, sets: Sequence[LayerSet]) -> None:
+    def __init__(self, sets: Sequence[LayerSet], device: CacheDevice = _HOST_DEVICE) -> None:
+        """`device`: the device that they are on."""
         self._sets = sets
+        self._device = device
 
     @cached_property
     def problem(self) -> str:
         """The reason why it has no digests; "" if it has."""
         try:
             return "" if self._views else "there are no layers"
-        except Undigestible as error:
+        except (Undigestible, LayoutError) as error:  # layers that are staged need no addresses
             return str(error)
 
     @cached_property
     def _views(self) -> list[_SetOfViews]:
-        return [_SetOfViews(one) for one in self._sets]
+        return [_SetOfViews(one, self._device) for one in self._sets]
 
     async def digests(self, run: Run, asked: Sequence[Digesting], helper: Helper | None = None) -> list[int]:
         """Digests of each layer of each item, in order. Raises Undigestible, or what computing has raised.
@@ -111,6 +118,10 @@ class DigestedCache:
         `run` is the copy thread's, and `helper` does a share if there is much to do. Cancelling stops the waiting, and
         what is not computed yet is not begun.
         """
+        if self.problem:
+            raise Undigestible(self.problem)
+        if not self._views[0].on_host:
+            helper = None  # its calls would go to another stream, and wait for the engine there
         work = _Work(self._jobs(asked), [len(one.layers) for one in asked], helper)
         while not work.done:
             await run(work.go_on)
@@ -140,11 +151,12 @@ class DigestGear(NamedTuple):
 class _SetOfViews:
     """A set of layers as bytes: for each region a view.
 
-    On a device they are tensors (block, token, head, byte). On the host they are of numpy: tokens and heads in the
-    order of the memory, which is up to twice as fast, and words where runs of bytes are made of whole ones.
+    On a device they are tensors (block, token, head, byte), or rows of bytes that are fetched. On the host they are of
+    numpy: tokens and heads in the order of the memory, which is up to twice as fast, and words where runs of bytes are
+    made of whole ones.
     """
 
-    def __init__(self, one: LayerSet) -> None:
+    def __init__(self, one: LayerSet, device: CacheDevice) -> None:
         kv_format = one.layout.kv_format
         regions = split_fused(one.regions) if kv_format == PLAIN else one.regions
         self._block = regions.block
@@ -154,9 +166,15 @@ class _SetOfViews:
         self._heads_apart = self._shape.heads == regions.block.heads
         storages = _Storages(one)
         views = [storages.view(regions, at, self._shape) for at in range(len(regions))]
-        self._on_host = _is_host(views[0].device)
-        self._heads_outside = self._on_host and self._shape.head_stride > self._shape.token_stride
-        self._views = [_on_host(view, self._heads_outside) for view in views] if self._on_host else views
+        self.on_host = _is_host(views[0].device)
+        self._device = None if self.on_host or device.as_bytes else device
+        self._by_numpy = self.on_host or self._device is not None
+        self._heads_outside = self._by_numpy and self._shape.head_stride > self._shape.token_stride
+        self._views: Sequence[View] = views
+        if self._device is not None:
+            self._views = [_rows_around(view) for view in views]
+        elif self.on_host:
+            self._views = [_on_host(view, self._heads_outside) for view in views]
 
     def jobs(self, layers: Sequence[int], heads: HeadSpan, blocks: TokenBlocks) -> Iterator[tuple[int, _Job]]:
         """Jobs whose results add up to the digests of layers: each job with the first of its layers."""
@@ -166,19 +184,23 @@ class _SetOfViews:
             heads = HeadSpan(0, 1, heads.of_model)
         span = slice(heads.start, heads.start + heads.heads)
         where = (slice(None), span) if self._heads_outside else (slice(None), slice(None), span)
-        views = [self._views[at * self._parts + part][where] for at in layers for part in range(self._parts)]
+        views = [self._views[at * self._parts + part] for at in layers for part in range(self._parts)]
+        if self._device is None:
+            views = [view[where] for view in views]
         block_bytes = self._shape.tokens * heads.heads * self._shape.run
-        step = max((_STEP_BYTES if self._on_host else _STEP_BYTES_ON_DEVICE) // block_bytes, 1)
+        step = max((_STEP_BYTES if self._by_numpy else _STEP_BYTES_ON_DEVICE) // block_bytes, 1)
         for ids, weights in self._steps(blocks, step, digests.head_weights(heads.of_model, heads.heads)):
             step_bytes = len(ids) * block_bytes * self._parts
-            most = max((_JOB_BYTES if self._on_host else _STEP_BYTES_ON_DEVICE) // step_bytes, 1)
+            most = max((_JOB_BYTES if self._by_numpy else _STEP_BYTES_ON_DEVICE) // step_bytes, 1)
             for layer in range(0, len(layers), most):
                 some = views[layer * self._parts : (layer + most) * self._parts]
-                yield layer, self._job(some, ids, weights, step_bytes * len(some) // self._parts)
-
-    def _job(self, views: Sequence[View], ids: BlockIds, weights: _Weights, size_bytes: int) -> _Job:
-        kind = _HostJob if self._on_host else _DeviceJob
-        return kind(views, self._parts, ids, weights, size_bytes, self._heads_outside)
+                size_bytes = step_bytes * len(some) // self._parts
+                kind = _HostJob if self._by_numpy else _DeviceJob
+                job = kind(some, self._parts, ids, weights, size_bytes, self._heads_outside)
+                if self._device is not None and isinstance(job, _HostJob):
+                    yield layer, _FetchedJob(job, self._shape, where, self._device, size_bytes)
+                else:
+                    yield layer, job
 
     def _steps(
         self, blocks: TokenBlocks, step: int, of_heads: digests.UInt64Array
@@ -302,7 +324,34 @@ class _DeviceJob(NamedTuple):
         return added.cpu().numpy().view(np.uint64)
 
 
-_Job: TypeAlias = _HostJob | _DeviceJob
+class _FetchedJob(NamedTuple):
+    """A job by numpy, of blocks that are copied to the host first: inside `copying`."""
+
+    job: _HostJob
+    """The job; its views are rows of bytes on the device."""
+    shape: BlockShape
+    where: tuple[slice, ...]
+    """The heads of a view that are digested."""
+    device: CacheDevice
+    size_bytes: int
+
+    def compute(self) -> digests.UInt64Array:
+        """The summand of each layer's digest."""
+        import torch
+
+        rows, ids = self.job.views, self.job.ids
+        there = np.arange(len(ids))
+        fetched = [torch.empty(len(ids), row.shape[1], dtype=torch.uint8) for row in rows]
+        copy_blocks(rows, fetched, ids, there, to_host(self.device))
+        self.device.wait()
+        shape = self.shape
+        axes = (len(ids), shape.tokens, shape.heads, shape.run)
+        views = [row.as_strided(axes, (row.shape[1], shape.token_stride, shape.head_stride, 1)) for row in fetched]
+        found = [_on_host(view, self.job.heads_outside)[self.where] for view in views]
+        return self.job._replace(views=found, ids=there).compute()
+
+
+_Job: TypeAlias = _HostJob | _DeviceJob | _FetchedJob
 
 
 class _Work:
@@ -359,6 +408,13 @@ def _compute(waiting: deque[tuple[int, _Job]]) -> list[_Found]:
 
 def _is_host(device: torch.device) -> bool:
     return device.type == "cpu"
+
+
+def _rows_around(view: Tensor) -> Tensor:
+    """View (block, token, head, byte) as rows: all bytes of a block from its first to its last."""
+    count, *shape = view.shape
+    size = 1 + sum((many - 1) * stride for many, stride in zip(shape, view.stride()[1:], strict=True))
+    return view.as_strided((count, size), (view.stride(0) if count > 1 else size, 1))
 
 
 def _on_host(view: Tensor, heads_outside: bool) -> npt.NDArray[Any]:

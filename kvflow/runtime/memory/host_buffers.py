@@ -71,20 +71,24 @@ class HostBuffers:
             device_caches = cast(CacheTensors, caches)
             host_caches = allocate_host_caches(device_caches, layout, count, device)
             if copier is None:
-                self._device_rows += block_rows(device_caches, layout)
-                self._host_rows += block_rows(host_caches, layout)
+                self._device_rows += block_rows(device_caches, layout, as_bytes=device.as_bytes)
+                self._host_rows += block_rows(host_caches, layout, as_bytes=device.as_bytes)
             if isinstance(layout, StateLayout):
                 self.layers.append((host_caches, replace(layout, num_slots=count)))
             else:
                 self.layers.append((host_caches, replace(layout, num_blocks=count)))
         if self._device_rows and not device.on_host:
-            device.bounce(1, max(row.shape[1] for row in self._device_rows))  # now, while there is memory
+            # Now, while there is memory; and what the device can do is tried.
+            device.bounce(1, max(row.shape[1] * row.element_size() for row in self._device_rows))
+            for row in {row.dtype: row for row in self._device_rows}.values():
+                device.elements(row)
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy blocks to the host or to the device; on the copy thread."""
         if self._copier is not None:
             host_caches = {name: layer for caches, _ in self.layers for name, layer in caches.items()}
             self._copier(host_caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
+            self._device.wait()  # what it has queued on its current stream, if it has not waited itself
             return
         with self._device.copying():
             if direction is CopyDirection.TO_HOST:

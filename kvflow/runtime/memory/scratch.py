@@ -139,7 +139,11 @@ class Permutation:
             for part in canonical_parts(layers[ours], layout, split_fused=not together)
         ]
         targets = chunk_targets(
-            parts, chunk_tokens=self._chunk_tokens, head_start=block_map.heads.local_start, head_count=self._heads
+            parts,
+            chunk_tokens=self._chunk_tokens,
+            head_start=block_map.heads.local_start,
+            head_count=self._heads,
+            as_bytes=device.on_host or device.as_bytes,
         )
         self._targets: Sequence[View] = [target.numpy() for target in targets] if device.on_host else targets
 
@@ -191,7 +195,10 @@ class Permutation:
 
     def _split(self, sources: View) -> Sequence[View]:
         """The sources of each target: K and V are halves of every head where only the peer has them together."""
-        if not self._halve:
-            return list(sources)
-        half = self.whole_blocks.rows.run // 2
-        return [part for row in sources for part in (row[..., :half], row[..., half:])]
+        found = list(sources)
+        if self._halve:
+            half = self.whole_blocks.rows.run // 2
+            found = [part for row in sources for part in (row[..., :half], row[..., half:])]
+        if self._device.on_host:
+            return found
+        return [source.view(target.dtype) for source, target in zip(found, self._targets, strict=True)]

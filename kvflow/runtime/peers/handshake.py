@@ -33,7 +33,7 @@ from kvflow.hosts import loopback_hint
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, Telling, words
-from kvflow.transport.base import DEVICES, AgentName, PeerGone, TransportError
+from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, AgentName, PeerGone, TransportError
 
 logger = logger_of(__name__)
 
@@ -253,7 +253,7 @@ def problems_of(rank: Rank, metadata: messages.Metadata, regions: Sequence[Regio
             found += _different(
                 "opaque blocks (kv_format)", *(_opaque(side, share.kv_format) for side in (mine, theirs))
             )
-    reachable = {kind for kind, reached in DEVICES.items() if reached}
+    reachable = {kind for kind, reached in DEVICES.items() if reached} | {*BY_SOME_BUILDS}
     if regions[0].device.kind not in reachable:
         found.append(f"device: ours {sorted(reachable)}, theirs {regions[0].device.kind}")
     return list(dict.fromkeys(found))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +52,6 @@ from kvflow.transport.nixl.native import Agent, error_types, import_bindings, pr
 
 logger = logger_of(__name__)
 
-_MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
 _SPIN_S = POLLING["cpu"].spin_s
 _SPIN_TURN_S = 50e-6  # how long a new job may have to wait for the spinning thread
 _SLEEP_MIN_S = 50e-6
@@ -164,10 +163,7 @@ class NixlAgents:
         return bool(self._made or self._to_post)
 
     def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
-        memory_kind = _MEMORY_KINDS.get(device.kind)
-        if memory_kind is None:
-            raise TransportError(f"NIXL cannot reach device {device.kind!r}; it reaches {sorted(_MEMORY_KINDS)}")
-        if device.kind == "cuda":
+        if device.kind == "cuda" and not cuda.is_rocm():
             self._use_cuda(device.number)
         if device.kind == "cpu":
             for span in spans:
@@ -178,9 +174,13 @@ class NixlAgents:
         try:
             for agent, its_use in ((self._serving, MemoryUse.SERVED), (self._reading, MemoryUse.READ_INTO)):
                 if its_use in use:
-                    agent.register(self._bindings.nixlRegDList(getattr(self._bindings, memory_kind), rows))
+                    agent.register(self._bindings.nixlRegDList(self._memory_kind(device), rows))
         except self._errors as error:
             raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
+
+    def _memory_kind(self, device: Device) -> Any:
+        """Return NIXL's kind of memory, in which all devices are one."""
+        return self._bindings.DRAM_SEG if device.kind == "cpu" else self._bindings.VRAM_SEG
 
     def _use_cuda(self, number: int) -> None:
         """Prepare reads into a device's memory: UCX needs a context on the thread, and some devices need flushes."""
@@ -474,4 +474,4 @@ class NixlAgents:
         return count
 
     def _descriptor_list(self, rows: UInt64Array, device: Device) -> Any:
-        return self._bindings.nixlXferDList(getattr(self._bindings, _MEMORY_KINDS[device.kind]), rows)
+        return self._bindings.nixlXferDList(self._memory_kind(device), rows)

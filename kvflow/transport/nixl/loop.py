@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from kvflow.config import Config
@@ -20,9 +20,11 @@ from kvflow.transport.base import (
     ReadEnded,
     TransportError,
     TransportStatistics,
+    usually_reached,
 )
 from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
 from kvflow.transport.nixl.mailbox import Mailbox
+from kvflow.transport.nixl.reach import found_kinds
 from kvflow.transport.thread import OwnerThread
 
 _BEHIND = 8 << 20  # as `NixlAgents.taken` counts: most of a request, while one is posted
@@ -48,6 +50,7 @@ class NixlTransport:
         self._reads_failed = 0
         self._bytes_read = 0
         self._notifications_received = 0
+        self._found_kinds: Mapping[str, bool] = {}
 
     async def open(self) -> None:
         thread = OwnerThread(f"kvflow-agent {self._name}", self._crank, self._on_death)
@@ -56,8 +59,8 @@ class NixlTransport:
         try:
             if device is not None:  # UCX looks at the thread's device when an agent is made
                 await thread.call(lambda: cuda.make_current(device))
-            self._agents = await thread.call(
-                lambda: NixlAgents(self._config, self._name, self._mailbox.put, thread.called)
+            self._agents, self._found_kinds = await thread.call(
+                lambda: (NixlAgents(self._config, self._name, self._mailbox.put, thread.called), found_kinds())
             )
         except BaseException:
             self._closing = True
@@ -65,7 +68,12 @@ class NixlTransport:
             raise
         self._thread = thread
 
+    def reaches(self, device: str) -> bool:
+        return self._found_kinds.get(device, usually_reached(device))
+
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
+        if not self.reaches(device.kind):
+            raise TransportError(f"NIXL cannot reach device {device.kind!r}")
         thread, agents = self._alive()
         await thread.call(lambda: agents.register(spans, device, keepalive, use))
         self._open_spans += len(spans)

@@ -1,0 +1,98 @@
+"""A device of any kind for which torch has streams and events, as copies need it. Nothing here names a kind.
+
+Copies run on a stream that waits for nobody. So whoever asks for one has made sure that what it reads was computed
+(`ServeRequest.ready`), and that nothing writes to its target any more (`LoadRequest.after`); that a busy engine does
+not hold it up is the point. A copy is over when the stream has been waited for, and not before.
+
+Which kernels a device has differs: many have none for complex numbers, some none for 64-bit integers. So rows go in the
+cache's own dtype, or as bytes. What the device can do is tried, once for each dtype. Where it can do neither, every
+block is a copy of its own, which any device can do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvflow.core.cache.regions import Device
+from kvflow.device.cache_device import CacheDevice
+
+_INDEX_TYPES = (torch.int64, torch.int32)
+
+
+class AcceleratorDevice(CacheDevice):
+    """See `CacheDevice`. Made on the copy thread, for which it makes the device current."""
+
+    def __init__(self, where: Device) -> None:
+        """Raises what torch raises for a kind of device that has no streams, or no events."""
+        super().__init__(where)
+        self._stream, self._done = self._open()
+        with self.copying():
+            pass  # some kinds refuse an event only when it is recorded
+        self._indexed: dict[torch.dtype, bool] = {}
+        self._index_type: torch.dtype | None = None
+        if not self.as_bytes:
+            self._index_type = next((one for one in _INDEX_TYPES if self._indexes(torch.uint8, one)), None)
+
+    def _open(self) -> tuple[torch.Stream, torch.Event]:
+        """Make the device current on this thread. Return a stream of it, and an event."""
+        torch.accelerator.set_device_index(self.where.number)
+        return torch.Stream(self.name), torch.Event(self.name)
+
+    def _entered(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the stream is the current one."""
+        return self._stream
+
+    @property
+    def eager(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        with self._entered():
+            try:
+                yield
+            finally:
+                self._done.record(self._stream)
+                self._done.synchronize()
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        found = super().allocate(size_bytes)
+        torch.accelerator.synchronize(self.name)  # the engine may have queued work for a block of torch's cache
+        return found
+
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).zero_()
+        except RuntimeError:  # some devices pin no memory
+            return super().host_memory(size_bytes)
+
+    def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        if self._index_type is None:
+            return None
+        return torch.from_numpy(np.ascontiguousarray(ids)).to(self._index_type).to(self.name)
+
+    def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """View all in the dtype of the engine's own among them if kernels take it, else as bytes."""
+        found = super().elements(*views)
+        dtype = found[0].dtype
+        if dtype not in self._indexed:
+            self._indexed[dtype] = self._index_type is not None and self._indexes(dtype, self._index_type)
+        return found if self._indexed[dtype] else tuple(view.view(torch.uint8) for view in found)
+
+    def _indexes(self, dtype: torch.dtype, index_type: torch.dtype) -> bool:
+        """Return whether the device gathers and scatters such elements by such ids: tried, since no device tells."""
+        try:
+            with self.copying():
+                rows = torch.zeros(32, dtype=torch.uint8).view(dtype).view(2, -1).to(self.name)
+                ids = torch.tensor([1, 0], dtype=index_type).to(self.name)
+                gathered = torch.empty_like(rows)
+                torch.index_select(rows, 0, ids, out=gathered)
+                rows[ids] = gathered
+        except (RuntimeError, TypeError, IndexError):
+            return False
+        return True
