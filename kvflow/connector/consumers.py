@@ -41,7 +41,7 @@ class _Consumer:
     offered_tokens: int = 0
     """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
     prompt: Sequence[int] | None = None
-    """Token ids that are still to be compared: for a rendezvous, whose ticket does not tell which prompt it is of."""
+    """Token ids that are still to be compared: where a ticket is a rendezvous, which tells no prompt."""
     refusal: PromptMismatch | None = None
     """Why neither its tickets may be used, nor its prompt be computed here."""
     state: ConsumerState = ConsumerState.EXPECTED
@@ -128,21 +128,26 @@ class ConsumerBook:
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
         """Take a request whose parameters ask for its prompt from remote; see `ConnectorScheduler.add`."""
         request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
-        what, ticket = f"request {request_id!r}", self._dialect.read_ticket(params)
-        known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
-        if known is not None:
-            try:
-                check_prompt(ticket, known, what)  # a request that it is of may come, so nothing is given back
-            except PromptMismatch as error:
-                if error.parts == TOKENS:
-                    raise
-                self._refuse(request, ticket, known, error)
-                return
+        what, ticket, prompt = f"request {request_id!r}", self._dialect.read_ticket(params), request.prompt_token_ids
         tickets = self._tickets(params, ticket, what)
+        if prompt is not None and ticket.num_tokens <= num_prompt_tokens:
+            agreed = False
+            for one in tickets:
+                try:
+                    if not one.awaited:
+                        check_prompt(one, prompt, what)  # a request that it is of may come, so nothing is given back
+                except PromptMismatch as error:
+                    if agreed or error.parts == TOKENS:
+                        raise
+                    self._refuse(request, one, prompt, error)
+                    return
+                agreed = agreed or len(one.prompt_digest) > 0
         consumer = self._expect(request_id, tickets, self._uses.use(ticket, sharing, what))
         most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
-        if ticket.awaited:  # the prompt is taken to be the same on both sides; the load finds out
-            consumer.offered_tokens, consumer.prompt = self._config.offered_of(most), request.prompt_token_ids
+        if any(one.awaited for one in tickets):  # the prompt is taken to be the same on both sides; the load finds out
+            consumer.prompt = prompt
+        if ticket.awaited:
+            consumer.offered_tokens = self._config.offered_of(most)
         elif ticket.num_tokens <= most and ticket.offered_tokens:
             consumer.offered_tokens = ticket.offered_tokens
         else:
@@ -210,12 +215,14 @@ class ConsumerBook:
         if not refused:
             missing = self._groups.missing(block_ids, offered, num_external_tokens, f"request {request_id!r}")
         self._fire(request, ConsumerEvent.RECEIVE)
-        prompt = None if request.prompt is None else request.prompt[:offered]
+        told = max(offered, *(ticket.num_tokens for ticket in request.tickets))  # what digests are of
+        prompt = None if request.prompt is None else request.prompt[:told]
         receive = Receive(
             request_id=request_id,
             tickets=request.tickets,
             block_tables=missing,
-            num_tokens=offered if request.ticket.awaited else None,
+            num_tokens=offered,
+            cached_tokens=max(offered - num_external_tokens, 0),
             prompt=None if prompt is None else tuple(prompt),
             marks=marks_of(prompt),
             release_if_failed=self._config.release_failed_loads and not refused,

@@ -181,6 +181,7 @@ class Courier:
             prompt=with_marks(receive.prompt, receive.marks),
             num_tokens=receive.num_tokens,
             keep_offer=receive.shared,
+            cached_tokens=receive.cached_tokens,
         )
         started.append(runtime.start_load(request))
         return await started[0]
@@ -231,7 +232,8 @@ def _deadline_s(runtime: Runtime, receive: Receive) -> float | None:
     and whatever goes wrong is told, so a producer's lease bounds it.
     """
     config = runtime.config
-    return max(config.load_deadline_s, config.lease_lifetime_s) if receive.num_tokens is not None else None
+    awaited = any(ticket.awaited for ticket in receive.tickets)
+    return max(config.load_deadline_s, config.lease_lifetime_s) if awaited else None
 
 
 async def _release(runtime: Runtime, ticket: Ticket) -> None:

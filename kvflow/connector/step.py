@@ -31,10 +31,12 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     tickets: tuple[Ticket, ...]
     block_tables: BlockTables
-    num_tokens: int | None = None
-    """Tokens that the offer has to be of, where the ticket does not say: a rendezvous."""
+    num_tokens: int
+    """Tokens that the offer has to be of."""
+    cached_tokens: int
+    """Tokens of the prompt in front of the blocks."""
     prompt: tuple[int, ...] | None = None
-    """Their ids, if the engine knows them and they are still to be compared."""
+    """Ids of the prompt's first tokens, if the engine knows them and they are still to be compared."""
     marks: tuple[Mark, ...] = ()
     """The marks of `prompt`."""
     release_if_failed: bool = True

@@ -106,19 +106,26 @@ class Pair(Generic[TransportT]):
         return self.producer.runtime.serve_blocks(request)
 
     @staticmethod
-    def wanted(lease: Lease, block_ids: Sequence[int], *, deadline_s: float | None = None) -> LoadRequest:
+    def wanted(
+        lease: Lease, block_ids: Sequence[int], *, deadline_s: float | None = None, cached_tokens: int = 0
+    ) -> LoadRequest:
         """The request that loads what a lease offers.
 
         Args:
             lease: The producer's.
             block_ids: The consumer's, to fill.
             deadline_s: As in `LoadRequest`.
+            cached_tokens: As in `LoadRequest`.
 
         Returns:
             The request, its ticket as a router would hand it over.
         """
         return LoadRequest(
-            lease.request_id, ticket=lease.ticket.to_params(), block_ids=block_ids, deadline_s=deadline_s
+            lease.request_id,
+            ticket=lease.ticket.to_params(),
+            block_ids=block_ids,
+            deadline_s=deadline_s,
+            cached_tokens=cached_tokens,
         )
 
     def assert_loaded(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:

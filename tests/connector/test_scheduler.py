@@ -433,6 +433,20 @@ def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten(params: dict[str
     assert connector.request_finished("r", completed=True) == Finished(False, None)
 
 
+def of_prompt(name: str, prompt: Sequence[int]) -> Ticket:
+    return msgspec.structs.replace(ticket_of(10, request_id=name), prompt_digest=prompt_digest(name, prompt))
+
+
+@each("wrong", range(3))
+def test_each_ticket_of_a_request_is_compared_with_its_prompt(wrong: int) -> None:
+    """If a source fails the next one is read: it has to be of this prompt, too."""
+    connector, other = scheduler(), list(range(100, 110))
+    tickets = [of_prompt(f"from {at}", other if at == wrong else range(10)) for at in range(3)]
+    with pytest.raises(PromptMismatch, match=f"'from {wrong}'"):
+        connector.add(Request("r", 11, params_of_several([one.to_params() for one in tickets]), range(11)))
+    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+
+
 @each("count", [0, 17])
 def test_parameters_of_no_engine_or_too_many_are_refused(count: int) -> None:
     with pytest.raises(RequestError, match=f"{count} tickets, expected 1 to 16"):

@@ -36,7 +36,11 @@ async def test_serve_requests_that_cannot_be_right(pair: EnginePair) -> None:
 LOAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"block_ids": [16]}, "request 'req': block_ids: block id 16 is not in 0..15"),
     ({}, {"block_ids": [1, 1]}, "block id 1 is given twice"),
-    ({}, {"block_ids": [0, 1, 2]}, "3 local blocks of 4 tokens, but only 8 tokens in 2 blocks of 4 are offered"),
+    (
+        {},
+        {"block_ids": [0, 1, 2]},
+        "3 local blocks of 4 tokens, for tokens 0 to 12 (cached_tokens 0), but the 8 tokens that ... fill 2",
+    ),
     ({}, {"priority": True}, "priority: expected a whole number ... got True"),
     ({"remote_block_ids": [3, 99]}, {}, "remote_block_ids of 'producer': block id 99 is not in 0..15"),
     ({"remote_port": 0}, {}, "remote_port 0 is not in 1..65535"),
@@ -52,7 +56,7 @@ async def test_load_requests_that_cannot_be_right(pair: EnginePair) -> None:
             ticket = altered(lease.ticket, **changes).to_params()
         else:
             ticket = lease.ticket.to_params() | changes
-        error = await pair.fails(RequestError, ticket, **{"block_ids": [0], **options})
+        error = await pair.fails(RequestError, ticket, **{"block_ids": [0, 1], **options})
         assert all(part in str(error) for part in message.split(" ... ")), error
         pair.assert_loaded([], [])
     await pair.load(lease, [0, 1])
@@ -62,11 +66,15 @@ async def test_load_requests_that_cannot_be_right(pair: EnginePair) -> None:
 # 10 tokens are offered, in three blocks of 4. A cached prefix needs no blocks.
 FITS: list[dict[str, Any]] = [
     {"block_ids": [0, 1, 2], "num_tokens": 10},
-    {"block_ids": [1, 2], "num_tokens": 10, "prompt": range(10)},
-    {"block_ids": [1, 2], "prompt": range(50)},
+    {"block_ids": [1, 2], "num_tokens": 10, "prompt": range(10), "cached_tokens": 4},
+    {"block_ids": [1, 2], "prompt": range(50), "cached_tokens": 4},
 ]
 FITS_NOT: list[tuple[dict[str, Any], type[RequestError], str]] = [
-    ({"block_ids": [0, 1, 2, 4], "num_tokens": 10}, RequestError, "4 local blocks of 4 tokens, but the 10 .* fill 3"),
+    (
+        {"block_ids": [0, 1, 2, 4], "num_tokens": 10},
+        RequestError,
+        "4 local blocks of 4 tokens, .* but the 10 .* fill 3",
+    ),
     ({"block_ids": [0, 1, 2, 4], "prompt": range(50)}, RequestError, "the 10 tokens that 'producer' at .* fill 3"),
     ({"block_ids": [0, 1], "num_tokens": 8}, PromptMismatch, "8 tokens are expected, 'producer' at .* offers 10"),
     ({"block_ids": [], "prompt": range(9)}, PromptMismatch, "its prompt has 9 tokens, .* offers 10"),

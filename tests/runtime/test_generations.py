@@ -101,7 +101,7 @@ async def assert_new(pair: EnginePair, name: str) -> None:
 @in_virtual_time
 async def test_a_ticket_of_before_is_over(farewell: bool) -> None:
     async with readable_pair() as pair:
-        lease = pair.offer([3, 4])
+        lease = pair.offer([3])
         await fall_asleep(pair.producer, farewell=farewell)
         assert await lease is LeaseOutcome.REVOKED
         read = pair.transport.statistics.bytes_read
@@ -181,10 +181,10 @@ async def test_a_cache_of_another_layout_or_size_is_read_by_its_own() -> None:
 @in_virtual_time
 async def test_messages_of_before_change_nothing() -> None:
     async with readable_pair(warm=False) as pair:
-        before = pair.offer([3, 4]).ticket
+        before = pair.offer([3]).ticket
         await fall_asleep(pair.producer)
         await wake(pair.producer)
-        lease = pair.offer([3, 4])
+        lease = pair.offer([3])
         reader, lease_id = "consumer", before.first.lease_id
         for message in (
             ReadDone(lease_ids=(lease_id,), reader=reader, numerator=1, denominator=1),

@@ -67,7 +67,7 @@ def parts(
         if side == 0 and attention.window is None:
             first = 0
         count = blocks - first
-        if side == 1:
+        if side == 1 and attention.window is not None:
             count -= draw(st.sampled_from([0, 0, count // 2, count]))
         num_blocks = count + draw(st.integers(1, 3))
         tables.append(draw(scattered(count, num_blocks)))
@@ -85,6 +85,20 @@ def parts(
             )
         )
     return Part(producer=sides[0], consumer=sides[1], attention=attention, offered=tables[0], wanted=tables[1])
+
+
+def cached_tokens(parts: Sequence[Part], num_tokens: int) -> st.SearchStrategy[int]:
+    """Tokens that a consumer may have: full blocks of one of its groups, or all that there are."""
+    sizes = [part.consumer.block_size for part in parts if part.attention.window is None] or [1]
+    full = [count * size for size in sizes for count in range(num_tokens // size + 1)]
+    return st.sampled_from([*full, num_tokens])
+
+
+def behind(part: Part, cached: int, num_tokens: int) -> int:
+    """Blocks of a consumer's table that are cached already; those of a window were drawn for themselves."""
+    if part.attention.window is not None:
+        return 0
+    return len(part.wanted) if cached >= num_tokens else cached // part.consumer.block_size
 
 
 @st.composite
@@ -108,9 +122,11 @@ def group_hand_overs(
         if merged and len(found) == 1 and len(found[0].offered) < -(-num_tokens // found[0].producer.block_size):
             merged = False
         first += layers
+    cached = draw(st.just(0) | cached_tokens(found, num_tokens))
     return HandOver(
-        parts=tuple(found),
+        parts=tuple(replace(part, wanted=part.wanted[behind(part, cached, num_tokens) :]) for part in found),
         num_tokens=num_tokens,
+        cached_tokens=cached,
         one_pool=draw(st.tuples(st.booleans(), st.booleans())),
         by_name=draw(st.booleans()) and not merged,
         merged=(merged, False),

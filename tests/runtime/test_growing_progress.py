@@ -69,7 +69,7 @@ async def test_a_small_cache_grows_block_by_block_if_it_is_told_to(transport: st
 async def test_a_part_of_a_cached_prompt_counts_from_its_own_first_token() -> None:
     async with pair_of() as pair:
         lease, seen = opened(pair), list[int]()
-        load = pair.consumer.runtime.start_load(wanted(pair, lease, block_ids=TAKEN[2:]))
+        load = pair.consumer.runtime.start_load(wanted(pair, lease, block_ids=TAKEN[2:], cached_tokens=8))
         following = asyncio.create_task(follow(load, seen))
         for tokens in (8, 12, 16):
             grow(pair, lease, tokens)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pairs import cache_of, known
-from tests_support import PATIENT, WAIT_S, Records, in_virtual_time, leases_ended, limited, until
+from tests_support import PATIENT, WAIT_S, Records, each, in_virtual_time, leases_ended, limited, until
 
 import kvflow
 from kvflow import Attempt, Config, Lease, LoadReport, LoadRequest, ServeRequest, Ticket
@@ -499,3 +499,44 @@ async def test_tickets_that_cannot_be_are_refused_before_anybody_is_asked() -> N
                 await made.reader.runtime.load_blocks(LoadRequest("req", wrong, OURS))  # type: ignore[arg-type]
         assert made.reader.runtime.statistics().peers == ()
         await made.load([lease])
+
+
+# --- every source is compared with the prompt
+
+
+PROMPT, OTHERS_PROMPT = list(range(12)), list(range(1000, 1012))
+
+
+@each("ours", [PROMPT, None])
+@each("kind", ["ticket", "rendezvous"])
+@in_virtual_time
+async def test_what_again_brings_is_compared_with_the_prompt(ours: list[int] | None, kind: str) -> None:
+    """By the request's own prompt and, where requests have one name, by what the first ticket says."""
+    async with trio() as made:
+        name = "again" if ours else "gone"
+        gone = made.offer(made.first, "gone", prompt=PROMPT)
+        await gone.revoke()
+        introduction = made.second.runtime.serve_blocks(ServeRequest("hello", [], 0)).ticket
+        other = made.offer(made.second, name, prompt=OTHERS_PROMPT)
+
+        async def again(_: Sequence[Attempt]) -> Ticket:
+            return other.ticket if kind == "ticket" else Ticket.rendezvous(introduction, name)
+
+        with pytest.raises(PromptMismatch, match=r"^request 'req': "):
+            await made.load([gone], again=again, again_max=1, prompt=ours)
+        assert found(made.records.loads[0].attempts)[0] == ("first", "LeaseExpired")
+        await leases_ended(made.second.runtime)  # what nobody else knows of is given back
+        assert other.done
+
+
+@in_virtual_time
+async def test_a_ticket_after_a_rendezvous_is_compared_with_what_that_has_offered() -> None:
+    async with trio() as made:
+        hello = made.second.runtime.serve_blocks(ServeRequest("hello", [], 0)).ticket
+        met = made.offer(made.second, "one name", prompt=PROMPT)
+        other = made.offer(made.first, "one name", prompt=OTHERS_PROMPT)
+        made.transport.faults.fail_next.append(TransportError("scripted"))
+        with pytest.raises(PromptMismatch, match="not of one prompt"):
+            await made.load([Ticket.rendezvous(hello, "one name"), other])
+        met.revoke()
+        other.revoke()

@@ -211,7 +211,7 @@ def of_whole_heads(draw: st.DrawFn) -> HandOver:
 
     offered, wanted = draw(scattered(blocks, blocks)), draw(scattered(blocks, blocks))
     whole = Part(producer=cut(part.producer), consumer=cut(part.consumer), offered=offered, wanted=wanted)
-    return replace(case, parts=(whole,), num_tokens=blocks * size)
+    return replace(case, parts=(whole,), num_tokens=blocks * size, cached_tokens=0)
 
 
 def _divides(a: int, b: int) -> bool:

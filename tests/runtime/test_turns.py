@@ -58,12 +58,13 @@ async def both_turns(pair: Any) -> None:
     assert counts(decode) == (4, 0, total - 4)
     back: dict[str, Any] = json.loads(json.dumps(kept.ticket.to_params()))
     with pytest.raises(BlocksBusy):
-        await decode.load_blocks(LoadRequest("other", back, [OURS[0]]))
+        await decode.load_blocks(LoadRequest("other", back, [OURS[0]], cached_tokens=12))
     with pytest.raises(PromptMismatch):
-        await prefill.load_blocks(LoadRequest("turn 2", back, AGAIN, prompt=PROMPT[::-1] + ANSWER))
+        await prefill.load_blocks(LoadRequest("turn 2", back, AGAIN, prompt=PROMPT[::-1] + ANSWER, cached_tokens=8))
 
     # Turn 2: the prompt is cached there still; the answer's blocks are read, and no prompt is computed twice.
-    load = prefill.start_load(LoadRequest("turn 2", back, AGAIN, prompt=[*CONVERSATION, 300, 301]))
+    wanted = LoadRequest("turn 2", back, AGAIN, prompt=[*CONVERSATION, 300, 301], cached_tokens=8)
+    load = prefill.start_load(wanted)
     assert (await load).tokens == 8
     assert_blocks_equal(pair.producer.cache, AGAIN, pair.consumer.cache, OURS[2:])
     assert await kept is LeaseOutcome.READ
@@ -102,7 +103,7 @@ async def test_a_next_turn_that_never_comes_costs_the_decode_engine_a_ttl() -> N
         assert await kept is LeaseOutcome.EXPIRED
         assert counts(decode) == (0, 0, total)
         with pytest.raises(LeaseExpired):
-            await pair.producer.runtime.load_blocks(LoadRequest("turn 2", kept.ticket, AGAIN))
+            await pair.producer.runtime.load_blocks(LoadRequest("turn 2", kept.ticket, AGAIN, cached_tokens=8))
 
 
 @in_virtual_time
@@ -111,7 +112,7 @@ async def test_the_next_turn_may_be_on_its_way_before_the_answer_is_complete() -
     async with pair_of() as pair:
         prefill, decode = pair.producer.runtime, pair.consumer.runtime
         hello = decode.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
-        load = prefill.start_load(LoadRequest("turn 2", Ticket.rendezvous(hello, "answer"), AGAIN))
+        load = prefill.start_load(LoadRequest("turn 2", Ticket.rendezvous(hello, "answer"), AGAIN, cached_tokens=8))
         pair.consumer.cache.fill(OURS)
         request = ServeRequest("answer", OURS[:2], num_tokens=16, computed_tokens=8, payload=True)
         kept = decode.serve_blocks(request)

@@ -48,8 +48,9 @@ class Engine:
         self.runtime = runtime
         self.tensors = tensors
 
-    async def load(self, params: Any, **tables: list[int]) -> Any:
-        return await self.runtime.load_blocks(LoadRequest("req", ticket=params, block_ids=tables))
+    async def load(self, params: Any, cached_tokens: int = 0, **tables: list[int]) -> Any:
+        request = LoadRequest("req", ticket=params, block_ids=tables, cached_tokens=cached_tokens)
+        return await self.runtime.load_blocks(request)
 
     def assert_holds(self, local: list[int], remote: list[int], tokens: int = TOKENS, first_head: int = 0) -> None:
         for region, tensor in enumerate(self.tensors):
@@ -94,7 +95,7 @@ async def test_each_group_is_read_by_its_own_table(tp_size: int, ours_size: int)
 async def test_of_a_cached_prefix_the_rest_is_read() -> None:
     async with stock_producer() as producer, engine() as ours:
         producer.change = HYBRID
-        await ours.load(producer.offer("hit", [[3, 9, 4, 1], [7, 2, 5]], 16), full=[13], window=[8])
+        await ours.load(producer.offer("hit", [[3, 9, 4, 1], [7, 2, 5]], 16), 12, full=[13], window=[8])
         ours.assert_holds([13, 8], [1, 5])
 
 
@@ -148,7 +149,7 @@ async def test_tables_that_cannot_be_are_refused() -> None:
         for at, wrong in enumerate(tables):
             with pytest.raises(KVFlowError, match=r"block|group"):
                 await ours.load(producer.offer(f"wrong {at}", wrong, 15), full=[10, 11, 12, 13], window=[6, 8])
-        await ours.load(producer.offer("null in front", [[3, 9, 4, 1], [0, 2, 5]], 15), full=[10], window=[6, 8])
+        await ours.load(producer.offer("null in front", [[3, 9, 4, 1], [0, 2, 5]], 15), 12, full=[10], window=[6, 8])
         assert producer.died is None
 
 

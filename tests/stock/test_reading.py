@@ -147,7 +147,7 @@ async def test_a_load_that_is_to_be_verified_asks_nothing_else(producer: StockPr
 async def test_of_a_cached_prefix_the_end_is_read_and_what_is_not_read_is_given_back(
     producer: StockProducer, ours: Reader
 ) -> None:
-    report = await ours.load(producer.offer("end", [3, 9, 4], 3 * TOKENS), [7])
+    report = await ours.load(producer.offer("end", [3, 9, 4], 3 * TOKENS), [7], cached_tokens=2 * TOKENS)
     assert report.blocks == 1
     ours.assert_holds([7], [4])
     assert (await ours.load(producer.offer("hit", [3], TOKENS), [])).notified

@@ -127,6 +127,8 @@ class HandOver:
     merged: tuple[bool, bool] = (False, False)
     """Whether the producer, and the consumer, hold all layers in one group, for which every token is kept: the parts
     have one table of blocks then, and windows are only the other side's."""
+    cached_tokens: int = 0
+    """Tokens in front of the consumer's blocks, in groups that hold the prompt from its first token on."""
     named: tuple[int, ...] = ()
     """The producer's ranks whose tickets are merged, in this order; none means all."""
     fixed_ports: bool = False
@@ -170,7 +172,9 @@ def one_part(
     producer: Engine, consumer: Engine, *, offered: tuple[int, ...], wanted: tuple[int, ...], **more: Any
 ) -> HandOver:
     """Between engines whose layers are all alike: `offered` blocks of the producer go to `wanted` ones."""
-    return HandOver(parts=(Part(producer=producer, consumer=consumer, offered=offered, wanted=wanted),), **more)
+    part = Part(producer=producer, consumer=consumer, offered=offered, wanted=wanted)
+    cached = part.tokens(more["num_tokens"]).start if wanted else 0
+    return HandOver(parts=(part,), cached_tokens=cached, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,7 @@ async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> Non
         )
         if every_rank:
             (offer,) = await consumers[0].runtime.seek_prefix(replace(request, every_rank=True))
-            load = LoadRequest("request", offer.ticket, case.request_ids(1))
+            load = LoadRequest("request", offer.ticket, case.request_ids(1), cached_tokens=request.cached_tokens)
             loads = await asyncio.gather(*(rank.runtime.load_blocks(load) for rank in consumers))
             reports = [one.tokens for one in loads]
         else:
@@ -429,7 +433,15 @@ async def _load(
 ) -> list[LoadReport]:
     """Every rank's report, in the order of the ranks."""
     verify = case.verified or None
-    request = LoadRequest("request", ticket_of(case, leases), case.request_ids(1), verify=verify)
+    windowed = any(part.attention.window is not None for part in case.parts)
+    request = LoadRequest(
+        "request",
+        ticket_of(case, leases),
+        case.request_ids(1),
+        verify=verify,
+        cached_tokens=case.cached_tokens,
+        num_tokens=leases[0].ticket.offered_tokens if windowed else None,
+    )
     if case.arrival is Arrival.TOGETHER:
         loads = [rank.runtime.start_load(request) for rank in consumers]
         if compute is not None:

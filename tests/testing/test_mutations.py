@@ -23,7 +23,7 @@ from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferSta
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
 from kvflow.runtime.incarnation import Incarnation
-from kvflow.runtime.load import plan, verifying
+from kvflow.runtime.load import plan, verifying, whole
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Poller
 from kvflow.runtime.load.growing import GrowingLoads
@@ -283,6 +283,11 @@ def read_the_wrong_end_of_windows(real: Any, *given: Any, whole: bool, **named: 
     """The offered blocks of a window are taken for those of the prompt's beginning."""
     found = real(*given, whole=whole, **named)
     return tuple(some if whole else replace(some, remote_ids=some.remote_ids * 0) for some in found)
+
+
+@instead_of(whole, "check_offered", "I2", 1000)
+def count_cached_blocks_from_the_end(*_: Any) -> None:
+    """Local blocks are filled with the end of the offer, whatever place the request says."""
 
 
 @instead_of(plan, "match_chunks", "I2", 6)

@@ -223,7 +223,7 @@ def match_chunks(
     whole: bool = True,
     what: str = "load",
 ) -> tuple[Chunks, ...]:
-    """Chunks that fill `local_ids`, the last of our blocks that the offered tokens take; the rest are cached already.
+    """Chunks that fill `local_ids`, the last of our blocks that the offered tokens take, as `room` has checked.
 
     `offered` blocks hold the prompt from its first token on, `num_tokens` says how far; those of a window (not
     `whole`) hold the prompt's end up to there. One block size divides the other. Tokens before `needed_from` are read
@@ -323,16 +323,16 @@ def alike(block_map: BlockMap) -> RegionMap | None:
 
 
 def match_few(
-    local_ids: BlockIds, offered: Sequence[int], block_tokens: int, num_tokens: int
+    local_ids: BlockIds, offered: Sequence[int], block_tokens: int, cached_tokens: int, num_tokens: int
 ) -> list[tuple[int, int]] | None:
-    """(their block, ours) for the last of the offered blocks that the tokens fill, in the order of their memory.
+    """Return (their block, ours) for the offered blocks from token `cached_tokens` on, in the order of their memory.
 
-    None where that is for `match_chunks` to say: the last block is not full, or ours are too many.
+    None where that is for `match_chunks` to say: the last block is not full, or ours are more or fewer.
     """
     tokens = min(num_tokens, len(offered) * block_tokens)
     last = tokens // block_tokens
     first = last - len(local_ids)
-    if tokens % block_tokens or first < 0:
+    if tokens % block_tokens or first * block_tokens != cached_tokens:
         return None
     return sorted(zip(offered[first:last], local_ids.tolist(), strict=True))
 

@@ -231,10 +231,14 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         return True
 
     @property
+    def has_blocks(self) -> bool:
+        """True if there is something to read, now or later."""
+        return any(self.block_tables) or self.awaited or self.extends
+
+    @property
     def offers_nothing(self) -> bool:
         """True if its leases ended when they were made: there is nothing to read, and nothing will be told."""
-        to_come = self.awaited or self.extends or any(rank.payload for rank in self.ranks)
-        return not any(self.block_tables) and not to_come
+        return not self.has_blocks and not any(rank.payload for rank in self.ranks)
 
     @cached_property
     def block_counts(self) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ def checked_load_request(request: object, block_ids_max: int) -> LoadRequest:
         plain_ids = len(request.block_ids) <= block_ids_max
         usual = request.deadline_s is None and request.after is None and request.priority is _USUAL_PRIORITY
         usual = usual and request.keep_offer is False and request.again is None
+        usual = usual and type(request.cached_tokens) is int and request.cached_tokens >= 0
         if plain_id and plain_ids and usual and request.verify is None and request.num_tokens is None:
             return request  # in few steps
     by_name: dict[str, checks.Check] = {"block_ids": partial(counted_block_ids, most=block_ids_max), **_RULES}
@@ -62,6 +63,7 @@ _RULES: Mapping[str, checks.Check] = {
     "keep_offer": checks.flag,
     "again": _checked_again,
     "again_max": partial(checks.whole, least=0),
+    "cached_tokens": partial(checks.whole, least=0),
 }
 
 

@@ -11,10 +11,10 @@ from functools import partial
 from kvflow.checks import count
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.plan.room import check_end, check_room
+from kvflow.core.plan.room import check_place, check_room
 from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import COMPUTE, PromptMismatch
+from kvflow.errors import COMPUTE, PromptMismatch, RequestError
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
@@ -26,7 +26,7 @@ class Meeting:
 
     def __init__(self, local: LocalRank, meet: Meet, remote_leases: RemoteLeases, carry: Carry) -> None:
         self._local = local
-        self._groups = local.groups
+        self.groups = local.groups
         self._meet = meet
         self._remote_leases = remote_leases
         self._carry = carry
@@ -41,7 +41,7 @@ class Meeting:
         work.ticket = await self._meet(work.ticket, found, partial(work.compute, lambda: "its lease is not opened yet"))
         if work.phase == COMPUTE:
             work.enter("handshake")
-        check_met(self._groups, load.request, work.ticket, work.tables)
+        check_met(self.groups, load.request, work.ticket, work.tables)
         return await self._carry(load, work)
 
     def then(self, carry: Carry) -> Carry:
@@ -54,28 +54,51 @@ def check_expected(
 ) -> None:
     """Compare a request with its offer, as far as that is known.
 
-    PromptMismatch; RequestError if there are more blocks than the tokens fill.
+    PromptMismatch if the offer is of another prompt or number of tokens; RequestError if the local blocks are not for
+    just the offered tokens, or go beyond the prompt.
     """
-    what, tokens = f"request {request.request_id!r}", ticket.offered_tokens
+    what = f"request {request.request_id!r}"
     if not ticket.awaited:
         _check_offer(ticket, request)
-        if tokens:
-            check_room(groups, tables, tokens, what, f"the {tokens} tokens that {_whose(ticket)} offers")
+        check_offered(groups, request, ticket, tables)
     elif request.prompt is not None:
         tokens = count(request.prompt, f"{what}: prompt")
-        check_room(groups, tables, tokens, what, f"the {tokens} tokens of its prompt")
+        check_room(groups, tables, request.cached_tokens, tokens, what, f"the {tokens} tokens of its prompt")
 
 
 def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
-    """Compare a request with an offer that was waited for: as `check_expected`, and its end.
+    """Compare a request with an offer that was waited for: as `check_expected`.
 
-    PromptMismatch if the local blocks end in the middle of the prompt.
+    PromptMismatch if the local blocks were made for the prompt, and the offer ends before them or beyond.
     """
     if request.prompt is not None or request.num_tokens is not None:
-        check_expected(groups, request, ticket, tables)
-    if request.prompt is not None and request.num_tokens is None and not ticket.offers_nothing:
-        sizes, what = (len(request.prompt), ticket.offered_tokens), f"request {request.request_id!r}"
-        check_end(groups, tables, *sizes, what, _whose(ticket))
+        _check_offer(ticket, request)
+        check_offered(groups, request, ticket, tables, RequestError if request.prompt is None else PromptMismatch)
+
+
+def check_offered(
+    groups: Sequence[GroupFacts],
+    request: LoadRequest,
+    ticket: Ticket,
+    tables: Sequence[BlockIds],
+    kind: type[RequestError] = RequestError,
+) -> None:
+    """Raise `kind` unless the local blocks are for just the tokens that a known offer has; see `core.plan.room`."""
+    if not ticket.has_blocks:
+        return  # nothing is read
+    told = request.num_tokens
+    if told is None and request.prompt is not None:
+        told = len(request.prompt)
+    check_place(
+        groups,
+        tables,
+        request.cached_tokens,
+        ticket.offered_tokens,
+        told=told,
+        what=f"request {request.request_id!r}",
+        whose=_whose(ticket),
+        kind=kind,
+    )
 
 
 def _check_offer(ticket: Ticket, request: LoadRequest) -> None:

@@ -28,9 +28,12 @@ Again: TypeAlias = Callable[[Sequence[Attempt]], Awaitable[GivenTicket | None]]
 class LoadRequest:
     """Fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
 
-    With fewer local than offered blocks (a prefix was cached), the tail of the offer is read; with none (all was
-    cached), nothing is read and the producer is told at once. For a cache of several groups they are a list for each,
-    in order, or by the groups' names, where one that is missing has nothing to load.
+    `block_ids` begin with the block of token `cached_tokens` and end with that of the last offered token
+    (`Ticket.offered_tokens`). RequestError with both numbers if they do not. With no blocks (all was cached) nothing is
+    read and the producer is told at once; an offer without blocks reads nothing either, and `LoadReport.tokens` is 0.
+
+    For a cache of several groups `block_ids` are a list for each, in order, or by the groups' names. A window's blocks
+    end with that of the last offered token; a state's slot is of that token; either may be left out.
 
     `ticket` is a Ticket or its dict; or several of one prompt, the best first: the load reads from the next one if its
     source fails, has ended, or is late. `deadline_s` covers every phase and defaults to Config.load_deadline_s. Where
@@ -53,7 +56,8 @@ class LoadRequest:
     False never compares, None leaves it to Config.verify_share."""
     num_tokens: int | None = None
     """Tokens that the offer has to be of, for callers that have made room before they could know, as for a
-    rendezvous: PromptMismatch if it is of more or fewer, before anything is read."""
+    rendezvous: PromptMismatch if it is of more or fewer, before anything is read. Required for a window whose blocks
+    are smaller than those of all groups without one, unless `prompt` has as many tokens."""
     keep_offer: bool = False
     """True if the producer is not told at the end, since other requests are to read the same: `Runtime.release_blocks`
     tells it, and `Runtime.keep_leases` keeps the blocks until then."""
@@ -62,6 +66,9 @@ class LoadRequest:
     None. It is given what came of the sources so far. What it raises ends the load."""
     again_max: int = 2
     """Times that `again` is awaited at most."""
+    cached_tokens: int = 0
+    """Tokens of the prompt in front of `block_ids`, which are in the local cache already: full blocks. A group with
+    larger blocks begins with the block that holds token `cached_tokens`."""
 
 
 class Verification(enum.StrEnum):

@@ -40,7 +40,7 @@ from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work
-from kvflow.runtime.load.meeting import Meeting
+from kvflow.runtime.load.meeting import Meeting, check_expected
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import Reaching
 from kvflow.runtime.records import LOADED, Attempt
@@ -75,6 +75,7 @@ class Surviving:
         self.handshake_timeout_s = context.config.handshake_timeout_s
         self.clock = context.clock
         self.meeting = meeting
+        self.groups = meeting.groups
         self.reach = reach
         self.remote_leases = remote_leases
         self.ledger = gear.ledger
@@ -157,7 +158,7 @@ class _Course:
         error: KVFlowError | None = None
         self._look_later()
         try:
-            carry = surviving.meeting.then(self._met) if work.ticket.awaited else surviving.whole
+            carry = surviving.meeting.then(self._known) if work.ticket.awaited else self._known
             report = await carry(self._load, work)
         except asyncio.CancelledError:
             if not self._was_late():
@@ -182,8 +183,8 @@ class _Course:
         self._waiting.remove(ticket)
         return ticket
 
-    async def _met(self, load: Load, work: Work) -> LoadReport:
-        """Go on with the offer of a rendezvous. PromptMismatch if its prompt is not that of the first ticket."""
+    async def _known(self, load: Load, work: Work) -> LoadReport:
+        """Read an offer that is known by now. PromptMismatch if its prompt is not that of the first offer."""
         check_alike(self._first, work.ticket, f"request {load.request_id!r}")
         if self._first.awaited:
             self._first = work.ticket
@@ -234,6 +235,7 @@ class _Course:
             raise RequestError(f"{what}: again: {problem}") from problem
         self._brought.append(ticket)
         check_alike(self._first, ticket, what)
+        check_expected(surviving.groups, request, ticket, self._work.tables)
         self._waiting.append(ticket)
 
     def _note(self, outcome: str, error: str = "") -> None:

@@ -26,6 +26,7 @@ from kvflow.runtime.load.gear import TURN_S, Gate, Gear
 from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.meeting import check_offered
 from kvflow.runtime.load.news import LeaseOver
 from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.reads import CopyFailed, Read
@@ -63,14 +64,14 @@ class Whole:
         self.gate = Gate(gear.poller)
         self._growing = GrowingLoads(context, local, reach, route)
         self.verifying = Verifying(Verifier(config, local, reach, gear.digests, context.token_hex))
-        self._few_max = 0 if config.verify_share else FEW
-        """Blocks of a load that `_few` may plan: not of one that may be compared."""
+        self._few_max = FEW if not config.verify_share and local.groups[0].whole else 0
+        """Blocks of a load that `_few` may plan: not of one that may be compared, and not of a window."""
         self._slice_max = (limits.slice_bytes_max, limits.slice_descriptors_max)
 
     async def carry(self, load: Load, work: Work) -> LoadReport:
         """Carry a load from its ticket to its report. Whatever it raises, its flight has stopped, or is quarantined."""
         ticket, request = work.ticket, load.request
-        if not len(work.entries) or not (ticket.block_ids or not ticket.offers_nothing):
+        if not len(work.entries) or not (ticket.block_ids or ticket.has_blocks):
             return await self._empty(load, work)
         keep = partial(self._remote_leases.keep, load, ticket.ttl_s)
         sources = self._reach.reach_at_once(ticket, keep)
@@ -102,14 +103,16 @@ class Whole:
 
     def _plan(self, load: Load, work: Work, sources: Sequence[Source]) -> Plan:
         """Plan which blocks go where. RequestError if theirs and ours do not go together."""
-        plan = self._few(work, sources[0]) if len(sources) == 1 and not load.request.verify else None
+        request = load.request
+        plan = self._few(work, sources[0], request.cached_tokens) if len(sources) == 1 and not request.verify else None
         if plan is None:
+            check_offered(self._groups, request, work.ticket, work.tables)
             plan = planned(f"request {load.request_id!r}", work.ticket, work.tables, self._groups, sources)
         work.sources, work.tokens = plan.sources, plan.tokens
         work.freshness = plan.sources[0].proof.kind if plan.sources else ""
         return plan
 
-    def _few(self, work: Work, source: Source) -> Plan | None:
+    def _few(self, work: Work, source: Source, cached_tokens: int) -> Plan | None:
         """Plan of a load of a few whole blocks from one rank, in one slice; None if the load is any other."""
         connection, lease, ticket, count = source.connection, source.lease, work.ticket, len(work.entries)
         pairs = connection.alike
@@ -121,7 +124,7 @@ class Whole:
         given = ticket.block_ids if lease.block_ids is None else lease.block_ids
         what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
         check_block_ids(given, num_blocks=connection.num_blocks[0], what=what)
-        blocks = match_few(work.tables[0], given, pairs.tokens, ticket.num_tokens)
+        blocks = match_few(work.tables[0], given, pairs.tokens, cached_tokens, ticket.num_tokens)
         return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
 
     def _read(self, load: Load, work: Work, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:

@@ -132,7 +132,7 @@ class Prefixes:
                 if self._pays(pull, one):
                     tokens = one.offer.num_tokens
                     tables = _filled(self._groups, pull.tables, pull.request.cached_tokens, tokens)
-                    report = await self._taken(pull, one, self._start(pull, one.offer.ticket, tables))
+                    report = await self._taken(pull, one, self._start(pull, one.offer.ticket, tables, tokens=tokens))
                     if report is not None:
                         pull.there = tokens
                         return [report]
@@ -146,7 +146,7 @@ class Prefixes:
             heads, tails = _divided(self._groups, tables, cached, best.offer.num_tokens)
             if any(map(len, heads)) and any(map(len, tails)):
                 return await self._pull_side_by_side(pull, best, heads, tails)
-        load = self._start_rest(pull, pull.tables, keep_offer=False)
+        load = self._start_rest(pull, pull.tables, pull.request.cached_tokens, keep_offer=False)
         report = await load
         pull.there = _offered(load)
         return [report]
@@ -154,7 +154,7 @@ class Prefixes:
     async def _pull_side_by_side(
         self, pull: _Pull, best: Holder, heads: Sequence[BlockIds], tails: Sequence[BlockIds]
     ) -> list[LoadReport]:
-        rest = self._start_rest(pull, tails)
+        rest = self._start_rest(pull, tails, best.offer.num_tokens)
         loads = [rest]
         try:
             prefix = self._start(pull, best.offer.ticket, heads, "/prefix")
@@ -164,7 +164,7 @@ class Prefixes:
             if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
                 if pull.left_s() <= 0:
                     await prefix  # raises why it failed: the time to read its blocks from elsewhere is over
-                rest = self._start_rest(pull, pull.tables)
+                rest = self._start_rest(pull, pull.tables, pull.request.cached_tokens)
                 loads.append(rest)
                 end = await rest
         except BaseException as error:
@@ -179,21 +179,41 @@ class Prefixes:
         self._means.release_soon(pull.request.rest)
         return [end] if report is None else [report, end]
 
-    def _start(self, pull: _Pull, ticket: Any, tables: Sequence[BlockIds], part: str = "", **more: Any) -> Load:
+    def _start(
+        self,
+        pull: _Pull,
+        ticket: Any,
+        tables: Sequence[BlockIds],
+        part: str = "",
+        *,
+        cached_tokens: int | None = None,
+        tokens: int | None = None,
+        keep_offer: bool = False,
+    ) -> Load:
+        """Start a load into `tables`, which begin at token `cached_tokens` (the request's, if None)."""
+        request = pull.request
         return self._means.start(
             LoadRequest(
-                request_id=pull.request.request_id + part,
+                request_id=request.request_id + part,
                 ticket=ticket,
                 block_ids=_given(tables),
                 deadline_s=max(pull.left_s(), 1e-6),  # a moment at least, in which it finds out that it is over
-                priority=pull.request.priority,
-                after=pull.request.after,
-                **more,
+                priority=request.priority,
+                after=request.after,
+                prompt=request.prompt,
+                num_tokens=tokens,
+                keep_offer=keep_offer,
+                cached_tokens=request.cached_tokens if cached_tokens is None else cached_tokens,
             )
         )
 
-    def _start_rest(self, pull: _Pull, tables: Sequence[BlockIds], *, keep_offer: bool = True) -> Load:
-        return self._start(pull, pull.request.rest, tables, prompt=pull.request.prompt, keep_offer=keep_offer)
+    def _start_rest(
+        self, pull: _Pull, tables: Sequence[BlockIds], cached_tokens: int, *, keep_offer: bool = True
+    ) -> Load:
+        rest = pull.request.rest
+        assert isinstance(rest, Ticket), "it was parsed"
+        tokens = rest.offered_tokens if rest.has_blocks and not rest.awaited else None  # the blocks are for this ticket
+        return self._start(pull, rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
     async def _taken(self, pull: _Pull, one: Holder, load: Load) -> LoadReport | None:
         """Await a load from a holder. None if it fails and its blocks are safe, to be filled from elsewhere."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ChecksumMismatch, KVFlowError, PrefillFailed, RuntimeBroken
+from kvflow.errors import ChecksumMismatch, KVFlowError, PrefillFailed, RequestError, RuntimeBroken
 from kvflow.runtime.load.load import Load as Handle
 from kvflow.runtime.load.requests import Again, LoadReport, LoadRequest, Verification
 from kvflow.runtime.records import Attempt
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvflow.testing.simulator.simulation import Simulation
 
 _FOLLOWED_EVERY = 4  # loads, by number: one whose progress somebody wants to know
+_MISPLACED_EVERY = 5  # loads, by number: one whose engine first says the wrong place of its blocks
 _SLOW_SHARE = 0.2  # of tickets that are asked for when no source is left: a prompt is computed once more
 
 
@@ -30,12 +31,13 @@ async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPla
     """Load an offered prompt, check what came, and use the blocks for a while."""
     if not engine.running:
         return
-    tables = engine.take_blocks(offer.tokens, min(plan.cached_blocks * engine.shape.block_size, offer.tokens))
+    cached_tokens = min(plan.cached_blocks * engine.shape.block_size, offer.tokens)
+    tables = engine.take_blocks(offer.tokens, cached_tokens)
     if tables is None:
         engine.simulation.count("load: no room")
         return
     naps = engine.naps
-    load = SimLoad(offer, engine, tables, others=plan.more)
+    load = SimLoad(offer, engine, tables, cached_tokens, others=plan.more)
     engine.own(load)
     engine.loads[load] = None
     engine.note("loads", offer.request_id, repr(offer.engine), load.block_ids)
@@ -97,6 +99,8 @@ async def _load_on_all_ranks(load: SimLoad, ticket: Ticket, plan: LoadPlan) -> l
         deadline_s=plan.deadline_s,
         priority=priority,
         verify=True if engine.simulation.settings.model.verifies and load.offer.number % 3 == 0 else None,
+        num_tokens=load.offer.tokens if any(load.tables) else None,
+        cached_tokens=load.cached_tokens,
     )
     bodies = [_load_on(rank, load, replace(request, after=load.device[rank.index])) for rank in engine.ranks]
     return await engine.carry_out(load, bodies, plan.cancel_after_s)
@@ -127,6 +131,8 @@ async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending
     mine = RankLoad(load)
     LOAD.set(mine)
     try:
+        if load.offer.number % _MISPLACED_EVERY == 0 and rank is engine.ranks[0] and load.tables[0]:
+            await _misplaced(rank, load, request)
         with engine.bounded(request.request_id, engine.load_bound_s(request.deadline_s)):
             if load.offer.number % _FOLLOWED_EVERY:
                 report = await rank.runtime.load_blocks(request)
@@ -163,6 +169,22 @@ async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending
             f"given back at {given_back_s:.6f} s",
         )
     return report
+
+
+async def _misplaced(rank: SimRank, load: SimLoad, request: LoadRequest) -> None:
+    """Load into the same blocks as an engine that counts one cached block too many: that is refused."""
+    engine = load.engine
+    cached = request.cached_tokens + engine.shape.block_size
+    wrong = replace(request, cached_tokens=cached, num_tokens=None, again=None, verify=None, keep_offer=True)
+    try:
+        with engine.bounded(request.request_id, engine.load_bound_s(request.deadline_s)):
+            report = await rank.runtime.load_blocks(wrong)
+    except RequestError as error:
+        engine.simulation.count(f"load: misplaced, {type(error).__name__}")
+    except KVFlowError:
+        pass  # the load that follows is judged for it
+    else:
+        engine.fail("I2", f"{request.request_id}: blocks from {cached} on are reported as filled with what is {report}")
 
 
 async def _follow(rank: SimRank, mine: RankLoad, load: SimLoad, handle: Handle) -> LoadReport:

@@ -152,6 +152,8 @@ async def _load_on(offer: PrefixOffer, rank: SimRank, pull: SimPull) -> Ending:
         given_block_ids(pull.tables),
         deadline_s=plan.deadline_s,
         after=pull.device[rank.index],
+        num_tokens=offer.num_tokens,
+        cached_tokens=plan.cached_tokens,
     )
     LOAD.set(RankLoad(pull))
     try:

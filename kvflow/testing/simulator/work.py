@@ -129,6 +129,7 @@ class SimLoad:
     engine: SimEngine
     tables: list[list[int]]
     """Block ids by group: the prompt's last blocks, where the first are cached."""
+    cached_tokens: int
     cancelled: bool = False
     corrupt: bool = False
     """True if a rank had a byte flipped in a load that it had not asked to verify."""

@@ -46,7 +46,7 @@ def both_plans(load: Load, block_map: BlockMap, head: Piece | None) -> bool:
     if pairs is None or not load.local_ids:
         return False
     tokens = block_map.local.block.tokens
-    blocks = match_few(array(load.local_ids), load.remote_ids, tokens, load.tokens)
+    blocks = match_few(array(load.local_ids), load.remote_ids, tokens, load.first_block * tokens, load.tokens)
     if blocks is None:
         return False
     found = read_few(pairs, blocks, head)
@@ -92,9 +92,11 @@ def test_it_applies_where_it_is_meant_for() -> None:
 
 
 def test_what_it_does_not_say() -> None:
-    """A tail, more blocks than tokens, and blocks of two sizes are for the general steps."""
-    assert match_few(array([1]), [4, 5], 4, 7) is None
-    assert match_few(array([1, 2, 3]), [4, 5], 4, 8) is None
-    assert match_few(array([1]), [4, 5], 4, 8) == [(5, 1)]
+    """A tail, more or fewer blocks than tokens, and blocks of two sizes are for the general steps."""
+    assert match_few(array([1]), [4, 5], 4, 4, 7) is None
+    assert match_few(array([1, 2, 3]), [4, 5], 4, 0, 8) is None
+    assert match_few(array([1]), [4, 5], 4, 0, 8) is None
+    assert match_few(array([1]), [4, 5], 4, 2, 8) is None
+    assert match_few(array([1]), [4, 5], 4, 4, 8) == [(5, 1)]
     small, large = (regions_of(Cache(replace(RECIPE, tokens=size))) for size in (2, 4))
     assert alike(pair_whole(small, large)) is None
