@@ -398,8 +398,9 @@ CACHES, LAYOUT = small_cache(layers=1)
 ENGINE = {"config": Config(engine_id="e", transport="inproc", listen="tcp://127.0.0.1:0")}
 INFER = {"order": "HND", "block_size": 4, "style": None, "layer_indices": None, "kv_format": "plain"}
 BACKEND = {"backend": "FLASH_ATTN", "block_size": 4, "engine_version": "0.11", "num_kv_heads": 2}
+AWAITED = Ticket.rendezvous(TICKET, "declined")
 VERBS: dict[str, dict[str, Any]] = {
-    "decline": {"request_id": "declined", "reason": ""},
+    "decline": {"request_id": "declined", "reason": "", "at": AWAITED, "instead": AWAITED},
     "drain": {"deadline_s": 1.0},
     "forget_peer": {"engine_id": "e", "address": None},
     "is_stored": {"key": "prompt"},

@@ -210,12 +210,21 @@ class Runtime:
         """
 
     @_verb()
-    def decline(self, request_id: str, reason: str = "") -> None:
+    def decline(
+        self,
+        request_id: str,
+        reason: str = "",
+        *,
+        at: Ticket | Mapping[str, Any] | None = None,
+        instead: Ticket | Mapping[str, Any] | None = None,
+    ) -> None:
         """Tell readers that a request will not be served: see `kvflow.Runtime.decline`.
 
         Args:
             request_id: the one that the rendezvous names.
             reason: what readers are told.
+            at: the rendezvous of readers that wait at another engine.
+            instead: with `at`, a rendezvous of the same request with this engine.
 
         Raises:
             RequestError: as `kvflow.Runtime.decline` has it.

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvflow.connector.offers import OfferEnded, Offers, decline
+from kvflow.connector.offers import OfferEnded, Offers, decline, send_on
 from kvflow.connector.parameters import name_of
 from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
 from kvflow.connector.shelf import PagedShelf
@@ -103,6 +103,9 @@ class Courier:
             self.offers.withdraw(request_id)
         for declined in step.decline:
             decline(runtime, declined.serve_id, declined.reason)
+        if (runtime.config.tp_rank, runtime.config.pp_rank) == (0, 0):  # one rank tells for all
+            for sent_on in step.send_on:
+                send_on(runtime, sent_on)
         for receive in step.receive:
             self._receive(runtime, receive, after)
         for request_id in step.abandon:

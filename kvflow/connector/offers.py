@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
-from kvflow.connector.step import Grow, Save, Step
+from kvflow.connector.step import Grow, Save, SendOn, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.prompts import with_marks
@@ -165,6 +165,15 @@ class Offers:
             self._tell(OfferEnded(offer.request_id, offer.outcome, offer.sent))
             if current:
                 del self._open[offer.request_id]
+
+
+def send_on(runtime: Runtime, sent_on: SendOn) -> None:
+    """Send readers on that wait for a prompt at another engine."""
+    name = sent_on.awaited.request_id
+    try:
+        runtime.decline(name, sent_on.reason, at=sent_on.awaited, instead=sent_on.instead)
+    except KVFlowError as error:  # such as a runtime that is about to close
+        logger.warning("request %s: its readers are not sent on: %s", name, error)
 
 
 def decline(runtime: Runtime, serve_id: str, reason: str) -> None:

@@ -14,7 +14,7 @@ from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 __all__ = ["OWN_DIALECT", "Dialect", "params_of_several", "producer_params"]
 
-_RENDEZVOUS, _OTHERS = "rendezvous", "others"
+_RENDEZVOUS, _AWAITED, _OTHERS = "rendezvous", "awaited", "others"
 _OTHERS_MAX = 15
 _NAME_CHARS_MAX = 200
 
@@ -42,8 +42,8 @@ def producer_params(rendezvous: Ticket) -> dict[str, Any]:
     ticket = checks.instance(rendezvous, Ticket, "producer_params")
     if not ticket.awaited:
         raise RequestError("producer_params: expected a ticket by Ticket.rendezvous, got one of blocks that are there")
-    name = {_RENDEZVOUS: ticket.request_id}
-    return {"do_remote_decode": True, "do_remote_prefill": False, "kvflow": name}
+    named = {_RENDEZVOUS: ticket.request_id, _AWAITED: ticket.to_params()}
+    return {"do_remote_decode": True, "do_remote_prefill": False, "kvflow": named}
 
 
 def rendezvous_in(params: Mapping[str, Any]) -> str | None:
@@ -51,6 +51,21 @@ def rendezvous_in(params: Mapping[str, Any]) -> str | None:
     extra = params.get("kvflow")
     given = extra.get(_RENDEZVOUS) if isinstance(extra, Mapping) else None
     return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
+
+
+def awaited_in(params: Mapping[str, Any]) -> Ticket | None:
+    """The rendezvous by which the readers of a prompt that is to flow wait; None if the router has not told.
+
+    RequestError if it is not one of that prompt.
+    """
+    extra = params.get("kvflow")
+    given = extra.get(_AWAITED) if isinstance(extra, Mapping) else None
+    if given is None:
+        return None
+    ticket = Ticket.from_params(checks.mapping(given, f"ticket: {_AWAITED}"))
+    if not ticket.awaited or ticket.request_id != rendezvous_in(params):
+        raise RequestError(f"ticket: {_AWAITED}: expected a rendezvous of the name that is given beside it")
+    return ticket
 
 
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

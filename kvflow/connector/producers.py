@@ -19,13 +19,19 @@ import msgspec
 
 from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Scheduled, TablesOf
 from kvflow.connector.paged_groups import PagedGroups
-from kvflow.connector.parameters import Dialect, name_of, rendezvous_in
+from kvflow.connector.parameters import Dialect, awaited_in, name_of, rendezvous_in
 from kvflow.connector.scheduling_config import SchedulingConfig
-from kvflow.connector.step import Decline, Grow, Save, Send, Step
+from kvflow.connector.step import Decline, Grow, Save, Send, SendOn, Step
 from kvflow.core.plan.descriptors import given_block_ids
+from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import PRODUCER_TABLE, ProducerEvent, ProducerState, fire, knows, request_blocks_held
 from kvflow.core.protocol.prompts import marks_of, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.logs import logger_of
+
+logger = logger_of(__name__)
+
+_WARNED_MAX = 1 << 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class ProducerBook:
         self._introduction: Ticket | None = None
         """The ranks' ticket of nothing, which every offer is made from; without it nothing is offered."""
         self._requests: dict[str, _Producer] = {}
+        self._warned = Latest[tuple[str, str], None](_WARNED_MAX)
+        """Engines that readers have waited at in vain, by id and address."""
         self._next = Step()
 
     def __len__(self) -> int:
@@ -76,12 +84,33 @@ class ProducerBook:
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         """Take a request whose parameters ask for an offer of its prompt."""
+        awaited = awaited_in(params)
         self._requests[request.request_id] = _Producer(
             request_id=request.request_id,
             num_prompt_tokens=max(request.num_prompt_tokens - self._config.withhold_last_token, 0),
             prompt=request.prompt_token_ids,
             serve_id=rendezvous_in(params),
         )
+        if awaited is not None and self._introduction is not None:
+            self._send_on(request.request_id, awaited, self._introduction)
+
+    def _send_on(self, request_id: str, awaited: Ticket, ours: Ticket) -> None:
+        """Send the readers of a prompt on to here, if they wait at another engine, such as another DP rank."""
+        places = ({rank.address for rank in one.ranks} for one in (awaited, ours))
+        if (awaited.engine_id, awaited.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
+            return
+        here, there = (f"{one.engine_id!r} (dp_rank {one.dp_rank}) at {one.address}" for one in (ours, awaited))
+        reason = f"its prompt has come to {here}, not to {there}"
+        if (awaited.engine_id, awaited.address) not in self._warned:
+            self._warned[awaited.engine_id, awaited.address] = None
+            logger.warning(
+                "request %s: %s, where its router has its reader wait: readers are sent on, for a question more. "
+                "Have the router send prompts to the engine and DP rank that it names (said once of each engine)",
+                request_id,
+                reason,
+            )
+        instead = Ticket.rendezvous(ours, awaited.request_id, ttl_s=awaited.ttl_s)
+        self._next.send_on.append(SendOn(reason=reason, awaited=awaited, instead=instead))
 
     def build_step(self, scheduled: Iterable[Scheduled], preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """A step with what its workers have to do for producers; see `ConnectorScheduler.build_step`."""

@@ -81,6 +81,16 @@ class Decline(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class SendOn(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell the engine that a prompt's readers wait at that the prompt has come here, and where they find it."""
+
+    reason: str
+    awaited: Ticket
+    """The rendezvous of the readers."""
+    instead: Ticket
+    """The same with this engine."""
+
+
 class Send(msgspec.Struct, frozen=True, kw_only=True):
     """Begin the time of a lease whose ticket is out. The engine waits until the request is reported as sent."""
 
@@ -145,6 +155,7 @@ class Step(msgspec.Struct, kw_only=True):
     """Requests whose leases end although they may be being read: the step's own work begins when no read can succeed
     any more."""
     decline: list[Decline] = []
+    send_on: list[SendOn] = []
     receive: list[Receive] = []
     abandon: list[str] = []
     """Requests whose loads nobody wants any more. Each is reported as received once no byte can land."""

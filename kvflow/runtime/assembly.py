@@ -103,7 +103,8 @@ class RegisteredCache:
         self.own_reach = Reach(context, local, self.peers)
         """Reach of engines of our own make; `reach` may know others."""
         self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
-        meet = Rendezvous(context, local, self.own_reach).meet
+        self.rendezvous = Rendezvous(context, local, self.own_reach, self.peers)
+        meet = self.rendezvous.meet
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling, meet)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
         meeting = Meeting(local, meet, self.remote_leases, self.whole.carry)
@@ -189,6 +190,8 @@ class RegisteredCache:
                     return self.serving.news.answer(request)
                 except codec.WireError as error:
                     return refusal(str(error))
+            case messages.DeclineRequest():
+                return self.serving.news.came_elsewhere(request)
             case messages.ClockRequest():
                 return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
             case messages.Goodbye():

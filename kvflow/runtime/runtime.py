@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvflow import checks
 from kvflow.config import Config
+from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
+from kvflow.errors import ConfigError, KVFlowError, RequestError, RuntimeUnavailable, UsageError
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.errand import seen
@@ -213,23 +214,44 @@ class Runtime:
         """
         return self._require_cache("serve_blocks").serving.serve(request)
 
-    def decline(self, request_id: str, reason: str = "") -> None:
+    def decline(
+        self,
+        request_id: str,
+        reason: str = "",
+        *,
+        at: Ticket | Mapping[str, Any] | None = None,
+        instead: Ticket | Mapping[str, Any] | None = None,
+    ) -> None:
         """Say that a request will not be served, such as one that was rejected or has failed before it was served.
 
         Readers that wait for its offer with a rendezvous (`Ticket.rendezvous`) get PrefillFailed with the reason at
         once, and so do those who come later, for a while. A later `serve_blocks` of the same id takes it back. Legal
         while the runtime drains. An engine of several ranks declines on each.
 
+        A router may have sent the request here while its readers wait at another engine. Then say so `at` that engine:
+        its ranks are told in the background, by one rank of this engine, and nothing is declined here.
+
         Args:
             request_id: the one that the rendezvous names.
             reason: what readers are told.
+            at: the rendezvous of readers that wait at another engine.
+            instead: with `at`, a rendezvous of the same request with this engine: readers go on there.
 
         Raises:
-            RequestError: it is being served, or what was given is no request id or no text.
+            RequestError: it is being served, or what was given is no request id, text or rendezvous of that request.
         """
         cache = self._require_cache("decline", new_work=False)
         wanted = checks.request_id(request_id)
-        cache.serving.decline(wanted, checks.text(reason, f"request {wanted!r}: decline: reason"))
+        what = f"request {wanted!r}: decline"
+        why = checks.text(reason, f"{what}: reason")
+        if at is None:
+            cache.serving.decline(wanted, why)
+            return
+        places = [cache.own_reach.parse_ticket(one) for one in (at, instead) if one is not None]
+        for ticket in places:
+            if not ticket.awaited or ticket.request_id != wanted:
+                raise RequestError(f"{what}: expected a rendezvous of it, got a ticket of {ticket.request_id[:80]!r}")
+        cache.rendezvous.send_on(places[0], why[:REASON_CHARS_MAX], places[1] if instead is not None else None)
 
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Read the blocks that a ticket offers into local blocks; the same as `await start_load(request)`.

@@ -302,6 +302,41 @@ def test_marks_of_a_prompt_that_flows_reach_the_workers() -> None:
         assert prompt_digest("name", with_marks(sent.prompt, sent.marks) or []) == prompt_digest("name", prompt)
 
 
+def test_only_readers_that_wait_elsewhere_are_sent_on() -> None:
+    """An engine is known by its id, its DP rank and an address: two servers may have been given one id."""
+    place = INTRODUCTION.first
+    moved = msgspec.structs.replace(INTRODUCTION, ranks=(msgspec.structs.replace(place, port=place.port + 1),))
+    restarted = msgspec.structs.replace(INTRODUCTION, ranks=(msgspec.structs.replace(place, incarnation="another"),))
+    others = [
+        msgspec.structs.replace(INTRODUCTION, **{name: value}) for name, value in (("engine_id", "e"), ("dp_rank", 3))
+    ]
+    for known, sent_on in (
+        (INTRODUCTION, False),
+        (restarted, False),
+        (moved, True),
+        (others[0], True),
+        (others[1], True),
+    ):
+        connector, rendezvous = scheduler(), Ticket.rendezvous(known, "name", ttl_s=7.0)
+        connector.add(Request("r", 10, producer_params(rendezvous), range(10)))
+        step = step_of(connector, ("r", 4))
+        assert [one.awaited for one in step.send_on] == [rendezvous] * sent_on
+        assert [one.instead for one in step.send_on] == [Ticket.rendezvous(INTRODUCTION, "name", ttl_s=7.0)] * sent_on
+        assert [save.serve_id for save in step.save] == ["name"]
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step) == step
+
+
+@each("awaited", [7, {}, [], Ticket.rendezvous(any_ticket(), "other").to_params(), any_ticket().to_params()])
+def test_who_is_awaited_has_to_be_a_rendezvous_of_the_prompt(awaited: Any) -> None:
+    params = producer_params(Ticket.rendezvous(INTRODUCTION, "name"))
+    with pytest.raises(RequestError):
+        scheduler().add(Request("r", 10, {**params, "kvflow": {**params["kvflow"], "awaited": awaited}}, range(10)))
+    named = {**params, "kvflow": {"rendezvous": "name"}}
+    connector = scheduler()
+    connector.add(Request("r", 10, named, range(10)))
+    assert step_of(connector, ("r", 10)).send_on == []
+
+
 WAIT, ALL, REST, NOTHING = Matched(None, False), Matched(10, True), Matched(2, True), Matched(0, False)
 
 

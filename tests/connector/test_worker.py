@@ -206,6 +206,7 @@ def make(
 class Pair:
     prefill: Engine
     decode: Engine
+    network: InprocNetwork = field(default_factory=InprocNetwork)
 
 
 @contextlib.contextmanager
@@ -222,7 +223,7 @@ def settled_afterwards(*engines: Engine) -> Iterator[Sequence[Engine]]:
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     config, network = replace(CONFIG, **getattr(request, "param", {})), InprocNetwork()
-    both = Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0, config))
+    both = Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0, config), network)
     with settled_afterwards(both.prefill, both.decode):
         yield both
 
@@ -693,6 +694,28 @@ def test_a_decode_leg_without_its_pictures_fails(pair: Pair, flows: bool) -> Non
         pair.decode.scheduler.update_after_alloc("right", [5, 6], 7)
         assert pair.decode.until_loaded("right").tokens == 7
     pair.prefill.until_read()
+
+
+def test_a_prompt_that_has_come_to_another_rank_than_its_reader_waits_at_is_received(
+    pair: Pair, written: Written
+) -> None:
+    """Data parallel, or two servers behind one URL: the reader is sent on, and the log says once what is wrong."""
+    with settled_afterwards(make("sibling", pair.network, 2.0)) as (sibling,):
+        for name in ("one", "two"):
+            rendezvous = Ticket.rendezvous(sibling.worker.introduction(), name)
+            pair.decode.receive(rendezvous.to_params(), [5, 6], request_id=name)
+            pair.decode.step()
+            pair.prefill.scheduler.add(Request(name, 7, producer_params(rendezvous)))
+            pair.prefill.step((name, 4))
+            pair.prefill.step((name, 7))
+            assert pair.decode.until_loaded(name).tokens == 7
+            pair.decode.assert_filled(5, fill=1.0)
+            assert pair.prefill.scheduler.request_finished(name, completed=True).params is not None
+            pair.prefill.until_read(name)
+    lines = [line for line in written.texts if "readers are sent on" in line]
+    assert len(lines) == 1
+    assert "come to 'prefill' (dp_rank 0)" in lines[0]
+    assert "not to 'sibling' (dp_rank 0)" in lines[0]
 
 
 def test_a_prompt_that_cannot_be_offered_is_declined(pair: Pair) -> None:

@@ -122,6 +122,9 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
         messages.NewsRequest(
             reader=READER, target=TARGET, request_id="honest", lease_id="0" * 32, known=(0,), wait_s=rng.random()
         ),
+        messages.DeclineRequest(
+            reader=READER, target=TARGET, request_id=rng.choice(("honest", "x")), reason="no", instead=rng.randbytes(9)
+        ),
         messages.Goodbye(target=TARGET, sender=messages.Target("reader", 0, 0, 0), incarnation="0"),
     ]
 

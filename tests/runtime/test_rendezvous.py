@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,17 @@ from kvflow.runtime.load.load import Load
 from kvflow.runtime.producer import waiting as waiting_questions
 from kvflow.runtime.producer.serving import OpenLease
 from kvflow.runtime.records import LoadRecord
-from kvflow.testing import CacheSize, InprocCluster, InprocPair, ManualClock, assert_quiet, inproc_pair, nixl_pair
+from kvflow.testing import (
+    CacheSize,
+    InprocCluster,
+    InprocPair,
+    ManualClock,
+    TestEngine,
+    assert_quiet,
+    inproc_pair,
+    nixl_pair,
+)
+from kvflow.testing.pair import Pair
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
 from tests.runtime.test_ranks import Engines, engines
 from tests.support.pairs import cache_of, known
@@ -191,6 +203,133 @@ async def test_a_producer_that_declines() -> None:
         for wrong in ("", 7, "x" * 2000):
             with pytest.raises(RequestError):
                 pair.producer.runtime.decline(wrong)  # type: ignore[arg-type]
+        assert_nothing_left(pair)
+
+
+@asynccontextmanager
+async def with_a_sibling(**settings: Any) -> AsyncIterator[tuple[InprocPair, TestEngine]]:
+    """A pair, and another engine that a router takes the pair's producer for."""
+    cluster, config = InprocCluster(), replace(CONFIG, **settings)
+    async with (
+        cluster.engine("sibling", config=config, size=CacheSize()) as sibling,
+        cluster.engine("producer", config=config, size=CacheSize()) as producer,
+        cluster.engine("consumer", config=config, size=CacheSize()) as consumer,
+    ):
+        yield Pair(producer=producer, consumer=consumer), sibling
+
+
+def awaited_at(sibling: TestEngine) -> Ticket:
+    hello = sibling.runtime.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+    return Ticket.rendezvous(hello, SECRET)
+
+
+@each("first", ["reader", "word"])
+@each("grows", [False, True])
+@in_virtual_time
+async def test_readers_are_sent_on_to_the_engine_that_the_prompt_has_come_to(first: str, grows: bool) -> None:
+    """Such as another DP rank of the same server; whoever comes later is sent on, too."""
+    async with with_a_sibling() as (pair, sibling):
+        there, here = awaited_at(sibling), Ticket.from_params(rendezvous(pair))
+        load = start(pair, there.to_params(), prompt=PROMPT) if first == "reader" else None
+        if load is not None:
+            await asyncio.sleep(1.0)
+        pair.producer.runtime.decline(SECRET, "it came to us", at=there, instead=here)
+        await asyncio.sleep(0.1)
+        load = load or start(pair, there.to_params(), prompt=PROMPT)
+        begun_s = asyncio.get_running_loop().time()
+        lease = offer(pair, prompt=PROMPT, computed_tokens=5 if grows else None)
+        if grows:
+            await asyncio.sleep(0.2)
+            lease.advance(16)
+        report = await load
+        assert asyncio.get_running_loop().time() - begun_s < 0.5
+        assert report.tokens == 16
+        assert all("producer" in source for source in report.sources)
+        pair.assert_loaded(TAKEN, BLOCKS)
+        assert await lease is LeaseOutcome.READ
+        with pytest.raises(LeaseExpired):
+            await start(pair, there.to_params())
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_readers_that_nobody_can_send_on_end_at_once() -> None:
+    async with with_a_sibling() as (pair, sibling):
+        there = awaited_at(sibling)
+        load = start(pair, there.to_params())
+        kept = pair.consumer.runtime.keep_leases(there)
+        with kept:
+            await asyncio.sleep(1.0)
+            begun_s = asyncio.get_running_loop().time()
+            pair.producer.runtime.decline(SECRET, "it came to us", at=there)
+            with pytest.raises(PrefillFailed, match=r"from sibling .*: it came to us"):
+                await load
+        assert not await pair.consumer.runtime.release_blocks(there)
+        assert asyncio.get_running_loop().time() - begun_s < 0.5
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_an_engine_that_serves_a_request_sends_nobody_on() -> None:
+    """Whoever knows a name may say so; what the engine itself knows counts."""
+    async with with_a_sibling() as (pair, sibling):
+        there = awaited_at(sibling)
+        blocks = [1, 2, 3, 5]
+        lease = sibling.runtime.serve_blocks(ServeRequest(SECRET, blocks, num_tokens=16))
+        pair.producer.runtime.decline(SECRET, "it came to us", at=there)
+        await asyncio.sleep(0.1)
+        assert (await start(pair, there.to_params())).tokens == 16
+        assert await lease is LeaseOutcome.READ
+        pair.producer.runtime.decline("late", "it came to us", at=Ticket.rendezvous(there, "late"))
+        await asyncio.sleep(0.1)
+        late = sibling.runtime.serve_blocks(ServeRequest("late", blocks, num_tokens=16))
+        assert (await start(pair, Ticket.rendezvous(there, "late").to_params())).tokens == 16
+        assert await late is LeaseOutcome.READ
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_readers_are_sent_on_once() -> None:
+    """Two engines that send readers to each other: neither has the prompt."""
+    async with with_a_sibling() as (pair, sibling):
+        there, here = awaited_at(sibling), Ticket.from_params(rendezvous(pair))
+        pair.producer.runtime.decline(SECRET, "it came to the producer", at=there, instead=here)
+        sibling.runtime.decline(SECRET, "it came to the sibling", at=here, instead=there)
+        await asyncio.sleep(0.1)
+        with pytest.raises(PrefillFailed, match=r"from producer .*: it came to the sibling") as caught:
+            await start(pair, there.to_params())
+        assert type(caught.value) is PrefillFailed
+        assert_nothing_left(pair)
+
+
+@each("instead", [b"junk", b"\x80", b"another"])
+@in_virtual_time
+async def test_readers_are_sent_on_to_nothing_but_their_own_request(instead: bytes) -> None:
+    async with scripted_pair(CONFIG) as (pair, channel):
+        if instead == b"another":
+            instead = msgspec.msgpack.encode(rendezvous(pair, "other"))
+        lease = offer(pair)
+        await pair.consumer.runtime.prewarm([lease.ticket])
+        channel.script.append(messages.Declined(reason="elsewhere", instead=instead))
+        with pytest.raises(ProtocolError, match="it sends readers on to"):
+            await start(pair, rendezvous(pair))
+        lease.revoke()
+
+
+@in_virtual_time
+async def test_what_is_told_of_an_engine_has_to_be_a_rendezvous_of_the_request() -> None:
+    async with with_a_sibling() as (pair, sibling):
+        there, lease = awaited_at(sibling), offer(pair, request_id="another")
+        decline = pair.producer.runtime.decline
+        for wrong in (lease.ticket, Ticket.rendezvous(there, "other"), {}, 7):
+            with pytest.raises(RequestError):
+                decline(SECRET, at=wrong)  # type: ignore[arg-type]
+            with pytest.raises(RequestError):
+                decline(SECRET, at=there, instead=wrong)  # type: ignore[arg-type]
+        await sibling.runtime.aclose()
+        decline(SECRET, at=there)  # nobody is there: that is told to nobody
+        await asyncio.sleep(15.0)
+        await lease.revoke()
         assert_nothing_left(pair)
 
 

@@ -52,6 +52,8 @@ from kvflow.limits import PAYLOAD_BYTES_MAX
 REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
+INSTEAD_BYTES_MAX = 1 << 13
+"""Size of the rendezvous that readers are sent on to; one of more ranks than fit sends nobody on."""
 KEYS_MAX = 1 << 10
 """Keys of a prefix in one question: few enough to be answered in one short turn of the loop."""
 PREFIX_OF = "kvflow-prefix/"
@@ -59,6 +61,7 @@ PREFIX_OF = "kvflow-prefix/"
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
+Instead: TypeAlias = Annotated[bytes, Meta(max_length=INSTEAD_BYTES_MAX)]
 Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
 
 
@@ -174,6 +177,18 @@ class OfferRequest(ReaderRequest, frozen=True, kw_only=True, tag="await_offer"):
 
     request_id: RequestName
     wait_s: Wait
+
+
+class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
+    """Word of another engine that a request, whose readers wait for its offer here, has come to it.
+
+    The request id is the secret that gives access, as for an `OfferRequest`. The answer is an `Ack`.
+    """
+
+    request_id: RequestName
+    reason: Reason
+    instead: Instead = b""
+    """See `Declined`."""
 
 
 class NewsRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_news"):
@@ -298,6 +313,8 @@ class Declined(msgspec.Struct, frozen=True, kw_only=True, tag="declined"):
     """Answer that the rank will not serve the request."""
 
     reason: Reason
+    instead: Instead = b""
+    """Rendezvous (MessagePack of `Ticket.to_params`) at the engine that serves it instead; empty if none does."""
 
 
 class LeaseNews(enum.StrEnum):
@@ -362,7 +379,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
-    """Acknowledgement of a `Goodbye`."""
+    """Acknowledgement of a `Goodbye` or a `DeclineRequest`."""
 
 
 WaitingRequest: TypeAlias = OfferRequest | NewsRequest
@@ -374,6 +391,7 @@ Request: TypeAlias = (
     | ClockRequest
     | DigestRequest
     | Goodbye
+    | DeclineRequest
     | WaitingRequest
     | SeekRequest
     | WhoRequest

@@ -4,28 +4,46 @@ A rendezvous (`Ticket.rendezvous`) names an engine's ranks and a request that th
 that we read from or report to is connected, perhaps while the prompt is still computed, and asked for its offer: one
 rank first and, when it has answered, the others. All have to offer the same. The result is an ordinary ticket with the
 leases of all ranks.
+
+A router may send the prompt to another engine than the one that it has named, such as another data-parallel rank of the
+same server. That engine tells the ranks that are waited at (`send_on`), and they send their readers on, once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable
+from typing import Self, TypeVar
 
 import msgspec
 
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.ticket import Ticket, read_ticket
-from kvflow.errors import LeaseExpired, PeerUnreachable, PrefillFailed, ProtocolError, RequestError
+from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.errors import (
+    KVFlowError,
+    LeaseExpired,
+    LoadError,
+    PeerUnreachable,
+    PrefillFailed,
+    ProtocolError,
+    RequestError,
+    RuntimeUnavailable,
+)
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import LocalRank, Peer, Source, check_parallelism, words
-from kvflow.runtime.peers.reach import Reach
+from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX, Reach
+from kvflow.runtime.peers.table import Peers
 
 logger = logger_of(__name__)
+
+ErrorT = TypeVar("ErrorT", bound=LoadError)
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.1
 _UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all of them
@@ -35,7 +53,9 @@ _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
 class Rendezvous:
     """Waits for offers."""
 
-    def __init__(self, context: RankContext, local: LocalRank, reach: Reach) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, reach: Reach, peers: Peers) -> None:
+        self._peers = peers
+        self._spawn = context.spawn
         self._limits = context.config.limits
         self._local = local
         self._reach = reach
@@ -55,6 +75,55 @@ class Rendezvous:
         what is offered, cannot be right. Cancelling stops the waiting; handshakes that have begun go on.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
+        try:
+            return await self._meet(ticket, found, give_up_s)
+        except _SentOn as sent_on:
+            there = self._instead(ticket, sent_on)
+            logger.info("%s", sent_on)
+        try:
+            return await self._meet(there, found, give_up_s)
+        except _SentOn as again:
+            raise PrefillFailed(str(again), request_id=again.request_id, peer=again.peer) from again
+
+    def send_on(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
+        """Tell the ranks of a rendezvous, in the background, that its request has come here, or is not to be had."""
+        params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
+        fits = params if len(params) <= messages.INSTEAD_BYTES_MAX else b""
+        with contextlib.suppress(RuntimeUnavailable):
+            self._spawn(self._send_on(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
+
+    async def _send_on(self, awaited: Ticket, reason: str, instead: bytes) -> None:
+        """Body of a task, which ends with the runtime. A rank that cannot be told has readers that find out late."""
+        room = asyncio.Semaphore(VISITS_AT_ONCE_MAX)
+
+        async def tell(lease: RankLease) -> None:
+            at = Address(awaited.engine_id, Rank(awaited.dp_rank, lease.pp_rank, lease.tp_rank), lease.address)
+            question = messages.DeclineRequest(
+                reader=self._local.reader,
+                target=at.target,
+                request_id=awaited.request_id,
+                reason=reason,
+                instead=instead,
+            )
+            async with room:
+                try:
+                    await self._peers.decline(self._peers.get(at), question)
+                except KVFlowError as error:
+                    logger.info("request %s: its readers are not sent on: %s", awaited.request_id, error)
+
+        await asyncio.gather(*map(tell, awaited.ranks))
+
+    def _instead(self, ticket: Ticket, sent_on: _SentOn) -> Ticket:
+        """The rendezvous that readers are sent on to. ProtocolError unless it is one of the same request."""
+        try:
+            there = read_ticket(msgspec.msgpack.decode(sent_on.instead), self._limits.block_ids_max)
+        except (msgspec.DecodeError, RecursionError, RequestError) as error:
+            raise sent_on.at.failure(ProtocolError, f"it sends readers on to nowhere: {error}") from error
+        if not there.awaited or there.request_id != ticket.request_id:
+            raise sent_on.at.failure(ProtocolError, f"it sends readers on to another request: {there.request_id!r}")
+        return there
+
+    async def _meet(self, ticket: Ticket, found: Callable[[Source, float], None], give_up_s: float) -> Ticket:
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> messages.Offer | None:
@@ -111,6 +180,8 @@ class Rendezvous:
             match reply:
                 case messages.Offer():
                     return reply
+                case messages.Declined() if reply.instead:
+                    raise _failure(_SentOn, ticket, peer, words(reply.reason)).to(peer.at, reply.instead)
                 case messages.Declined():
                     raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {words(reply.reason)}")
                 case messages.NoLease(ended=True):
@@ -161,8 +232,18 @@ class Rendezvous:
             raise first_at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
 
 
-def _failure(
-    kind: type[PrefillFailed] | type[LeaseExpired], ticket: Ticket, peer: Peer, why: str
-) -> PrefillFailed | LeaseExpired:
+class _SentOn(PrefillFailed):
+    """The request has come to another engine."""
+
+    at: Address
+    instead: bytes
+
+    def to(self, at: Address, instead: bytes) -> Self:
+        """The failure, with the rank that has told of it, and what it has told."""
+        self.at, self.instead = at, instead
+        return self
+
+
+def _failure(kind: type[ErrorT], ticket: Ticket, peer: Peer, why: str) -> ErrorT:
     what = f"request {ticket.request_id!r} from {peer.label}"
     return kind(f"{what}: {why}", request_id=ticket.request_id, peer=peer.address)

@@ -177,6 +177,12 @@ class Peers:
             reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, question))
         return _expected(peer, reply, messages.Released)
 
+    async def decline(self, peer: Peer, question: messages.DeclineRequest) -> None:
+        """Tell a rank that a request has come to us whose readers wait there. Raises a PeerError, or Overloaded."""
+        self._check_wait(peer, None)
+        async with peer.questions:
+            _expected(peer, await self._in_turn(peer, partial(self.handshakes.ask, peer, question)), messages.Ack)
+
     async def ask_digests(self, peer: Peer, question: messages.DigestRequest) -> messages.Digests | messages.NoLease:
         """Ask a rank for digests of blocks that it leases to us. Raises a PeerError."""
         async with peer.digest_questions:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvflow.checks import printable
+from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.messages import LeaseNews
@@ -50,6 +51,8 @@ class Newsroom:
         """Answers questions about a request, since something has happened to it."""
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
+        self._elsewhere = Latest[str, messages.Declined](_NOTES_MAX)
+        """Replies to readers of requests that have come to another engine, by that engine's word."""
         self.turned_away = ""
         """The reason why no lease is opened any more; "" while some are."""
 
@@ -77,6 +80,16 @@ class Newsroom:
         and those who come late.
         """
         self._note(request_id, messages.Declined(reason=printable(reason, _REASON_CHARS_MAX)))
+
+    def came_elsewhere(self, question: messages.DeclineRequest) -> messages.Ack:
+        """Send readers that wait for a request on to the engine that it has come to, as far as nothing is known here.
+
+        A request that is served, was served, or is declined here stays what it is.
+        """
+        reason = printable(question.reason, _REASON_CHARS_MAX)
+        self._elsewhere[question.request_id] = messages.Declined(reason=reason, instead=question.instead)
+        self.tell(question.request_id)
+        return messages.Ack()
 
     def why_declined(self, request_id: str) -> str | None:
         """The reason why there will be no lease for a request, or none any more; None if nobody has said so lately."""
@@ -107,6 +120,8 @@ class Newsroom:
             return _offer(found, found.found(self._clock.now_s()))
         if self._served(question.request_id):
             return messages.NoLease(ended=True)
+        if question.request_id in self._elsewhere:
+            return self._elsewhere[question.request_id]
         if self.turned_away:
             return refusal(self.turned_away, transient=True)
         return None
