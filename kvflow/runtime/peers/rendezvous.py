@@ -76,12 +76,12 @@ class Rendezvous:
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         try:
-            return await self._meet(ticket, found, give_up_s)
+            return await self._meet(ticket, found, connected, give_up_s)
         except _SentOn as sent_on:
             there = self._instead(ticket, sent_on)
             logger.info("%s", sent_on)
         try:
-            return await self._meet(there, found, give_up_s)
+            return await self._meet(there, found, connected, give_up_s)
         except _SentOn as again:
             raise PrefillFailed(str(again), request_id=again.request_id, peer=again.peer) from again
 
@@ -123,7 +123,13 @@ class Rendezvous:
             raise sent_on.at.failure(ProtocolError, f"it sends readers on to another request: {there.request_id!r}")
         return there
 
-    async def _meet(self, ticket: Ticket, found: Callable[[Source, float], None], give_up_s: float) -> Ticket:
+    async def _meet(
+        self,
+        ticket: Ticket,
+        found: Callable[[Source, float], None],
+        connected: Callable[[], None] | None,
+        give_up_s: float,
+    ) -> Ticket:
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> messages.Offer | None:
