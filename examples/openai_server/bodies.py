@@ -21,7 +21,6 @@ BODIES_BYTES_MAX = 64 << 20
 """Bodies of all requests that are under way."""
 DROPPED_BYTES_MAX = 64 << 20
 BODY_TIMEOUT_S = 30.0
-RETRY_AFTER_S = 2
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
 
@@ -63,8 +62,6 @@ class BodyLimits:
         except BodyRefusedError as error:
             answer = self.refusal(error)
             answer.headers["Connection"] = "close"
-            if error.http == HTTPStatus.SERVICE_UNAVAILABLE:
-                answer.headers["Retry-After"] = str(RETRY_AFTER_S)
             await answer(scope, receive, send)
         except _ClientGoneError:
             pass  # nobody is there to be answered

@@ -23,6 +23,9 @@ class Status:
     """What they are told; "" is the failure's own message."""
 
 
+RETRY_AFTER_S = 2
+"""What clients are told to wait after a 503: a worker takes some seconds to start again, and a burst to pass."""
+
 STATUS = {
     FailureKind.INVALID: Status(http=400, type="invalid_request_error", retry=False),
     FailureKind.BUSY: Status(

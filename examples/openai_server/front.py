@@ -33,7 +33,7 @@ from openai_server.answer_text import AnswerText
 from openai_server.attempts import Answers, AttemptError, Prompt, Stream, before
 from openai_server.bodies import BodyLimits, BodyRefusedError
 from openai_server.dialects import Chat, Completions, Dialect
-from openai_server.failures import CODES, STATUS
+from openai_server.failures import CODES, RETRY_AFTER_S, STATUS
 from openai_server.http_server import serve_http
 from openai_server.limits import CACHE_TOKENS, tokens_at_least, too_long
 from openai_server.metrics import RouterMetrics, add_metrics
@@ -306,7 +306,9 @@ def _error_of(failure: Failure, prompt: str = "") -> ErrorReply:
 
 
 def _json(model: BaseModel, status_code: int = 200) -> JSONResponse:
-    return JSONResponse(model.model_dump(), status_code=status_code)
+    unavailable = status_code == HTTPStatus.SERVICE_UNAVAILABLE
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if unavailable else None
+    return JSONResponse(model.model_dump(), status_code=status_code, headers=headers)
 
 
 def _event(data: str) -> str:

@@ -58,6 +58,8 @@ class Service:
     url: str
     prefill: dict[str, str]
     decode: dict[str, str]
+    pids: dict[str, int] = field(default_factory=dict)
+    """Process ids of what is up, by name."""
 
 
 @asynccontextmanager
@@ -116,7 +118,7 @@ async def run_service(settings: ServiceSettings) -> None:
     print("starting", "" if settings.checkpoint else "; the model is unpacked first", flush=True, sep="")
     async with start_service(settings) as service:
         for name, url in (service.prefill | service.decode).items():
-            print(f"{name}: {url}")
+            print(f"{name}: {url} (process {service.pids[name]})")
         print(f"ready: {service.url}/v1", flush=True)
         await asyncio.Event().wait()
 
@@ -143,7 +145,7 @@ def _keepers(service: Service, settings: ServiceSettings, checkpoint: Path) -> l
     """One for each process, with what it is told."""
     model = ["--checkpoint", str(checkpoint), *(["--share-prefixes"] if settings.share_prefixes else [])]
     workers = [
-        Keeper(name=name, url=url, arguments=[role, "--name", name, *_place(url), *model])
+        Keeper(name=name, url=url, arguments=[role, "--name", name, *_place(url), *model], pids=service.pids)
         for role, urls in (("prefill", service.prefill), ("decode", service.decode))
         for name, url in urls.items()
     ]
@@ -152,7 +154,7 @@ def _keepers(service: Service, settings: ServiceSettings, checkpoint: Path) -> l
         *("--prefill", *(f"{name}={url}" for name, url in service.prefill.items())),
         *("--decode", *(f"{name}={url}" for name, url in service.decode.items())),
     ]
-    return [*workers, Keeper(name="router", url=service.url, arguments=told)]
+    return [*workers, Keeper(name="router", url=service.url, arguments=told, pids=service.pids)]
 
 
 def _place(url: str) -> tuple[str, ...]:
@@ -170,6 +172,8 @@ class Keeper:
     starts: Starts = field(default_factory=Starts)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """It has answered at least once."""
+    pids: dict[str, int] = field(default_factory=dict)
+    """Where its process id is written down once it is up, by its name."""
 
     async def keep(self, client: aiohttp.ClientSession) -> None:
         """Start it again whenever it dies, until this is cancelled. Raises StartError when that is given up."""
@@ -190,6 +194,9 @@ class Keeper:
             while process.returncode is None and not self.ready.is_set():
                 if (await _health(client, self.url)).get("pid") == process.pid:
                     self.starts.worked()
+                    if self.name in self.pids:
+                        print(f"{self.name} is up again (process {process.pid})", flush=True)
+                    self.pids[self.name] = process.pid
                     self.ready.set()
                 else:
                     await asyncio.sleep(START_POLL_S)

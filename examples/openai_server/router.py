@@ -3,7 +3,8 @@
 Theory: whatever goes wrong before the client has seen a token, the next attempt starts over with a fresh prefill,
 avoiding the worker that failed; the request's deadline and `attempts_max` bound it. Once tokens have been streamed a
 failure is the client's to handle. A worker is lost when a connection to it fails; the watch brings it back when it
-answers again. Blocks that were prefilled and will not be loaded are released.
+answers again, and requests wait for that where no other worker is up. Blocks that were prefilled and will not be loaded
+are released.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -61,6 +62,10 @@ class Router:
     attempts_max: int = 3
     share_prefixes: bool = False
     """Whether prefill workers are told of each other, to load what one has computed of a prompt."""
+    worker_wait_s: float = 30.0
+    """How long a request waits for a worker where none is up, within its deadline: one that died is started again."""
+    _came_up: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a worker comes up; then there is another one."""
 
     async def whole(self, prompt: Prompt, read: Callable[[AsyncIterator[Step]], Awaitable[Result]]) -> Result:
         """See `Answers`."""
@@ -75,27 +80,31 @@ class Router:
         return Attempts(attempt=self._attempt, retried=self.metrics.retried, attempts_max=self.attempts_max)
 
     async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        prefills = self._prefills(avoid)
+        prefills = await self._prefills(avoid)
         decoding = partial(self._decoding, prefills[0].worker, avoid)
         async with aclosing(hand_over(request_id, prompt, prefills, decoding, self._start_task)) as steps:
             async for step in steps:
                 yield step
 
-    def _prefills(self, avoid: set[Hashable]) -> list[_Prefill]:
+    async def _prefills(self, avoid: set[Hashable]) -> list[_Prefill]:
         """The worker whose turn it is, and those that are to compute the prompt should it fail."""
-        first = self._pick(self.prefill, avoid)
+        first = await self._pick(self.prefill, avoid)
         others = [one for one in self.prefill.up if one is not first and one not in avoid]
         return [_Prefill(self, one) for one in (first, *others[: self.attempts_max - 1])]
 
     def _start_task(self, body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self.tasks.create_task(body, name=name)
 
-    def _pick(self, rotation: Rotation, avoid: set[Hashable]) -> Worker:
-        worker = rotation.pick(avoid)
-        if worker is None:
-            message = f"no {rotation.role} worker is up; try again in a few seconds"
-            raise AttemptError(Failure(kind=FailureKind.NO_WORKER, message=message))
-        return worker
+    async def _pick(self, rotation: Rotation, avoid: set[Hashable]) -> Worker:
+        """The worker whose turn it is; where none is up, the first one that comes back. Raises AttemptError."""
+        try:
+            async with asyncio.timeout(self.worker_wait_s):
+                while (worker := rotation.pick(avoid)) is None:
+                    await self._came_up.wait()
+                return worker
+        except TimeoutError:
+            message = f"no {rotation.role} worker is up, nor came back within {self.worker_wait_s:g} s; try again"
+            raise AttemptError(Failure(kind=FailureKind.NO_WORKER, message=message)) from None
 
     async def ask_prefill(self, worker: Worker, request: PrefillRequest) -> PrefillReply:
         if self.share_prefixes:
@@ -113,7 +122,7 @@ class Router:
     async def _decoding(
         self, prefill: Worker, avoid: set[Hashable], request: DecodeRequest
     ) -> AsyncIterator[AsyncGenerator[Step | Again, None]]:
-        decode = self._pick(self.decode, avoid)
+        decode = await self._pick(self.decode, avoid)
         with self._losses(self.decode, decode):
             async with self.client.post(f"{decode.url}/decode", data=request.written()) as response:
                 if response.status != HTTPStatus.OK:
@@ -157,6 +166,9 @@ class Router:
                 was_up, health = worker.up, await self._probe(worker)
                 healthy = health is not None
                 rotation.probed(worker, loop.time(), healthy=healthy, introduction=_introduction_in(health or {}))
+                if healthy and not was_up:
+                    self._came_up.set()
+                    self._came_up = asyncio.Event()
                 if healthy is not was_up:
                     logger.info("%s is %s", worker.name, "up" if healthy else "down: it does not answer")
             await asyncio.sleep(PROBE_TICK_S)

@@ -14,11 +14,12 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
-from disaggregated.messages import Step
+from disaggregated.messages import Failure, FailureKind, Step
 from fastapi import FastAPI
 from openai_server.answer_text import held_chars
-from openai_server.attempts import Prompt, Stream
+from openai_server.attempts import AttemptError, Prompt, Stream
 from openai_server.bodies import BODY_BYTES_MAX, BodyLimits, BodyRefusedError
+from openai_server.failures import RETRY_AFTER_S
 from openai_server.front import TOKENIZING_AT_ONCE_MAX, Front, RouterHealth, front_app
 from openai_server.limits import CACHE_TOKENS
 from openai_server.metrics import RouterMetrics
@@ -251,7 +252,7 @@ async def test_the_bodies_of_all_requests_together_are_bounded() -> None:
         first = [group.create_task(limited.ask(Client(piece(b"1" * 10)))) for _ in range(2)]
         await until(lambda: len(limited.bodies) == 2)
         refused = await limited.ask(Client(piece(b"1" * 10)))
-        assert (refused.status, refused.answered_headers[b"retry-after"]) == (503, b"2")
+        assert refused.status == 503
         small = group.create_task(limited.ask(Client(piece(b"1" * 5))))
         await until(lambda: len(limited.bodies) == 3)
         limited.go_on.set()
@@ -280,6 +281,19 @@ async def test_over_http_a_client_that_writes_forty_megabytes_reads_413_and_heal
         server.should_exit = True
         await serving
     assert [answer.status_code for answer in answers] == [413, 413, *[200] * 20]
+
+
+@pytest.mark.parametrize("kind", [FailureKind.BUSY, FailureKind.NO_WORKER])
+async def test_who_is_to_try_again_is_told_when(
+    app: FastAPI, router: Router, tokenizer: SlowTokenizer, monkeypatch: pytest.MonkeyPatch, kind: FailureKind
+) -> None:
+    async def whole(prompt: Prompt, read: object) -> None:
+        raise AttemptError(Failure(kind=kind, message="no"))
+
+    monkeypatch.setattr(router, "whole", whole)
+    tokenizer.go_on.set()
+    response = await asked(app, "/v1/completions", completion("x"))
+    assert (response.status_code, int(response.headers["Retry-After"])) == (503, RETRY_AFTER_S)
 
 
 # --- prompts

@@ -401,11 +401,35 @@ class TestRouter:
             assert (len({request.request_id for request in s.decoded}), s.retries) == (3, 2)
         assert sorted([*s.prefill[0].attempts, *s.prefill[1].attempts]) == ["r-1", "r-2", "r-3"]
 
-    async def test_says_when_no_worker_is_up(self) -> None:
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    @pytest.mark.parametrize("answer_of", [tokens_of, streamed])
+    async def test_a_request_waits_for_the_successor_of_the_last_worker(
+        self, role: str, answer_of: Callable[[Scene], Awaitable[list[int]]]
+    ) -> None:
+        """It was killed, perhaps under this request, and is started again."""
+        async with scene() as s:
+            rotation: Rotation = getattr(s.router, role)
+            for worker in rotation.workers:
+                rotation.lost(worker, asyncio.get_running_loop().time())
+            asked = asyncio.create_task(answer_of(s), name="request")
+            watching = s.router.watch()
+            assert await asked == ANSWER
+            for task in watching:
+                task.cancel()
+
+    async def test_it_waits_no_longer_than_its_deadline(self) -> None:
         async with scene() as s:
             for worker in s.router.decode.workers:
                 s.router.decode.lost(worker, 0.0)
-            with pytest.raises(AttemptError, match="no decode worker is up") as caught:
+            with pytest.raises(AttemptError, match="deadline has passed"):
+                await tokens_of(s, deadline_s=0.05)
+
+    async def test_says_when_no_worker_is_up(self) -> None:
+        async with scene() as s:
+            s.router.worker_wait_s = 0.01
+            for worker in s.router.decode.workers:
+                s.router.decode.lost(worker, 0.0)
+            with pytest.raises(AttemptError, match=r"no decode worker is up, nor came back within 0\.01 s") as caught:
                 await tokens_of(s)
             assert caught.value.failure.kind is FailureKind.NO_WORKER
 

@@ -121,8 +121,9 @@ def service(checkpoint: Path, *, workers_each: int) -> Iterator[Running]:
     reader.start()
     try:
         for _ in range(2 * workers_each):
-            name, url = running.expect(r"^(\w+-\d): (http://\S+)$").groups()
+            name, url, pid = running.expect(r"^(\w+-\d): (http://\S+) \(process (\d+)\)$").groups()
             running.workers[name] = url
+            assert running.health(name)["pid"] == int(pid), "whom the tutorial kills"
         running.url = running.expect(r"^ready: (\S+)/v1$")[1]
         yield running
     finally:

@@ -12,7 +12,7 @@ import pytest
 from pairs import EnginePair, cache_of
 from tests_support import PATIENT, altered, limited, turns, until
 
-from kvflow import Config, Lease, LeaseOutcome, Ticket
+from kvflow import Config, Lease, LeaseOutcome, ServeRequest, Ticket
 from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.notifications import Renew
 from kvflow.errors import LeaseExpired, RequestError
@@ -488,3 +488,14 @@ async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only(timed: T
     assert isinstance(answer_to_release(timed, lease, named=False), messages.Released)
     assert lease.state == "read"
     assert answer_to_release(timed, lease, named=False) == messages.NoLease(ended=True)
+
+
+async def test_a_lease_of_nothing_leaves_no_line_of_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Every engine introduces itself by one: it is no request, and nobody has read anything."""
+    caplog.set_level("INFO")
+    async with timed_pair() as pair:
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("introduction", [], 0))
+        assert await lease is LeaseOutcome.READ
+        assert "introduction" not in caplog.text
+        pair.offer([3], "offered").revoke()
+        assert "lease offered: offered -> revoked" in caplog.text

@@ -208,7 +208,7 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             assert (ROOT / module.replace(".", "/") / "__main__.py").is_file(), words
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
             check_command([Path(command).name, *rest])
-        case ["python", script, *rest]:
+        case ["python" | ".venv/bin/python", script, *rest]:  # the second is what dev.py makes
             check_script(script, rest)
         case ["pip", "install", project]:
             check_extras(project)

@@ -20,6 +20,7 @@ its bytes are thrown away, and its load is LeaseExpired.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from functools import partial
 
@@ -311,7 +312,9 @@ class Serving:
             self.news.decline(entry.terms.request_id, offer.reason)
         else:
             self.news.tell(entry.terms.request_id)
-        logger.info("lease %s: offered -> %s", entry.terms.request_id, entry.state)
+        nothing = entry.state is LeaseState.READ and len(offer.held.entries) == 0 and not offer.payload
+        level = logging.DEBUG if nothing else logging.INFO  # a lease of nothing ends as it begins
+        logger.log(level, "lease %s: offered -> %s", entry.terms.request_id, entry.state)
         if not entry.terms.holds_blocks:
             self._blocks.give_back(offer.held, partial(self._settle, entry))
 
