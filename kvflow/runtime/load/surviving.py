@@ -7,9 +7,11 @@ of the source that gave all of them. The next one begins when no byte of the one
 blocks stay claimed from the first attempt to the last. Outcome, deadline and record are the load's, as is any
 quarantine: a source whose reads do not stop holds its blocks, and the load ends at its deadline.
 
-What leads to the next source is an error of this one, or that it is *late by its own history*: while another one is
-left, none of its reads has ended for many times as long as its longest one has taken lately. Prompts that are computed
-slowly, and reads that wait behind those of other loads, are not late. Whoever is in this engine's way (RequestError,
+What leads to the next source is an error of this one, or that it *stands still* while another one is left, or `again`
+could bring one: no phase of it, and no read, takes more than its share of the time that is left, as much as each of the
+others gets. Of several tickets it is also left when it is *late by its own history*: none of its reads has ended for
+many times as long as its longest one has taken lately. Reads that wait behind those of other loads are not late. When
+no other source is left, those that stood still get the rest of the time. Whoever is in this engine's way (RequestError,
 Overloaded, the deadline, cancellation, its end) ends the load.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,10 +28,12 @@ from kvflow.checks import answer, said, shown
 from kvflow.core.protocol.prompts import check_alike
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
+    COMPUTE,
     ChecksumMismatch,
     KVFlowError,
     LeaseExpired,
     PeerError,
+    PeerUnreachable,
     PrefillFailed,
     RequestError,
     TransferFailed,
@@ -41,7 +46,7 @@ from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.meeting import Meeting, check_expected
-from kvflow.runtime.load.requests import LoadReport, LoadRequest
+from kvflow.runtime.load.requests import VERIFY, LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import Reaching
 from kvflow.runtime.records import LOADED, Attempt
 
@@ -58,6 +63,7 @@ _KEEP_AFTER = 0.25  # share of the ttl_s of waiting tickets: most loads are over
 
 _LEAD_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch)
 _OVER = ("LeaseExpired", "PrefillFailed")
+_STAGES = ("queued", "handshake", COMPUTE, "plan", "post", "wire", VERIFY, "notify")
 
 
 class Surviving:
@@ -116,11 +122,18 @@ class _Course:
         """Tickets that `again` gave: nobody else knows of them."""
         self._to_release: list[Ticket] = []
         """Tickets whose leases may be open although nobody reads them any more."""
+        self._still: list[Ticket] = []
+        """Tickets of sources that stood still, for when no other one is left."""
         self._taken = False
         """True while a source has its turn."""
         self._asked = 0
         self._attempts: list[Attempt] = []
         self._begun_s = self._looked_s = surviving.clock.now_s()
+        self._stage = 0
+        """The furthest phase of the source's turn."""
+        self._progress = (-1, 0, 0.0)
+        self._moved_s = 0.0
+        """When it got on last, by its phase or by its bytes."""
         self._late = ""
         """Why the source is late, once its attempt was ended for that."""
         self._timer: Timer | None = None
@@ -154,7 +167,8 @@ class _Course:
         """Read the next source. None if it failed and another one is left; raises why the load ends."""
         work, surviving = self._work, self._surviving
         work.ticket = self._next()
-        self._begun_s, self._taken = surviving.clock.now_s(), True
+        self._begun_s = self._moved_s = surviving.clock.now_s()
+        self._taken, self._stage, self._progress = True, 0, (0, 0, 0.0)
         error: KVFlowError | None = None
         self._look_later()
         try:
@@ -194,8 +208,14 @@ class _Course:
         """Wait until nothing of a source can land any more; raises `error` if there is no other one."""
         work, surviving = self._work, self._surviving
         if error is None:
+            kind = PeerUnreachable if work.flight is None else TransferFailed
+            why = f"{work.ticket.engine_id!r} at {work.ticket.address}: {self._late}"
+            error_if_last: KVFlowError = kind(why, request_id=self._load.request_id, peer=work.ticket.address)
+            self._still.append(work.ticket)
             for source in work.sources:
                 surviving.reach.failed(source, self._late)
+        else:
+            error_if_last = error
         if work.flight is not None:
             await work.flight.settled()
         outcome = LATE if error is None else type(error).__name__
@@ -203,8 +223,7 @@ class _Course:
         if outcome not in _OVER and not isinstance(error, PeerError):
             self._to_release.append(work.ticket)
         if not self._waiting:
-            assert error is not None, "who is late has another one behind it"
-            await self._ask_again(error)
+            await self._ask_again(error_if_last)
         last = self._attempts[-1]
         logger.warning("load %s leaves %s at %s: %s", self._load.request_id, last.engine_id, last.address, last.error)
         surviving.remote_leases.forget(self._load)
@@ -212,10 +231,11 @@ class _Course:
         self._late = ""
 
     async def _ask_again(self, error: KVFlowError) -> None:
-        """Have another ticket brought; raises `error` if there is none."""
+        """Have another ticket brought, or go back to those that stood still; raises `error` if there is none."""
         request, surviving, what = self._load.request, self._surviving, f"request {self._load.request_id!r}"
         given = None
-        if request.again is not None and self._asked < request.again_max:
+        if self._may_ask:
+            assert request.again is not None, "that is asked"
             self._asked += 1
             self._work.enter("handshake", lambda: "no source is left, and `again` has not brought another ticket")
             try:
@@ -225,6 +245,10 @@ class _Course:
             except Exception as problem:
                 why = f"no source is left, and `again` failed: {type(problem).__name__}: {said(problem)}"
                 raise self._work.failure(self._load, PrefillFailed, why) from problem
+        if given is None and self._still:
+            self._waiting, self._still = self._still, []
+            self._to_release = [ticket for ticket in self._to_release if ticket not in self._waiting]
+            return
         if given is None:
             for other in self._attempts[:-1]:
                 error.add_note(f"before that, {other.engine_id!r} at {other.address}: {other.outcome}: {other.error}")
@@ -261,6 +285,11 @@ class _Course:
 
     # --- lateness
 
+    @property
+    def _may_ask(self) -> bool:
+        """True if `again` may bring another ticket."""
+        return self._load.request.again is not None and self._asked < self._load.request.again_max
+
     def _was_late(self) -> bool:
         """True if the task was cancelled by `_look` alone; that cancellation is taken back."""
         task = self._work.task
@@ -268,7 +297,7 @@ class _Course:
         return bool(self._late) and task.uncancel() <= self._work.cancelling
 
     def _look_later(self) -> None:
-        if self._waiting:
+        if self._waiting or self._may_ask:
             self._looked_s = self._surviving.clock.now_s()
             self._timer = self._surviving.clock.call_later(_LOOK_EVERY_S, self._look)
 
@@ -282,18 +311,39 @@ class _Course:
         work, now_s = self._work, self._surviving.clock.now_s()
         stalled = now_s - self._looked_s > 2 * _LOOK_EVERY_S  # the loop was held up: ends of reads were not heard
         self._timer = None
-        if work.flight is not None and not stalled and (why := self._why_late(work.flight, now_s)):
+        if not stalled and (why := self._why_left(now_s)):
             assert work.task is not None, "it is under way"
             self._late = why
-            work.flight.give_up()
+            if work.flight is not None:
+                work.flight.give_up()
             work.task.cancel()
             return
-        if self._kept is None and now_s - self._begun_s > _KEEP_AFTER * min(one.ttl_s for one in self._waiting):
+        shortest_s = min((one.ttl_s for one in self._waiting), default=math.inf)
+        if self._kept is None and now_s - self._begun_s > _KEEP_AFTER * shortest_s:
             self._keep_waiting()
         self._look_later()
 
+    def _why_left(self, now_s: float) -> str:
+        """Why the source is left for another one, in words; "" if it is not."""
+        work, flight = self._work, self._work.flight
+        if flight is not None and self._waiting and (why := self._why_late(flight, now_s)):
+            return why
+        self._stage = max(self._stage, _STAGES.index(work.phase))
+        size, heard_s = (0, 0.0) if flight is None else (flight.size_bytes, flight.heard_s)
+        progress = (self._stage, size, heard_s if work.landed is None else 0.0)  # what grows is looked at all the time
+        if progress != self._progress:
+            self._progress, self._moved_s = progress, now_s
+        since_s = self._moved_s
+        if flight is not None and flight.waits:  # behind reads of the same peers
+            since_s = max(since_s, *(source.peer.heard_s for source in work.sources))
+        others = len(self._waiting) + self._may_ask
+        still_s, left_s = now_s - since_s, work.ends_s - asyncio.get_running_loop().time()
+        if still_s * others <= left_s:
+            return ""
+        return f"it has stood still for {still_s:.3g} s in phase {work.where!r}, and {left_s:.3g} s are left for others"
+
     def _why_late(self, flight: Flight, now_s: float) -> str:
-        """Why the source is late, in words; "" if it is not."""
+        """Why the source is late by its own history, in words; "" if it is not."""
         peers = [source.peer for source in self._work.sources]
         if flight.reading:
             since_s = flight.heard_s
