@@ -26,7 +26,7 @@ from kvflow.core.bounds import Count, Name
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, device_of, map_regions
 from kvflow.core.cache.state import StateLayout, StatePart, state_parts
-from kvflow.core.cache.tensors import KVCaches, LayerCache, checked_caches, wire_name
+from kvflow.core.cache.tensors import KVCaches, LayerCache, checked_caches, memory_of, tensors_of, wire_name
 from kvflow.errors import LayoutError
 
 GROUPS_MAX = 64
@@ -200,11 +200,16 @@ class CacheGroup:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return sum(
-            layout.block_size_bytes if isinstance(layout, CacheLayout) else layout.slot_size_bytes
-            for layout in self.layouts
-        )
+        """Bytes of one block over all layers; a tensor that several layers share counts once."""
+        size = 0
+        for caches, layout in self.sets:
+            if isinstance(layout, CacheLayout):
+                tensors = [tensor for name, layer in caches.items() for tensor in tensors_of(name, layer)]
+                distinct = len({memory_of(tensor) for tensor in tensors})
+                size += layout.block_size_bytes * distinct // len(tensors)
+            else:
+                size += layout.slot_size_bytes
+        return size
 
 
 def _kind(kind: object, window: object, holds_state: bool, what: str) -> GroupKind:

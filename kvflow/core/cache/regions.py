@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -50,6 +50,27 @@ class Regions:
     def block_size_bytes(self) -> int:
         """Bytes of one block of one region; the bytes are dense."""
         return self.block.size_bytes
+
+    @property
+    def first_of(self) -> tuple[int, ...]:
+        """For each region the first one that is the same memory: itself, but for layers that share a tensor."""
+        found: dict[int, int] = {}
+        return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
+
+    @property
+    def distinct(self) -> Regions:
+        """The regions, without those that are the same memory as an earlier one."""
+        kept = [at for at, first in enumerate(self.first_of) if at == first]
+        return self if len(kept) == len(self) else replace(self, bases=self.bases[kept], strides=self.strides[kept])
+
+    @property
+    def distinct_layers(self) -> tuple[int, ...]:
+        """Positions of the layers, without those whose regions are all the same memory as an earlier layer's."""
+        parts, first_of = len(self.parts), self.first_of
+        found: dict[tuple[int, ...], int] = {}
+        for layer in range(len(self) // parts):
+            found.setdefault(first_of[layer * parts : (layer + 1) * parts], layer)
+        return tuple(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

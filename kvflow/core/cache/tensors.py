@@ -116,6 +116,11 @@ def address_of(name: str, tensor: TensorLike) -> int:
     return address or 0
 
 
+def memory_of(tensor: TensorLike) -> object:
+    """Return a name of a tensor's memory, which tensors share that are one: its address or, without one, itself."""
+    return answer(partial(_address, tensor)) or ("tensor", id(tensor))
+
+
 def has_addresses(layers: KVCaches) -> bool:
     """Return whether all tensors say where they lie."""
     tensors = [tensor for name, layer in layers.items() for tensor in tensors_of(name, layer)]

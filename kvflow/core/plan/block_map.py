@@ -137,8 +137,14 @@ class BlockMap:
         """Regions of the peer as they are, with K and V of a fused cache together."""
         local_layers, remote_layers = layers
         positions = {layer: index for index, layer in enumerate(remote_layers)}
-        self.places = tuple((index, positions[layer]) for index, layer in enumerate(local_layers) if layer in positions)
-        """(our position, their position) of each layer that both have, in our order."""
+        wanted = set(local.distinct_layers)
+        self.places = tuple(
+            (index, positions[layer])
+            for index, layer in enumerate(local_layers)
+            if layer in positions and index in wanted
+        )
+        """(our position, their position) of each layer to read, in our order. Of layers that share a tensor here it is
+        the first, from whichever rank has it; so a rank may have nothing for us."""
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs
@@ -214,8 +220,14 @@ def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
 
 
 def _rows(local: Regions, remote: Regions, heads: HeadSlice, places: Sequence[tuple[int, int]]) -> Int64Array:
-    """(our base, our stride, their base, their stride) of each pair of regions, in the order of our memory."""
-    ours_at, theirs_at = (regions_of(side, len(local.parts)) for side in zip(*places, strict=True))
+    """(our base, our stride, their base, their stride) of each pair of regions, in the order of our memory.
+
+    Layers may share a part of their tensors, such as K alone: it is read for the first of them.
+    """
+    ours_at = regions_of([ours for ours, _ in places], len(local.parts))
+    theirs_at = regions_of([theirs for _, theirs in places], len(local.parts))
+    first = np.array(local.first_of)[ours_at] == ours_at
+    ours_at, theirs_at = ours_at[first], theirs_at[first]
     rows = np.array(
         (local.bases[ours_at], local.strides[ours_at], remote.bases[theirs_at], remote.strides[theirs_at]),
         dtype=np.int64,

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import StateLayout
+from kvflow.core.cache.tensors import memory_of
 from kvflow.device.cache_device import CacheDevice
 
 if TYPE_CHECKING:
@@ -108,11 +109,15 @@ def allocate_host_caches(
     """Zeroed host tensors like those of a cache, for `num_blocks` blocks: same style, axes and memory order.
 
     Blocks are dense, whatever lies between them in the cache, and each tensor has its own memory, of the kind that
-    `device` copies fast.
+    `device` copies fast. What is one tensor in the cache is one here.
     """
+    made: dict[tuple[object, ...], Tensor] = {}
 
     def like(tensor: Tensor) -> Tensor:
-        return _host_tensor(tensor, _style_of(layout), num_blocks, device)
+        which = memory_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
+        if which not in made:
+            made[which] = _host_tensor(tensor, _style_of(layout), num_blocks, device)
+        return made[which]
 
     return {
         name: tuple(map(like, layer)) if isinstance(layer, tuple | list) else like(layer)
@@ -138,8 +143,14 @@ def block_rows(
     """The blocks of each region of a cache, as rows: in memory a block is dense. To be made once.
 
     Rows are bytes; without `as_bytes` they are views in the tensors' own dtype, for which nobody needs an address.
+    Regions that are the same memory are one.
     """
-    return tuple(row for layer in kv_caches.values() for row in _layer_rows(layer, layout, as_bytes))
+    rows: dict[tuple[object, int], Tensor] = {}
+    for layer in kv_caches.values():
+        for at, row in enumerate(_layer_rows(layer, layout, as_bytes)):
+            tensor = layer[at] if isinstance(layer, tuple | list) else layer
+            rows.setdefault((memory_of(tensor), at), row)
+    return tuple(rows.values())
 
 
 def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes: bool) -> Iterator[Tensor]:

@@ -282,7 +282,7 @@ def block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[R
     for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
         source = topology.source_at(mine, theirs)
         if source is not None and source.heads:
-            yield BlockMap(
+            found = BlockMap(
                 ours.regions[at],
                 regions[where],
                 heads=HeadSlice(source.local_start, source.remote_start, source.heads),
@@ -290,3 +290,5 @@ def block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[R
                 opaque=not mine.plain,
                 of=SetPair(at, mine.group, theirs.group),
             )
+            if found.places:
+                yield found

@@ -58,7 +58,7 @@ def token_bytes(local: LocalRank) -> int:
     size = 0
     for share, regions in zip(local.cache_shares, local.regions, strict=True):
         if local.groups[share.group].whole:
-            size += regions.block.size_bytes * len(regions) // share.block_size
+            size += regions.block.size_bytes * len(regions.distinct) // share.block_size
     return size
 
 

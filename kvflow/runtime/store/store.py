@@ -65,7 +65,9 @@ class StoredCache(NamedTuple):
     """The cache whose blocks are saved: its own memory, also where peers read host buffers."""
 
     sets: Sequence[tuple[int, Regions]]
-    """Group and regions of each set of layers."""
+    """Group and regions of each set of layers; memory that several layers share is there once."""
+    layers: Sequence[Sequence[int]]
+    """Layers of each set by position; of those that share all of their memory the first."""
     groups: Sequence[GroupFacts]
     fingerprint: bytes
 
@@ -341,7 +343,7 @@ class BlockStore:
         for at, (group, regions) in enumerate(self._cache.sets):
             ids, size = job.tables[group], self._cache.groups[group].block_size
             if len(ids):
-                layers = range(len(regions) // len(regions.parts))
+                layers = self._cache.layers[at]
                 blocks = TokenBlocks(ids, size, 0, len(ids) * size)
                 asked.append(Digesting(at, layers, HeadSpan(0, regions.block.heads, 0), blocks))
         gear = self._gear.digests
@@ -362,14 +364,17 @@ async def open_store(
 
     Raises ConfigError, TransportError.
     """
-    sets = [(one.group, one.regions) for one in own]
+    shown = [(one.group, one.regions) for one in own]
+    sets = [(group, regions.distinct) for group, regions in shown]
     device = sets[0][1].device
     if device != HOST:
         raise ConfigError(f"store_dir: blocks are saved from host memory only, the cache is on {device.kind!r}")
     if problem := gear.digests.own.problem:
         raise ConfigError(f"store_dir: blocks cannot be saved without digests: {problem}")
-    shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in sets]
-    fingerprint = fingerprint_of([local.compatibility, local.cache_shares, local.groups, shapes])
+    shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in shown]
+    shared = [regions.first_of for _, regions in shown if len(regions.distinct) < len(regions)]
+    facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
+    layers_once = [regions.distinct_layers for _, regions in shown]
     shelf = await open_shelf(context.config, files)
     layers = [layer for one in own for layer in one.caches.items()]
     try:
@@ -379,4 +384,4 @@ async def open_store(
         raise
     count, used = len(shelf.index), shelf.index.used_bytes
     logger.info("store %s: %s entries, %s bytes of %s", shelf.directory.path, count, used, shelf.index.bytes_max)
-    return BlockStore(context, gear, shelf, StoredCache(sets, local.groups, fingerprint))
+    return BlockStore(context, gear, shelf, StoredCache(sets, layers_once, local.groups, fingerprint_of(facts)))
