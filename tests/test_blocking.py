@@ -438,6 +438,7 @@ WAITS: dict[str, Callable[[Pair, Lease, Load], object]] = {
     "Load.settled": lambda _, __, load: load.settled(),
     "Load.__iter__": lambda _, __, load: next(iter(load)),
     "Runtime.is_stored": lambda pair, *_: pair.producer.is_stored("key"),
+    "Runtime.drop_stored": lambda pair, *_: pair.producer.drop_stored(),
     "Runtime.decline": lambda pair, *_: pair.producer.decline("other"),
     "Runtime.drain": lambda pair, *_: pair.producer.drain(),
     "Runtime.close": lambda pair, *_: pair.producer.close(),
@@ -591,5 +592,7 @@ def test_blocks_are_saved_and_restored(stored: tuple[Runtime, dict[str, torch.Te
     assert all((tensor[:, [4, 5]] == 3.0).all() and not tensor[:, :4].any() for tensor in cache.values())
     with pytest.raises(NotStored):
         runtime.restore_blocks(RestoreRequest("r", "other", [5, 4], 8))
+    assert [runtime.drop_stored(["other"]), runtime.drop_stored(), runtime.drop_stored()] == [0, 1, 0]
+    assert not runtime.is_stored("key")
     with pytest.raises(RequestError, match="deadline_s"):
         runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8, deadline_s=-1.0))

@@ -402,6 +402,7 @@ AWAITED = Ticket.rendezvous(TICKET, "declined")
 VERBS: dict[str, dict[str, Any]] = {
     "decline": {"request_id": "declined", "reason": "", "at": AWAITED, "instead": AWAITED},
     "drain": {"deadline_s": 1.0},
+    "drop_stored": {"keys": ["prompt"]},
     "forget_peer": {"engine_id": "e", "address": None},
     "is_stored": {"key": "prompt"},
     "keep_leases": {"ticket": TICKET},
@@ -466,7 +467,7 @@ def called(sides: Sides, verb: str, arguments: dict[str, Any]) -> Any:
                     await runtime.register_kv_caches(**arguments)
                 await runtime.register_kv_caches(CACHES, LAYOUT)
                 raise caught.value
-        stores = verb in ("save_blocks", "restore_blocks", "is_stored")
+        stores = verb in ("save_blocks", "restore_blocks", "is_stored", "drop_stored")
         runtime = sides.storing if stores else sides.pair.consumer.runtime
         found = getattr(runtime, verb)(**arguments)
         return await found if inspect.isawaitable(found) else found

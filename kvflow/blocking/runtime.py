@@ -424,6 +424,23 @@ class Runtime:
             UsageError: Config names no store.
         """
 
+    @_verb(lambda config, *_, **__: config.load_deadline_s)
+    def drop_stored(self, keys: Sequence[bytes | str] | None = None) -> int:
+        """Drop entries of the store: see `kvflow.Runtime.drop_stored`. Bounded by Config.load_deadline_s.
+
+        An interrupt in the calling thread stops the waiting; what was dropped stays dropped.
+
+        Args:
+            keys: those to drop; None for all entries of this rank's folder.
+
+        Returns:
+            How many entries were dropped.
+
+        Raises:
+            RequestError, UsageError, StorageFailed, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.drop_stored`
+                has it.
+        """
+
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> tuple[Prewarmed, ...]:

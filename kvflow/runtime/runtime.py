@@ -459,6 +459,27 @@ class Runtime:
         """
         return self._require_store("is_stored", new_work=False).has(key)
 
+    async def drop_stored(self, keys: Sequence[bytes | str] | None = None) -> int:
+        """Drop entries of the store: nobody finds them from now on, and their files are removed.
+
+        Restores under way go on, and get what they have begun to read. A save under way becomes an entry when it is
+        complete: let it end first if it should not. Cancelling stops the waiting; what was dropped stays dropped.
+
+        Args:
+            keys: those to drop, as they were given to `save_blocks`; others stay. None for all entries of this rank's
+                folder, those of caches before it, of other models and layouts, included.
+
+        Returns:
+            How many entries were dropped; their files are gone.
+
+        Raises:
+            RequestError: `keys` is no list of keys; nothing was dropped.
+            StorageFailed: files could not be removed: nobody finds them in this run, the next one may.
+            UsageError: Config names no store.
+            RuntimeUnavailable, RuntimeBroken: as for loads.
+        """
+        return await self._require_store("drop_stored", new_work=False).drop(keys)
+
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
 

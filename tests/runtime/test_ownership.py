@@ -169,6 +169,7 @@ VERBS: dict[str, Callable[[Runtime, Lease, Load], object]] = {
     "Runtime.save_blocks": lambda runtime, *_: runtime.save_blocks(SaveRequest("save", "key", [2], 4)),
     "Runtime.restore_blocks": lambda runtime, *_: runtime.restore_blocks(RestoreRequest("restore", "key", [2], 4)),
     "Runtime.is_stored": lambda runtime, *_: runtime.is_stored("key"),
+    "Runtime.drop_stored": lambda runtime, *_: runtime.drop_stored(["key"]),
     "Runtime.prewarm": lambda runtime, lease, _: runtime.prewarm([lease.ticket]),
     "Runtime.forget_peer": lambda runtime, *_: runtime.forget_peer("engine"),
     "Runtime.drain": lambda runtime, *_: runtime.drain(1.0),

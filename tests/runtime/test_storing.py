@@ -359,6 +359,105 @@ async def test_what_is_read_or_written_does_not_go(tmp_path: Path) -> None:
         assert [engine.runtime.is_stored(key) for key in "abcd"] == [False, True, False, True]
 
 
+# --- what is dropped
+
+
+@BOTH
+async def test_what_is_dropped_is_gone_and_counted(tmp_path: Path, transport: str) -> None:
+    async with storing(tmp_path, transport=transport) as engine:
+        for key in "abc":
+            await engine.save(key)
+        assert await engine.runtime.drop_stored(["b", b"b", "never"]) == 1
+        assert [engine.runtime.is_stored(key) for key in "abc"] == [True, False, True]
+        assert (len(engine.files), engine.store.entries, engine.store.bytes) == (2, 2, 2 * ENTRY_BYTES)
+        with pytest.raises(NotStored):
+            await engine.restore("b")
+        await engine.save("b")
+        assert await engine.runtime.drop_stored() == 3
+        assert await engine.runtime.drop_stored() == await engine.runtime.drop_stored([]) == 0
+        assert (engine.files, engine.store.entries, engine.store.bytes, engine.store.dropped) == ([], 0, 0, 4)
+    async with storing(tmp_path) as engine:
+        assert not engine.runtime.is_stored("a")
+
+
+async def test_entries_of_former_caches_are_dropped_with_all(tmp_path: Path) -> None:
+    """Of another model or layout: no key of this cache's finds them."""
+    async with storing(tmp_path, model="before") as engine:
+        await engine.save("a")
+    async with storing(tmp_path, model="after") as engine:
+        assert await engine.runtime.drop_stored(["a"]) == 0
+        assert await engine.runtime.drop_stored() == 1
+        assert engine.files == []
+
+
+async def test_a_restore_under_way_ends_well_though_its_entry_is_dropped(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        saved = engine.bytes_of([1, 2, 3])
+        await engine.save("a")
+        restoring = await engine.held("a")
+        begun = asyncio.create_task(engine.restore("a", [7, 8, 9]))  # before its file was opened
+        await asyncio.sleep(0)
+        assert await engine.runtime.drop_stored(["a"]) == 1
+        assert engine.files == []
+        assert engine.store.bytes == ENTRY_BYTES, "of who reads it still"
+        with pytest.raises(NotStored):
+            await engine.restore("a", [10, 11, 12])
+        saving = asyncio.create_task(engine.save("a", [13, 14, 15]))
+        engine.mover.gate.set()
+        await asyncio.gather(restoring, begun, saving)
+        engine.assert_equal([4, 5, 6], saved)
+        engine.assert_equal([7, 8, 9], saved)
+        assert engine.runtime.is_stored("a"), "it was saved since"
+        assert (engine.store.entries, engine.store.bytes, len(engine.files)) == (1, ENTRY_BYTES, 1)
+
+
+async def test_an_entry_that_makes_room_in_vain_is_not_put_back_once_it_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with storing(tmp_path, store_bytes_max=ENTRY_BYTES) as engine:
+        await engine.save("a")
+        with monkeypatch.context() as broken:
+            broken.setattr(EntryFile, "create", failing(errno.EIO))
+            saving = asyncio.create_task(engine.save("b"))
+            await until(lambda: not engine.runtime.is_stored("a"))
+            assert await engine.runtime.drop_stored() == 0
+            with pytest.raises(StorageFailed):
+                await saving
+        await engine.save("c")
+        assert not engine.runtime.is_stored("a")
+        assert (len(engine.files), engine.store.entries) == (1, 1)
+
+
+async def test_files_that_cannot_be_removed_are_told_of(engine: StoringEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in "ab":
+        await engine.save(key)
+    with monkeypatch.context() as broken:
+        broken.setattr("kvflow.runtime.store.disk.os.unlink", failing(errno.EACCES))
+        with pytest.raises(
+            StorageFailed, match=r"files of 2 entries that were dropped may be back .*Permission denied"
+        ):
+            await engine.runtime.drop_stored()
+    assert not engine.runtime.is_stored("a"), "nobody finds it in this run"
+
+
+async def test_a_disk_that_hangs_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    async with storing(tmp_path, load_deadline_s=0.1) as engine:
+        await engine.save("a", deadline_s=WAIT_S)
+        monkeypatch.setattr("kvflow.runtime.store.disk.Directory.sync", lambda _: gate.wait(WAIT_S))
+        with pytest.raises(StorageFailed, match=r"may be back at the next start: .*: not done within 0\.1 s"):
+            await engine.runtime.drop_stored()
+        gate.set()
+
+
+@pytest.mark.parametrize("keys", ["a", [7], [""], ["a", "x" * 300], 7, {"a": 1}])
+async def test_what_are_no_keys_drops_nothing(engine: StoringEngine, keys: Any) -> None:
+    await engine.save("a")
+    with pytest.raises(RequestError, match=r"^keys: expected"):
+        await engine.runtime.drop_stored(keys)
+    assert engine.runtime.is_stored("a")
+
+
 # --- the books
 
 

@@ -29,6 +29,8 @@ class Entry:
     """True once a read of it has failed: it takes room, and is not found."""
     dropped: bool = False
     """True once it has left the index: its bytes count until nobody reads it."""
+    unwanted: bool = False
+    """True if it is not to be put back."""
 
 
 class StoreIndex:
@@ -44,6 +46,12 @@ class StoreIndex:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def pick(self, names: Iterable[str] | None) -> tuple[Entry, ...]:
+        """The entries of these names, those that could not be read included; None for all."""
+        if names is None:
+            return tuple(self._entries.values())
+        return tuple(self._entries[name] for name in dict.fromkeys(names) if name in self._entries)
 
     def find(self, name: str) -> Entry | None:
         entry = self._entries.get(name)
@@ -73,9 +81,9 @@ class StoreIndex:
     def put_back(self, entries: Sequence[Entry]) -> Sequence[Entry]:
         """Take entries back whose files could not be removed: they are the first to go again.
 
-        Those that were replaced meanwhile are not, and are returned: their files are left.
+        Those that were replaced meanwhile, or are unwanted, are not, and are returned: their files are left.
         """
-        kept = {entry.name: entry for entry in entries if entry.name not in self._entries}
+        kept = {entry.name: entry for entry in entries if entry.name not in self._entries and not entry.unwanted}
         for entry in kept.values():
             entry.dropped = False
             self.reserved(entry)

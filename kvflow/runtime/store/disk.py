@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import stat
+from collections.abc import Sequence
 
 from kvflow.core.storage.entry import START_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
 from kvflow.core.storage.index import Entry
@@ -74,9 +75,27 @@ class Directory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._at(file))
 
+    def remove_all(self, files: Sequence[str]) -> dict[str, OSError]:
+        """Remove files for good. Returns those that could not be, and why."""
+        failed: dict[str, OSError] = {}
+        for file in files:
+            try:
+                self.remove(file)
+            except OSError as error:
+                failed[file] = error
+        try:
+            self.sync()
+        except OSError as error:
+            failed.setdefault(self.path, error)
+        return failed
+
     def rename(self, file: str) -> None:
         """Give a file that was written its name, for good."""
         os.rename(self._at(file + _PART), self._at(file))
+        self.sync()
+
+    def sync(self) -> None:
+        """Bring the names of its files to the disk, and what was removed off it."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

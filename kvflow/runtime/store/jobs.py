@@ -7,7 +7,7 @@ the call, and its flight has quarantined its blocks if bytes may still land in t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -227,6 +227,20 @@ class Jobs:
         replaced = None if entry is None else self._index.commit(entry)
         if replaced is not None:
             self._remove(replaced)
+
+    def drop(self, names: Collection[str] | None) -> list[str]:
+        """Drop the entries of these names, or all: nobody finds them. Returns their files, which are to be removed.
+
+        A restore that has begun goes on: its file is open, or will be before it is removed. Entries that are just being
+        evicted are not put back if that fails.
+        """
+        for job in self._under_way:
+            for victim in [] if job.file is None else list(job.file.victims):
+                victim.unwanted = victim.unwanted or names is None or victim.name in names
+        found = self._index.pick(names)
+        for entry in found:
+            self._index.drop(entry)
+        return [entry.file for entry in found]
 
     def note_failure(self, job: Job, error: BaseException | None) -> None:
         """Set an entry aside if its file could not be read: nobody is to try that again."""

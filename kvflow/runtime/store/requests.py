@@ -91,6 +91,8 @@ class StoreStatistics:
     damaged: int
     """Restores that have found a torn file, or other bytes than were saved."""
     evicted: int
+    dropped: int
+    """Entries that `Runtime.drop_stored` has dropped."""
     failed: int
     """Saves and restores that have ended otherwise, cancelled ones included."""
 

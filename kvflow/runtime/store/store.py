@@ -84,7 +84,7 @@ class BlockStore:
         self._cache = cache
         self._jobs = Jobs(shelf, gear.ledger)
         self._closed = self._unregistered = False
-        self._evicted = 0
+        self._evicted = self._dropped = 0
 
     @property
     def statistics(self) -> StoreStatistics:
@@ -95,6 +95,7 @@ class BlockStore:
             open_requests=len(self._jobs),
             quarantines=len(self.quarantines),
             evicted=self._evicted,
+            dropped=self._dropped,
             **self._jobs.outcomes,
         )
 
@@ -110,6 +111,31 @@ class BlockStore:
     def has(self, key: object) -> bool:
         """See `Runtime.is_stored`."""
         return self._index.find(entry_name(self._cache.fingerprint, checked_key(key, "key"))) is not None
+
+    async def drop(self, keys: Sequence[bytes | str] | None) -> int:
+        """See `Runtime.drop_stored`."""
+        names = None
+        if keys is not None:
+            checks.count(keys, "keys")
+            if (listed := checks.answer(lambda: tuple(keys))) is None:
+                raise RequestError(f"keys: expected a list, got {checks.shown(keys)}")
+            names = {entry_name(self._cache.fingerprint, checked_key(key, "keys")) for key in listed}
+        files = self._jobs.drop(names)
+        self._dropped += len(files)
+        if not files:
+            return 0
+        path, bound_s = self._directory.path, self._config.load_deadline_s
+        logger.info("store %s: dropped %s entries", path, len(files))
+        try:
+            async with asyncio.timeout(bound_s):
+                failed = await self._files.call(partial(self._directory.remove_all, files))
+        except TimeoutError:
+            failed = {path: OSError(f"not done within {bound_s:g} s (load_deadline_s)")}
+        if failed:
+            file, why = next(iter(failed.items()))
+            left = f"files of {len(files)} entries that were dropped may be back at the next start"
+            raise StorageFailed(f"store {path!r}: {left}: {file}: {why}", request_id="")
+        return len(files)
 
     async def save(self, request: SaveRequest) -> SaveReport:
         """See `Runtime.save_blocks`."""
