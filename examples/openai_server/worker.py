@@ -133,7 +133,7 @@ def worker_app(
     @app.get("/health")
     async def health(response: Response) -> WorkerHealth:
         """200 if the worker can be used; 503 says that it must be started again."""
-        if runtime.state is not kvflow.RuntimeState.OPEN:
+        if runtime.state is not kvflow.RuntimeState.OPEN or runtime.statistics().transport.deaf:
             response.status_code = 503
         statistics = engine.statistics()
         return WorkerHealth(

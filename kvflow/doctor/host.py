@@ -3,9 +3,7 @@
 Numbers that a kernel or a container sets are read from where the kernel shows them; what cannot be read is None, and a
 check that has nothing to judge says so.
 
-What kvflow needs of open files, roughly, was counted with NIXL 1.5.1 (UCX 1.23) and ZeroMQ 4.3.5: a runtime by itself
-has some 40; a peer that is read from costs 1 over shared memory and 2 over tcp, and so does a reader; a question on the
-side channel has 4 while it is asked.
+What kvflow needs of open files is in `runtime.open_files`.
 """
 
 from __future__ import annotations
@@ -20,14 +18,10 @@ from pathlib import Path
 
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, fail, ok, warn
+from kvflow.runtime.open_files import ANSWER_FILES, PEER_FILES, QUESTION_FILES, READER_FILES, RUNTIME_FILES, needed
 
 PYTHON_MIN = (3, 11)
 SHARED_MEMORY_FREE_MIN_BYTES = 256 << 20
-RUNTIME_FILES = 64
-"""A runtime without any peer, and what the engine around it has open anyway."""
-PEER_FILES = READER_FILES = 2
-QUESTION_FILES = 4
-_ANSWER_FILES = 1
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 _OUR_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 
@@ -142,31 +136,28 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_open_files(name: str, host: Host, config: Config) -> Finding:
-    """Check the limit of open files, which an engine started like this process would have, too."""
-    soft, hard, needed = host.open_files_max, host.open_files_hard_max, files_needed(config)
-    if soft is None or soft >= needed:
-        return ok(name, f"{'no limit' if soft is None else f'at most {soft}'}, {needed} needed at most")
-    found = f"at most {soft} (hard limit {'none' if hard is None else hard})"
-    elsewhere = f"systemd: LimitNOFILE={needed}, containers: --ulimit nofile={needed}"
-    fix = f"ulimit -n {needed} where the engine is started ({elsewhere})"
-    if hard is not None and hard < needed:
-        fix += f"; only root can raise the hard limit of {hard}, for good in /etc/security/limits.conf"
-    if soft < RUNTIME_FILES:
+    """Check the limit of open files, which an engine started like this process would have, too.
+
+    A runtime raises the soft limit to the hard one when it opens, so the hard one counts.
+    """
+    soft, hard, least = host.open_files_max, host.open_files_hard_max, needed(config)
+    if soft is None or soft >= least:
+        return ok(name, f"{'no limit' if soft is None else f'at most {soft}'}, {least} needed at most")
+    if hard is None or hard >= least:
+        raised = "without limit" if hard is None else f"to {hard}"
+        return ok(name, f"at most {soft}, which a runtime raises {raised}; {least} needed at most")
+    found = f"at most {hard} (soft limit {soft})"
+    elsewhere = f"systemd: LimitNOFILE={least}, containers: --ulimit nofile={least}"
+    fix = f"ulimit -Hn {least} as root where the engine is started ({elsewhere}), or /etc/security/limits.conf"
+    if hard < RUNTIME_FILES:
         return fail(name, f"{found}: too few for a runtime without any peer", fix)
-    neighbours = (soft - RUNTIME_FILES) // (PEER_FILES + QUESTION_FILES + READER_FILES + _ANSWER_FILES)
+    neighbours = (hard - RUNTIME_FILES) // (PEER_FILES + QUESTION_FILES + READER_FILES + ANSWER_FILES)
     return warn(
         name,
         f"{found}: enough for some {neighbours} other ranks, not for as many as Config allows "
         f"(peers_max {config.limits.peers_max}, readers_max {config.limits.readers_max})",
         fix,
     )
-
-
-def files_needed(config: Config) -> int:
-    """Files open with as many peers, readers and connections as the config allows, and all peers asked at once."""
-    limits = config.limits
-    peers, readers = limits.peers_max * (PEER_FILES + QUESTION_FILES), limits.readers_max * READER_FILES
-    return RUNTIME_FILES + peers + readers + limits.side_channel_connections_max * _ANSWER_FILES
 
 
 def check_shared_memory(name: str, host: Host, _: Config) -> Finding:

@@ -61,7 +61,9 @@ _BLOCKS = _each("blocks", "free", "leased", "in_flight", "quarantined")
 _MESSAGES = _each("listener", "answered", "refused", "dropped")
 _STORED = _each("store", "saved", "restored", "missed", "damaged", "failed")
 _QUESTIONS = _each("sharing", "found", "missed", "busy", "failed", "reclaimed")
+_LISTENERS_LOST = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
 _NEVER_READ = "Engines whose tickets come, and that no load has ever read from."
+_READERS_REFUSED = "New readers that were refused because too few open files were left."
 _LATE_READS = "Reads of stock engines that ended after their lease: the text may be wrong."
 
 # Metrics of `Runtime.statistics()`: name, help, label beside `LABELS`, and the values by that label.
@@ -71,6 +73,7 @@ GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_engines_never_read", _NEVER_READ, "", _one("loading", "never_read", 0)),
     ("kvflow_open_leases", "Leases open.", "", _one("serving", "open_leases", 0)),
     ("kvflow_open_reads", "Reads posted and not ended.", "", _one("transport", "open_reads")),
+    ("kvflow_listeners_lost", _LISTENERS_LOST, "", _one("transport", "listeners_lost")),
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
     ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _store_bytes),
@@ -82,6 +85,7 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_reads", "Reads posted.", "", _one("transport", "reads")),
     ("kvflow_reads_failed", "Reads that the transport failed.", "", _one("transport", "reads_failed")),
     ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
+    ("kvflow_readers_refused", _READERS_REFUSED, "", lambda now: {"": now.readers_refused}),
     ("kvflow_leases_deserted", "Leases given back since their readers had died.", "", _one("serving", "deserted", 0)),
     ("kvflow_late_reads", _LATE_READS, "", _one("serving", "late_reads")),
     ("kvflow_load_sources_left", "Sources that loads left for their next one.", "", _one("loading", "sources_left", 0)),

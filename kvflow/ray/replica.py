@@ -140,11 +140,14 @@ class ReplicaRuntime:
         """Raise if the runtime can do no more work, so that Serve replaces the replica: for `check_health`.
 
         Raises:
-            RuntimeBroken: a service of the runtime died, or it was closed though the replica was not told to go.
+            RuntimeBroken: a service of the runtime died, it was closed though the replica was not told to go, or no new
+                reader can connect to it, since open files ran out.
         """
         state = self.runtime.state
         if state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
             raise RuntimeBroken(f"replica {self.place.unique_id} of {self.place.deployment!r}: its runtime is {state}")
+        if self.runtime.statistics().transport.deaf:
+            raise RuntimeBroken(f"replica {self.place.unique_id} of {self.place.deployment!r}: no reader can connect")
 
 
 def this_replica() -> ReplicaPlace:

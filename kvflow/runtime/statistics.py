@@ -59,6 +59,8 @@ class RuntimeStatistics:
     """Ranks that have connected to this one and will be told when it goes."""
     listener: ListenerStatistics | None
     transport: TransportStatistics
+    readers_refused: int
+    """Readers that were refused because too few open files were left."""
     early_notifications: int
     """Notifications that came before a cache was registered, when no lease could exist."""
     store: StoreStatistics | None = None

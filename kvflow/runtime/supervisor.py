@@ -36,6 +36,7 @@ from kvflow.errors import (
 )
 from kvflow.hosts import address_at
 from kvflow.logs import logger_of
+from kvflow.runtime import open_files
 from kvflow.runtime.assembly import RegisteredCache, register
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import Identity, RankContext
@@ -44,6 +45,7 @@ from kvflow.runtime.errand import Errand, carry_out
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.memory.host_buffers import BlockCopier
+from kvflow.runtime.open_files import ReaderAdmission
 from kvflow.runtime.records import Observers
 from kvflow.runtime.services import Services
 from kvflow.runtime.statistics import Past, RuntimeState, RuntimeStatistics
@@ -75,6 +77,7 @@ class Supervisor:
         self._past = Past()
         self._registering = False
         self._early_notifications = 0
+        self._admission = ReaderAdmission(config.engine_id)
         self._services: Services | None = None
         self._unregistering = Errand(self._unregister, "kvflow-unregister")
         self._closing = Errand(self._close, "kvflow-close")
@@ -98,6 +101,8 @@ class Supervisor:
         self.loop = asyncio.get_running_loop()
         first = self._incarnation
         assert first is not None, "made with the supervisor"
+        if self._world.real:
+            open_files.prepare(self.config)
         if self.config.advertise_toward is not None:
             self._host = await self._world.own_host(self.config)
             self.config = replace(self.config, advertise_host=self._host)
@@ -176,6 +181,7 @@ class Supervisor:
             sharing=cache.sharing.statistics if cache and cache.sharing else None,
             prefixes=cache.prefixes.statistics if cache else None,
             readers=cache.readers.count if cache else 0,
+            readers_refused=self._admission.refused,
             listener=self._listener.statistics if services else None,
             transport=past.with_transport(self._incarnation.transport.statistics if self._incarnation else None),
             early_notifications=self._early_notifications,
@@ -389,14 +395,22 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
+        if isinstance(request, messages.MetadataRequest) and (why := self._no_new_reader()):
+            return refusal(f"engine {engine_id!r} takes no new reader: {why}", transient=True)
         return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _answer_stranger(self, question: bytes) -> list[bytes] | None:
         """Answer a reader of another make; None if it gets no answer."""
         cache = self.cache
-        if cache is None or cache.strangers is None or self.state is not RuntimeState.OPEN:
+        if cache is None or cache.strangers is None or self.state is not RuntimeState.OPEN or self._no_new_reader():
             return None
         return cache.strangers.answer(question)
+
+    def _no_new_reader(self) -> str:
+        """Return why this rank can connect no new reader now, or ""."""
+        if self._incarnation is not None and self._incarnation.transport.statistics.deaf:
+            return "its transport's listener is closed, as when open files run out: register its cache again"
+        return self._admission.refusal(self._clock.now_s())
 
     def _on_notification(self, payload: bytes) -> None:
         if self.held is None:

@@ -108,6 +108,10 @@ class TransportStatistics:
     notifications_sent: int
     notifications_received: int
     notifications_failed: int
+    listeners_lost: int = 0
+    """Listeners that the transport's library has closed while it is open: no new peer can connect by them."""
+    deaf: bool = False
+    """True if no new peer can connect at all, since all listeners of the agent that peers read from are lost."""
 
 
 Join: TypeAlias = Callable[[Sequence[bytes]], Sequence[bytes]]

@@ -25,11 +25,12 @@ from kvflow.cli.app import findings_as_json, print_findings
 from kvflow.core.protocol import codec, messages
 from kvflow.doctor.backends import judge_backends
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
-from kvflow.doctor.host import QUESTION_FILES, Host, check_host, check_open_files, files_needed, read_host
+from kvflow.doctor.host import Host, check_host, check_open_files, read_host
 from kvflow.doctor.peer import examine_peer, judge_answer
 from kvflow.doctor.transfer import judge_host_path, judge_plugins
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
+from kvflow.runtime.open_files import QUESTION_FILES, needed
 
 GOOD = Host(
     python=(3, 12, 1),
@@ -46,12 +47,12 @@ GOOD = Host(
     environment={},
 )
 CONFIG = Config(engine_id="doctor", handshake_timeout_s=WAIT_S)
-NEEDED = files_needed(CONFIG)
+NEEDED = needed(CONFIG)
 
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 LOCKING, PTRACE = "memory locking", "reading other processes"
-FEW_FILES, HARD = {"open_files_max": 1024}, {"open_files_hard_max": 4096}
+SOFT, HARD = {"open_files_max": 512}, {"open_files_hard_max": 1024}
 HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
@@ -72,9 +73,8 @@ def assert_found(
     [
         ({"python": (3, 10, 9)}, "Python", FAIL, "3.10.9", "install Python 3.11"),
         ({"locked_bytes_max": 8 << 20}, LOCKING, FAIL, "at most 8192 KiB", "ulimit -l"),
-        (FEW_FILES, "open files", WARN, "some 106 other ranks", f"ulimit -n {NEEDED}"),
-        ({"open_files_max": 50}, "open files", FAIL, "too few for a runtime", f"LimitNOFILE={NEEDED}"),
-        ({**FEW_FILES, **HARD}, "open files", WARN, "(hard limit 4096)", "only root can raise"),
+        ({**SOFT, **HARD}, "open files", WARN, "some 106 other ranks", f"ulimit -Hn {NEEDED}"),
+        ({"open_files_max": 50, "open_files_hard_max": 50}, "open files", FAIL, "too few", f"LimitNOFILE={NEEDED}"),
         ({"shared_memory_free_bytes": 64 << 20}, "/dev/shm", WARN, "64 MiB free", "--shm-size"),
         ({"shared_memory_free_bytes": None}, "/dev/shm", WARN, "does not exist", "tmpfs"),
         ({"ptrace_scope": 1}, PTRACE, WARN, "ptrace_scope 1", "yama.ptrace_scope=0"),
@@ -84,6 +84,8 @@ def assert_found(
         ({"locked_bytes_max": 1 << 16, "capabilities": 1 << 14}, LOCKING, OK, "CAP_IPC_LOCK", ""),
         ({"locked_bytes_max": 1 << 16, "rdma_devices": ()}, LOCKING, OK, "only RDMA would need", ""),
         ({"open_files_max": None, "open_files_hard_max": None}, "open files", OK, "no limit", ""),
+        (SOFT, "open files", OK, f"at most 512, which a runtime raises to {1 << 20}", ""),
+        ({**SOFT, "open_files_hard_max": None}, "open files", OK, "which a runtime raises without limit", ""),
         ({"open_files_max": NEEDED}, "open files", OK, f"at most {NEEDED}, {NEEDED} needed", ""),
         ({"ptrace_scope": 3, "capabilities": 1 << 19}, PTRACE, OK, "CAP_SYS_PTRACE", ""),
         ({"ptrace_scope": None}, PTRACE, OK, "no Yama", ""),
@@ -100,8 +102,8 @@ def test_each_trouble_is_found_and_has_its_fix(
 
 def test_an_engine_with_few_peers_needs_few_files() -> None:
     few = limited(CONFIG, peers_max=16, readers_max=16, side_channel_connections_max=64)
-    assert files_needed(few) < 512
-    assert check_open_files("open files", replace(GOOD, open_files_max=512), few).status is OK
+    assert needed(few) < 512
+    assert check_open_files("open files", replace(GOOD, open_files_max=512, open_files_hard_max=512), few).status is OK
 
 
 def test_the_docs_say_how_many_files_the_defaults_need() -> None:
@@ -271,7 +273,7 @@ def test_the_doctor_hands_blocks_over_and_says_which_way_they_went() -> None:
     assert done.returncode == 0, done.stderr
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert found["kvflow"]["found"].startswith(f"kvflow {kvflow.__version__}, nixl ")
-    assert "needed at most" in found["open files"]["found"] or "ulimit -n" in found["open files"]["fix"]
+    assert "needed at most" in found["open files"]["found"] or "ulimit -Hn" in found["open files"]["fix"]
     assert "UCX" in found["NIXL"]["found"]
     assert "UCX moves memory between engines" in found["backends"]["found"]
     assert "POSIX moves files" in found["backends"]["found"]

@@ -67,8 +67,8 @@ class ZmqSideChannel:
                 return _decode(target, address, await self._exchange(way, address, request, fingerprint))
         except TimeoutError:
             raise failure(PeerUnreachable, target, address, f"no answer within {timeout_s} s") from None
-        except zmq.ZMQError as error:  # such as too many open files
-            raise failure(PeerUnreachable, target, address, str(error)) from error
+        except (zmq.ZMQError, OSError) as error:  # such as too few open files
+            raise failure(PeerUnreachable, target, address, error.strerror or str(error)) from error
 
     def close(self) -> None:
         self._connections.close()

@@ -16,6 +16,7 @@ A kept socket has no task and no timer of its own: the loop hears of it when Zer
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.core.protocol import codec
+from kvflow.runtime import open_files
 from kvflow.runtime.channel.keyring import KeyPair
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 
@@ -213,7 +215,9 @@ class Connections:
         return None
 
     def open(self, way: ListenerWay) -> KeptConnection:
-        """Open a connection, for one question. Raises ZMQError, such as for too many open files."""
+        """Open a connection, for one question. Raises OSError for too few open files, ZMQError."""
+        if why := open_files.asking_shortage(first=self._context is None):  # ZeroMQ would end the process
+            raise OSError(errno.EMFILE, why)
         if self._context is None:
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))

@@ -13,12 +13,15 @@ connection whose queue is full, and if the peer then resets it, a ping that was 
 can be filled by a message without end too, so a flood of bytes is for CURVE, or the network, to keep out.
 
 Readers connect for a question, and keep the connection for a while for the next. ZeroMQ has no limit for connections:
-when there are too many, all are dropped, and the port is bound again at once; readers ask again.
+when there are too many, all are dropped, and the port is bound again at once; readers ask again. The same is done when
+few open files are left. Where none is left ZeroMQ spins, as long as somebody wants to connect; then the port is bound
+again only once there are some.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +37,7 @@ from kvflow.core.protocol.addresses import asked_by
 from kvflow.errors import ConfigError
 from kvflow.hosts import ANY, ANY_V6, address_at, is_v6
 from kvflow.logs import logger_of
+from kvflow.runtime import open_files
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics, refusal
 
@@ -50,6 +54,8 @@ _C_INT_MAX = (1 << 31) - 1
 _KEY_PROPERTY = "User-Id"  # what `_check_keys` says: the key, in hexadecimal
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://kvflow-connections"
+_LOOK_S = 1.0  # nobody tells that files are used up
+_FEW_CONNECTIONS = 4  # dropping these would give back too little
 _REJECTIONS: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "its CURVE key is in no file of curve_peers_dir",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZeroMQ, or only one side uses CURVE, or it expects another key",
@@ -73,6 +79,8 @@ class ZmqListener:
         self._log_lines = RateLimiter(requests_per_s=_LOG_LINES_PER_S, peers_max=1)
         self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
         self._connections = 0
+        self._dropping = ""
+        """Why all connections are being dropped; "" while they are not."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._context.socket(zmq.PAIR)
@@ -245,23 +253,47 @@ class ZmqListener:
     async def _watch_connections(self) -> None:
         """Count connections, and drop all when there are too many: those that wait for an answer ask again."""
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
-            match event:
-                case zmq.Event.ACCEPTED:
-                    self._connections += 1
-                    if self._connections == self._config.limits.side_channel_connections_max + 1:
-                        self._socket.unbind(self._endpoint)
-                case zmq.Event.DISCONNECTED:
-                    self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
-                case zmq.Event.CLOSED:
-                    logger.warning("side channel at %s: dropped all %s connections", self._endpoint, self._connections)
-                    self._counts["recycled"] += 1
-                    self._connections = 0
-                    self._socket.bind(self._endpoint)
-                case _:
-                    self._counts["rejected"] += 1
-                    self._log(logging.WARNING, f"rejected a connection: {_REJECTIONS[event]}")
+            if await self._monitor.poll(round(_LOOK_S * 1000)):
+                event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+                match event:
+                    case zmq.Event.ACCEPTED:
+                        self._connections += 1
+                    case zmq.Event.DISCONNECTED:
+                        self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
+                    case zmq.Event.CLOSED:
+                        await self._bind_again()
+                    case _:
+                        self._counts["rejected"] += 1
+                        self._log(logging.WARNING, f"rejected a connection: {_REJECTIONS[event]}")
+            if not self._dropping and (why := self._too_many()):
+                self._dropping = why
+                self._socket.unbind(self._endpoint)
             await asyncio.sleep(0)
+
+    def _too_many(self) -> str:
+        """Return why all connections have to be dropped, or ""."""
+        if self._connections > self._config.limits.side_channel_connections_max:
+            return "too many at once"
+        if self._connections > _FEW_CONNECTIONS:
+            return open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT)
+        return open_files.shortage(1)
+
+    async def _bind_again(self) -> None:
+        """Bind the port once more, as soon as there are files for it."""
+        told = (self._endpoint, self._connections, self._dropping)
+        logger.warning("side channel at %s: dropped all %s connections: %s", *told)
+        self._counts["recycled"] += 1
+        self._connections = 0
+        while True:
+            if not open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT):
+                try:
+                    self._socket.bind(self._endpoint)
+                    break
+                except zmq.ZMQError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+            await asyncio.sleep(_LOOK_S)
+        self._dropping = ""
 
 
 def _property(frame: zmq.Frame, name: str) -> str | None:

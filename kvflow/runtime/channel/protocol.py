@@ -47,7 +47,7 @@ class ListenerStatistics:
     connections: int = 0
     """Open now."""
     recycled: int = 0
-    """Times that all connections were dropped because there were too many."""
+    """Times that all connections were dropped: there were too many, or too few open files were left."""
 
 
 class Listener(Protocol):

@@ -31,7 +31,9 @@ from kvflow.errors import (
 )
 from kvflow.hosts import loopback_hint
 from kvflow.logs import logger_of
+from kvflow.runtime import open_files
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.contacts import overloaded
 from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, Telling, words
 from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, AgentName, PeerGone, TransportError
 
@@ -74,6 +76,8 @@ class Handshakes:
             share = topology.report_share(self._local.cache_shares, reply.cache_shares)
             maps = tuple(block_maps(reply, self._local, regions))
             connection = Connection(agent, reply, regions, maps, share, self.telling)
+            if why := open_files.shortage(open_files.READERS_STOP_AT):
+                raise overloaded(at, why)
             try:
                 name = await self.agents.add(connection, reply.agent_metadata)
             except PeerGone as error:

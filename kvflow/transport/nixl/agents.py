@@ -71,6 +71,7 @@ _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
 _PARKED_MAX = 4
 _PARKED_S = 600.0  # a peer that does not go on within that will not
+_LOOK_S = 1.0
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -124,6 +125,7 @@ class NixlAgents:
         except self._errors as error:
             raise ConfigError(f"NIXL cannot start backend {config.nixl_backend!r} as configured: {error}") from error
         self._name = name
+        self._serving_listeners = self._serving.listener_count
         self._by_software = set(config.nixl_backends) == {"UCX"} and not any(_RDMA_DEVICES.glob("*"))
         """True if bytes land only when an agent is polled."""
         self._parked: list[_Parked] = []
@@ -149,8 +151,16 @@ class NixlAgents:
         self._outbox: dict[tuple[AgentName, Join | None], list[bytes]] = {}
         self._outbox_since_s = 0.0
         self._next_notifications_s = 0.0
+        self._look_s = 0.0
+        self.lost: tuple[int, int] = (0, 0)
+        """Listeners that UCX has closed, of the serving and of the reading agent."""
         self.sent = 0
         self.unsent = 0
+
+    @property
+    def deaf(self) -> bool:
+        """True if UCX has closed all listeners of the serving agent."""
+        return 0 < self._serving_listeners == self.lost[0]
 
     @property
     def busy(self) -> bool:
@@ -375,6 +385,9 @@ class NixlAgents:
         elif self._ended:
             self._release(self._tell())
         now_s = time.monotonic()
+        if now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            self._look_at_listeners()
         if self._in_flight:
             if not self._more and now_s < self._spin_until_s:
                 self._spin(now_s + _SPIN_TURN_S)
@@ -400,6 +413,19 @@ class NixlAgents:
         if now_s < self._spin_until_s:
             return 0.0
         return min(max((now_s - self._active_s) / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+
+    def _look_at_listeners(self) -> None:
+        """Log the listeners that UCX has closed since the last look."""
+        ports = [*(serving := self._serving.lost_listeners()), *self._reading.lost_listeners()]
+        lost = (len(serving), len(ports) - len(serving))
+        if sum(lost) > sum(self.lost):
+            logger.error(
+                "agent %s: UCX has closed its listener at port %s, as it does when open files run out: no new peer can "
+                "connect there until the cache is unregistered and registered again",
+                self._name,
+                ports,
+            )
+        self.lost = lost
 
     def close(self) -> None:
         """Deregister and destroy both agents; only legal when not busy."""

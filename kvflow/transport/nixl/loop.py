@@ -168,6 +168,8 @@ class NixlTransport:
             notifications_sent=agents.sent if agents else 0,
             notifications_received=self._notifications_received,
             notifications_failed=agents.unsent if agents else 0,
+            listeners_lost=sum(agents.lost) if agents else 0,
+            deaf=agents is not None and agents.deaf,
         )
 
     def _alive(self) -> tuple[OwnerThread, NixlAgents]:

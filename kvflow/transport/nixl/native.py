@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import importlib
 import mmap
+import os
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvflow.config import Config
 from kvflow.core.cache.regions import Span
@@ -25,12 +28,18 @@ from kvflow.transport.nixl.defaults import backend_params
 _PROGRESS_DELAY_US = 100_000
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 VERBS = "libibverbs.so.1"
+_TCP_LISTEN = "0A"
+_LOST: set[int] = set()
+"""File descriptors of the listeners that UCX has closed in this process."""
 
 
 class Agent:
     """A NIXL agent with its backends, and the memory that is registered with it."""
 
     def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
+        for file in _LOST:
+            _keep_from_ucx(file)
+        others = listening_sockets()
         self.native = new_agent(bindings, name, progress=progress)
         plugins = self.native.getAvailPlugins()
         unknown = next((name for name in given.nixl_backends if name not in plugins), None)
@@ -41,6 +50,26 @@ class Agent:
             for name, params in given.nixl_backends.items()
         ]
         self.registered: list[Any] = []
+        address = bytes(self.native.getLocalMD())
+        self._listeners = {
+            file: socket
+            for file, socket in listening_sockets().items()
+            if others.get(file) != socket and socket.port.to_bytes(2, "big") in address
+        }
+        """Sockets at which UCX takes connections over tcp. It closes one at the first connection that it cannot accept,
+        as when open files run out, and never opens it again (UCX 1.23).
+        """
+
+    @property
+    def listener_count(self) -> int:
+        """Listeners that the agent had at first."""
+        return len(self._listeners)
+
+    def lost_listeners(self) -> list[int]:
+        """Return the ports of the listeners that are closed."""
+        lost = {file: socket.port for file, socket in self._listeners.items() if _inode(file) != socket.inode}
+        _LOST.update(lost)
+        return list(lost.values())
 
     def register(self, descriptors: Any) -> None:
         self.native.registerMem(descriptors, self.backends)
@@ -50,6 +79,56 @@ class Agent:
         for descriptors in self.registered:
             self.native.deregisterMem(descriptors, self.backends)
         self.registered.clear()
+
+
+class ListeningSocket(NamedTuple):
+    """A socket of this process that takes connections over tcp."""
+
+    inode: str
+    port: int
+
+
+def listening_sockets() -> dict[int, ListeningSocket]:
+    """Return the sockets of this process that listen, by file descriptor; none where /proc does not say."""
+    ports = {}
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == _TCP_LISTEN:
+                    ports[f"socket:[{inode}]"] = int(local.rpartition(":")[2], 16)
+    found = {}
+    with contextlib.suppress(OSError):
+        for file in map(int, os.listdir("/proc/self/fd")):
+            inode = _inode(file)
+            if inode in ports:
+                found[file] = ListeningSocket(inode, ports[inode])
+    return found
+
+
+def _keep_from_ucx(file: int) -> None:
+    """Take the number of a listener that UCX has closed, for as long as the process lasts.
+
+    UCX still has a handler under that number, so no agent can be made whose listener would get it. No effect if
+    somebody else has the number now.
+    """
+    with contextlib.suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            kept = nothing if nothing == file else fcntl.fcntl(nothing, fcntl.F_DUPFD_CLOEXEC, file)
+        finally:
+            if nothing != file:
+                os.close(nothing)
+        if kept not in (file, nothing):
+            os.close(kept)
+
+
+def _inode(file: int) -> str:
+    """Return what a file descriptor is, as the kernel names it; "" if it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{file}")
+    except OSError:
+        return ""
 
 
 def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any:
