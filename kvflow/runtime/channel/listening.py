@@ -81,6 +81,7 @@ class ZmqListener:
         self._connections = 0
         self._dropping = ""
         """Why all connections are being dropped; "" while they are not."""
+        self._bound = True
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._context.socket(zmq.PAIR)
@@ -107,6 +108,7 @@ class ZmqListener:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._serve_requests(), name="kvflow-listener-requests")
                 group.create_task(self._watch_connections(), name="kvflow-listener-connections")
+                group.create_task(self._watch_files(), name="kvflow-listener-files")
                 if self._keyring is not None:
                     group.create_task(self._check_keys(self._keyring), name="kvflow-listener-keys")
         except ExceptionGroup as problems:
@@ -253,22 +255,38 @@ class ZmqListener:
     async def _watch_connections(self) -> None:
         """Count connections, and drop all when there are too many: those that wait for an answer ask again."""
         while True:
-            if await self._monitor.poll(round(_LOOK_S * 1000)):
-                event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
-                match event:
-                    case zmq.Event.ACCEPTED:
-                        self._connections += 1
-                    case zmq.Event.DISCONNECTED:
-                        self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
-                    case zmq.Event.CLOSED:
-                        await self._bind_again()
-                    case _:
-                        self._counts["rejected"] += 1
-                        self._log(logging.WARNING, f"rejected a connection: {_REJECTIONS[event]}")
-            if not self._dropping and (why := self._too_many()):
-                self._dropping = why
-                self._socket.unbind(self._endpoint)
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            match event:
+                case zmq.Event.ACCEPTED:
+                    self._connections += 1
+                    self._drop_too_many()
+                case zmq.Event.DISCONNECTED:
+                    self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
+                case zmq.Event.CLOSED:
+                    told = (self._endpoint, self._connections, self._dropping)
+                    logger.warning("side channel at %s: dropped all %s connections: %s", *told)
+                    self._counts["recycled"] += 1
+                    self._connections, self._bound = 0, False
+                    self._bind_again()
+                case _:
+                    self._counts["rejected"] += 1
+                    self._log(logging.WARNING, f"rejected a connection: {_REJECTIONS[event]}")
             await asyncio.sleep(0)
+
+    async def _watch_files(self) -> None:
+        """Notice that open files are used up, also while no connection can be accepted that would tell."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._bound:
+                self._drop_too_many()
+            else:
+                self._bind_again()
+
+    def _drop_too_many(self) -> None:
+        """Begin to drop all connections if there are too many."""
+        if not self._dropping and (why := self._too_many()):
+            self._dropping = why
+            self._socket.unbind(self._endpoint)
 
     def _too_many(self) -> str:
         """Return why all connections have to be dropped, or ""."""
@@ -278,22 +296,17 @@ class ZmqListener:
             return open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT)
         return open_files.shortage(1)
 
-    async def _bind_again(self) -> None:
-        """Bind the port once more, as soon as there are files for it."""
-        told = (self._endpoint, self._connections, self._dropping)
-        logger.warning("side channel at %s: dropped all %s connections: %s", *told)
-        self._counts["recycled"] += 1
-        self._connections = 0
-        while True:
-            if not open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT):
-                try:
-                    self._socket.bind(self._endpoint)
-                    break
-                except zmq.ZMQError as error:
-                    if error.errno not in (errno.EMFILE, errno.ENFILE):
-                        raise
-            await asyncio.sleep(_LOOK_S)
-        self._dropping = ""
+    def _bind_again(self) -> None:
+        """Bind the port once more, if there are files for it."""
+        if open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT):
+            return
+        try:
+            self._socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return
+        self._dropping, self._bound = "", True
 
 
 def _property(frame: zmq.Frame, name: str) -> str | None:
