@@ -122,7 +122,6 @@ class RegisteredCache:
         leases = self.remote_leases
         means = Means(
             seeker.seek,
-            seeker.give_back,
             self.loader.tables_of,
             self.reach.parse_ticket,
             self.loader.start,

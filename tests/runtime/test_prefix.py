@@ -346,6 +346,32 @@ async def test_an_answer_that_comes_too_late_is_given_back(them: Fleet) -> None:
     assert (await them.pull()).num_tokens == len(PROMPT)
 
 
+@pytest.mark.parametrize("how", ["cancelled", "another one has all of it", "a shorter time"])
+async def test_who_has_not_answered_is_passed_over_only_once_its_time_has_passed(two: Fleet, how: str) -> None:
+    """A healthy engine has the time that the question of now gives it, whatever has become of earlier ones."""
+    first, second = two.holders
+    slow = SlowShelf(first.shelf if how != "another one has all of it" else second.shelf)
+    holder = first if how != "another one has all of it" else second
+    holder.share(slow)
+    for asked in range(1, 4):
+        if how == "cancelled":
+            pull = asyncio.ensure_future(two.pull(peers=[holder.address]))
+            await until(lambda asked=asked: slow.asked == asked)  # type: ignore[misc]
+            pull.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pull
+        elif how == "a shorter time":
+            assert (await two.pull(peers=[holder.address], answer_within_s=1e-4)).num_tokens == 0
+        else:
+            assert (await two.pull()).num_tokens == len(PROMPT)
+            await until(lambda asked=asked: slow.asked == asked)  # type: ignore[misc]
+    last = asyncio.ensure_future(two.pull(peers=[holder.address]))
+    if how != "a shorter time":
+        await until(lambda: slow.asked == 4)
+    slow.open.set()
+    assert (await last).num_tokens > 0
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -364,6 +390,46 @@ async def test_a_shelf_that_lies_or_fails_costs_a_miss(them: Fleet, given: Any) 
     assert (await them.pull()).num_tokens == 0
     assert sharing.statistics.failed + sharing.statistics.missed == 1
     assert shelf.unpinned == ([given] if isinstance(given, Run) else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_tokens": 33}, "it offers 33 tokens of a prefix, asked for up to 32, in steps of 4"),
+        ({"num_tokens": 36}, "it offers 36 tokens of a prefix, asked for up to 32, in steps of 4"),
+        ({"num_tokens": 1 << 62}, f"it offers {1 << 62} tokens of a prefix, asked for up to 32, in steps of 4"),
+        ({"num_tokens": 30}, "it offers 30 tokens of a prefix, asked for up to 32, in steps of 4"),
+        ({"num_tokens": 0}, "it offers 0 tokens of a prefix, asked for up to 32, in steps of 4"),
+        (
+            {"block_ids": ((0, 1, 2, 3, 4, 5, 6),)},
+            "it offers 32 tokens of a prefix in 7 blocks of 4 tokens, which take 8",
+        ),
+        ({"block_ids": ((),)}, "it offers 32 tokens of a prefix in 0 blocks of 4 tokens, which take 8"),
+        ({"block_ids": ((0, 1, 2, 3, 4, 5, 6, 99),)}, "99"),
+    ],
+)
+async def test_an_offer_that_cannot_be_an_answer_is_not_believed(
+    them: Fleet, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
+) -> None:
+    """Nor handed to anybody: a scheduler would make room for as many tokens as it says."""
+    (holder,) = them.holders
+    answer = holder.sharing.answer
+
+    def lie(question: messages.SeekRequest) -> Any:
+        offer = answer(question)
+        assert isinstance(offer, messages.Offer)
+        assert offer.lease is not None
+        return msgspec.structs.replace(offer, **changes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(holder.sharing, "answer", lie)
+        assert await them.seek(block_ids=[]) == ()
+        report = await them.pull()
+        assert (report.num_tokens, report.loads, report.answers[0].num_tokens) == (0, (), 0)
+        assert "ProtocolError" not in report.answers[0].why
+        assert says in report.answers[0].why
+        holder.sharing.reclaim(8)
+    assert (await them.pull()).num_tokens == len(PROMPT)
 
 
 async def test_a_run_that_a_shelf_gives_twice_ends_for_both_readers(them: Fleet) -> None:

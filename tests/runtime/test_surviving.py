@@ -21,6 +21,7 @@ from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
     LeaseExpired,
+    PeerUnreachable,
     PrefillFailed,
     PromptMismatch,
     RequestError,
@@ -29,6 +30,7 @@ from kvflow.errors import (
 )
 from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.load.surviving import LATE_LEAST_S, LATE_TIMES, SOURCES_MAX
+from kvflow.runtime.peers.peer import Peer
 from kvflow.testing import InprocCluster, InprocTransport, TestEngine, assert_loaded, assert_quiet
 from kvflow.transport.base import TransportError
 
@@ -133,10 +135,30 @@ def found(attempts: Sequence[Attempt]) -> list[tuple[str, str]]:
     return [(one.engine_id, one.outcome) for one in attempts]
 
 
+def unreachable(made: Trio, engine_id: str, why: list[str]) -> None:
+    """Keep the reader from reaching an engine, as long as there is a reason."""
+    handshakes: Any = cache_of(made.reader.runtime).peers.handshakes
+
+    def cut(inner: Any) -> Any:
+        async def ask(peer: Peer, *args: Any) -> Any:
+            if why and peer.engine_id == engine_id:
+                raise peer.at.failure(PeerUnreachable, why[0])
+            return await inner(peer, *args)
+
+        return ask
+
+    handshakes.connect, handshakes.ask = cut(handshakes.connect), cut(handshakes.ask)
+
+
 async def passes(load: kvflow.Load, seconds: float) -> None:
     """So much time passes, unless the load ends before."""
     assert load._task is not None
     await asyncio.wait([load._task], timeout=seconds)
+
+
+async def ends(lease: Lease, seconds: float) -> None:
+    """So much time passes, unless the lease ends before."""
+    await asyncio.wait([asyncio.ensure_future(lease.wait())], timeout=seconds)
 
 
 async def never(attempts: Sequence[Attempt]) -> None:
@@ -299,6 +321,40 @@ async def test_an_engine_that_no_load_has_ever_read_from_is_said_once(caplog: py
         assert len([one for one in caplog.records if "has ever read from it" in one.getMessage()]) == 1, told
         await made.warm()
         assert made.loading.never_read == 0
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+@in_virtual_time
+async def test_the_lease_of_a_source_that_was_unreachable_is_given_back_once_it_can_be(comes_back: bool) -> None:
+    """After the load has succeeded from another; as long as it may be open, and with one line in the log."""
+    async with trio() as made:
+        unreachable(made, "first", down := ["it is gone"])
+        first, second = made.both()
+        made.assert_read(await made.load([first, second]), ("first", "PeerUnreachable"), ("second", "loaded"))
+        assert str(await second) == "read"
+        await ends(first, 1.0)
+        assert not first.done
+        if comes_back:
+            down.clear()
+            await ends(first, first.ticket.ttl_s / 2)
+            assert first.done
+            assert str(await first) == "read"
+        else:
+            await ends(first, first.ticket.ttl_s)
+            assert not [one for one in asyncio.all_tasks() if one.get_name().startswith("kvflow-release")]
+            assert str(await first) == "expired"
+
+
+@in_virtual_time
+async def test_a_source_that_was_not_even_asked_since_it_had_failed_gets_its_lease_back_too() -> None:
+    async with trio() as made:
+        unreachable(made, "first", down := ["it is gone"])
+        first, second = made.both()
+        with pytest.raises(PeerUnreachable):
+            await made.load([first])
+        down.clear()
+        made.assert_read(await made.load([first, second]), ("second", "loaded"))
+        assert str(await first) == "read"
 
 
 # --- who is late

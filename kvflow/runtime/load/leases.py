@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone, Renew, joined, leases_max
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, Overloaded, PeerError, RuntimeUnavailable
+from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
@@ -162,25 +163,53 @@ class RemoteLeases:
         RequestError if the ticket cannot be right, or a rank's address cannot be known. Cancelling stops it; some ranks
         may have been told then.
         """
-        ticket = self._reach.parse_ticket(given)
+        ticket, problems = self._reach.parse_ticket(given), list[KVFlowError]()
+        told = await self._release(ticket, problems)
+        for problem in problems:
+            logger.warning("lease not given back: %s", problem)
+        return told
+
+    def release_soon(self, ticket: Ticket) -> None:
+        """Give a ticket's leases back in a task of its own; its errors are logged or dropped.
+
+        Ranks that cannot be reached are told later, as long as their leases may be open.
+        """
+        over_s = self._clock.now_s() + min(ticket.ttl_s, self._config.lease_lifetime_s)
+        self._begin_release(ticket, over_s, 0.0)
+
+    def _begin_release(self, ticket: Ticket, over_s: float, paused_s: float) -> None:
+        """Start an attempt to give a ticket's leases back, `paused_s` after the one before; 0 for the first one."""
+        with contextlib.suppress(RuntimeUnavailable):
+            work = self._release_or_later(ticket, over_s, paused_s)
+            self._spawn(work, name=f"kvflow-release {ticket.request_id}")
+
+    async def _release_or_later(self, ticket: Ticket, over_s: float, paused_s: float) -> None:
+        """Body of a task, which ends with the runtime."""
+        limits, problems = self._config.limits, list[KVFlowError]()
+        try:
+            await self._release(ticket, problems)
+        except KVFlowError:
+            return
+        for problem in problems:
+            logger.log(logging.DEBUG if paused_s else logging.WARNING, "lease not given back: %s", problem)
+        waits_s = [one.retry_after_s or 0.0 for one in problems if isinstance(one, PeerError) and one.retryable]
+        pause_s = max([min(2 * paused_s, limits.peer_backoff_max_s), limits.peer_backoff_first_s, *waits_s])
+        if waits_s and self._clock.now_s() + pause_s < over_s:
+            self._clock.call_later(pause_s, partial(self._begin_release, ticket, over_s, pause_s))
+
+    async def _release(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
+        """Give a checked ticket's leases back; see `release`. `problems` gets why ranks were not told."""
         bound_s = self._config.handshake_timeout_s + self._opens_within_s(ticket)
         try:
             async with asyncio.timeout(bound_s):
-                return await (self._release_awaited(ticket) if ticket.awaited else self._release_offered(ticket))
+                if ticket.awaited:
+                    return await self._release_awaited(ticket)
+                return await self._release_offered(ticket, problems)
         except TimeoutError:
-            what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
-            logger.warning("%s: leases of all its ranks not given back within %s s", what, bound_s)
+            why = f"leases of all its ranks not given back within {bound_s} s"
+            problem = PeerUnreachable(why, peer=ticket.address, engine_id=ticket.engine_id)
+            problems.append(problem.of_request(ticket.request_id, ticket.engine_id))
             return False
-
-    def release_soon(self, ticket: Ticket) -> None:
-        """Give a ticket's leases back in a task of its own; its errors are logged or dropped."""
-        with contextlib.suppress(RuntimeUnavailable):
-            self._spawn(self._release_quietly(ticket), name=f"kvflow-release {ticket.request_id}")
-
-    async def _release_quietly(self, ticket: Ticket) -> None:
-        """Body of a task, which ends with the runtime."""
-        with contextlib.suppress(KVFlowError):
-            await self.release(ticket)
 
     def _opens_within_s(self, ticket: Ticket) -> float:
         """Seconds that an engine may take to open the lease of a rendezvous; 0 for other tickets."""
@@ -203,11 +232,11 @@ class RemoteLeases:
         except KVFlowError as error:
             logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
 
-    async def _release_offered(self, ticket: Ticket) -> bool:
+    async def _release_offered(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         if ticket.offers_nothing:
             return True  # its leases ended when they were made
         if not ticket.asks:
-            return await self._release_unasked(ticket)
+            return await self._release_unasked(ticket, problems)
         told = True
 
         async def visit(at: Address) -> bool:
@@ -215,18 +244,17 @@ class RemoteLeases:
             try:
                 told = told and await self._release_one(ticket, at) and told  # another one may have failed meanwhile
             except (PeerError, Overloaded) as error:
-                problem = error.of_request(ticket.request_id, ticket.engine_id)
-                logger.warning("lease not given back: %s", problem)
+                problems.append(error.of_request(ticket.request_id, ticket.engine_id))
                 told = False
             return told
 
         return len(await self._reach.walk(ticket, visit)) > 0 and told
 
-    async def _release_unasked(self, ticket: Ticket) -> bool:
+    async def _release_unasked(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         try:
             self.tell(await self._reach.reach(ticket, lambda _: None))
         except KVFlowError as error:
-            logger.info("request %s from %s: not given back: %s", ticket.request_id, ticket.engine_id, error)
+            problems.append(error)
             return False
         return True
 

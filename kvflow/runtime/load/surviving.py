@@ -220,7 +220,7 @@ class _Course:
             await work.flight.settled()
         outcome = LATE if error is None else type(error).__name__
         self._note(outcome, self._late if error is None else str(error))
-        if outcome not in _OVER and not isinstance(error, PeerError):
+        if outcome not in _OVER:
             self._to_release.append(work.ticket)
         if not self._waiting:
             await self._ask_again(error_if_last)

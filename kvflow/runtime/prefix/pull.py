@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -59,7 +59,6 @@ class Means(NamedTuple):
     """Means of pulls: questions to engines, and ordinary loads."""
 
     seek: Callable[[PrefixRequest, float], Awaitable[Search]]
-    give_back: Callable[[Search, Collection[Holder]], None]
     find_blocks: Callable[[GivenBlockIds, str], tuple[BlockIds, ...]]
     parse_ticket: Callable[[Ticket | Mapping[str, Any]], Ticket]
     start: Callable[[LoadRequest], Load]
@@ -92,7 +91,7 @@ class Prefixes:
         request = checked_prefix_request(given, self._config.limits)
         search = await self._means.seek(request, request.answer_within_s)
         found = search.holders
-        self._means.give_back(search, found)
+        search.give_back(found)
         return tuple(one.offer for one in found)
 
     async def pull(self, given: PrefixRequest) -> PrefixReport:
@@ -115,7 +114,7 @@ class Prefixes:
         try:
             loads = await (self._pull(pull) if request.rest is None else self._pull_both(pull))
         finally:
-            self._means.give_back(search, () if pull.taken is None else (pull.taken,))
+            search.give_back(() if pull.taken is None else (pull.taken,))
         return self._report(pull, loads)
 
     async def _pull(self, pull: _Pull) -> list[LoadReport]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvflow import checks
+from kvflow.core.cache.groups import GroupKind
+from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
@@ -27,7 +29,7 @@ from kvflow.runtime.peers.peer import Connection, LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.prefix.requests import GivenPeer, PrefixOffer, PrefixRequest
-from kvflow.runtime.prefix.search import AskedPeer, Holder, Search
+from kvflow.runtime.prefix.search import AskedPeer, Search
 
 _NAMES_MAX = 1 << 10
 
@@ -56,14 +58,17 @@ class Seeker:
         self._remote_leases = remote_leases
         self._names: OrderedDict[str, PeerAddress] = OrderedDict()
         """Engines by the addresses at which they were found."""
-        self._silent: set[str] = set()
-        """Peers, as they were given, that have yet to answer a question of a search that is over."""
+        self._unanswered: dict[str, tuple[float, float]] = {}
+        """The oldest question that each peer, as it was given, has not answered: when it was put, and the seconds that
+        the peer had for it."""
 
     async def seek(self, request: PrefixRequest, within_s: float) -> Search:
         """Ask all peers of a request. Returns the search, with the best holders first.
 
         Waits until all have answered or `within_s` has passed; once one has the whole prefix, only for as much time
-        again. Peers that have not answered by then still may, until `give_back`. Cancelling gives offers back.
+        again. Peers that have not answered by then still may, until `Search.give_back`. Cancelling gives offers back.
+        A peer is not asked if it has left an earlier question unanswered for as long as that one allowed, and this one
+        does.
         """
         loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
@@ -71,7 +76,8 @@ class Seeker:
         search = Search(peers, self._remote_leases.release_soon)
         try:
             for one, peer in zip(search.asked, peers.values(), strict=True):
-                if one.given in self._silent:
+                asked_s, had_s = self._unanswered.setdefault(one.given, (begun_s, within_s))
+                if begun_s - asked_s >= max(had_s, within_s):
                     one.answer = "it has not answered an earlier question yet"
                     continue
                 body = self._ask(search, one, peer, request, question_id)
@@ -83,15 +89,10 @@ class Seeker:
                     ends_s = min(ends_s, begun_s + 2 * (loop.time() - begun_s))
                     most = math.inf  # only the first one shortens the wait
         except BaseException:
-            self.give_back(search)
+            search.give_back()
             raise
         search.order(int(question_id[:8], 16))
         return search
-
-    def give_back(self, search: Search, but: Collection[Holder] = ()) -> None:
-        """End a search: see `Search.give_back`. Engines that have not answered are not asked again before they have."""
-        search.give_back(but)
-        self._silent.update(one.given for one in search.asked if one.task is not None and not one.task.done())
 
     async def _ask(
         self, search: Search, one: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
@@ -104,7 +105,7 @@ class Seeker:
             if isinstance(peer, str):
                 self._names.pop(peer, None)
             answer = str(error)
-        self._silent.discard(one.given)
+        self._unanswered.pop(one.given, None)
         search.take(one, answer)
 
     async def _ask_engine(
@@ -128,7 +129,7 @@ class Seeker:
                 alone=not request.every_rank,
             )
             reply = await self._peers.seek(self._peers.get(at), question)
-            return reply if isinstance(reply, messages.Offer) else None
+            return _within(question, reply, at) if isinstance(reply, messages.Offer) else None
 
         replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - begun_s
@@ -142,8 +143,12 @@ class Seeker:
             if problem is not None:
                 raise problem
             return "it has nothing of it" if not offers else "it has no more than is cached here"
-        for at, _ in offers:
-            self._check(ticket, at)
+        try:
+            for at, _ in offers:
+                self._check(ticket, at)
+        except PeerError:
+            self._remote_leases.release_soon(ticket)
+            raise
         queued = max(offer.queued_bytes for _, offer in offers)
         return PrefixOffer(
             peer=asked.peer, ticket=ticket, num_tokens=ticket.num_tokens, queued_bytes=queued, round_trip_s=took_s
@@ -224,12 +229,22 @@ def _named(peer: GivenPeer) -> str:
     return peer if isinstance(peer, str) else checks.shown(peer)
 
 
+def _within(question: messages.SeekRequest, offer: messages.Offer, at: Address) -> messages.Offer:
+    """Return an offer if it is of tokens that were asked for; ProtocolError else."""
+    keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
+    if not 0 < offer.num_tokens <= keys * key_tokens or offer.num_tokens % key_tokens:
+        asked = f"asked for up to {keys * key_tokens}, in steps of {key_tokens}"
+        raise at.failure(ProtocolError, f"it offers {offer.num_tokens} tokens of a prefix, {asked}")
+    return offer
+
+
 def _ticket(
     engine: _Engine, question_id: str, offers: Sequence[tuple[Address, messages.Offer]], block_ids_max: int
 ) -> Ticket | None:
     """The ticket of these ranks' offers: as many tokens as all have. None if they have none in common.
 
-    Ranks may have a prefix in different blocks. A window, or state, is of one length only.
+    ProtocolError if a rank offers more or fewer blocks than these tokens take. Ranks may have a prefix in different
+    blocks. A window, or state, is of one length only.
     """
     leased = [(at, offer, offer.lease) for at, offer in offers if offer.lease is not None]
     if not leased:
@@ -246,6 +261,12 @@ def _ticket(
             ids[: -(-tokens // group.block_size)] if group.whole else ids
             for group, ids in zip(groups, given, strict=True)
         ]
+        for group, ids in zip(groups, own, strict=True):
+            least = group.blocks_needed(tokens)
+            most = least if group.kind is GroupKind.STATE else -(-tokens // group.block_size)
+            if not least <= len(ids) <= most:
+                what = f"it offers {tokens} tokens of a prefix in {len(ids)} blocks of {group.block_size} tokens"
+                raise at.failure(ProtocolError, f"{what}, which take {least}")
         tables.append(own)
         ranks.append(msgspec.structs.replace(lease, block_ids=own[0], more_block_ids=tuple(own[1:])))
     if all(own == tables[0] for own in tables):
