@@ -143,7 +143,7 @@ class Config:
     """Bytes of a rank's files; the least recently used entries make room for new ones."""
 
     limits: Limits = field(default_factory=Limits)
-    """Bounds that are seldom changed: below."""
+    """Bounds that are seldom changed: below. A dict of them is taken, too."""
 
     def __post_init__(self) -> None:
         checks.settle_fields(self, _BY_TYPE, _BY_NAME)
@@ -248,6 +248,17 @@ def _texts(value: object, name: str) -> Mapping[str, str]:
     return {key: checks.text(entry, f"{name}[{shown(key)}]", error=ConfigError) for key, entry in given.items()}
 
 
+def _limits(value: object, name: str) -> Limits:
+    """Limits, also as a dict, as configuration files have them."""
+    if not isinstance(value, Mapping):
+        return checks.instance(value, Limits, name, error=ConfigError)
+    given = checks.mapping(value, name, error=ConfigError)
+    try:
+        return Limits(**given)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
 def _check_together(config: Config) -> None:
     """ConfigError for settings that cannot be beside each other."""
     for rank_name, size_name in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
@@ -275,7 +286,7 @@ _BY_TYPE: Mapping[str, checks.Check] = {
     **BOUNDS,
     "str | PathLike[str] | None": checks.optional(_path),
     "Mapping[str, str]": _texts,
-    "Limits": lambda value, name: checks.instance(value, Limits, name, error=ConfigError),
+    "Limits": lambda value, name: _limits(value, name),
 }
 _size = partial(checks.whole, least=1, most=RANKS_MAX, error=ConfigError)
 _rank = partial(checks.whole, least=0, error=ConfigError)

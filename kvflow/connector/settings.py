@@ -1,4 +1,4 @@
-"""Configuration from JSON: an engine's own configuration, checked as fields of kvflow's dataclasses; classes by name.
+"""Configuration from JSON: what a plugin's user sets, checked as fields of kvflow's dataclasses; classes by name.
 
 Engines hand connectors a dict that a user has written. The fields' types say what it may hold; a value of another type
 is a ConfigError that names its key, before anything is made of it.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import types
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from os import PathLike
 from typing import Any
@@ -18,7 +18,56 @@ from typing import Any
 import msgspec
 
 from kvflow.checks import check_known, refusal
+from kvflow.config import Config
 from kvflow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Where the users of an engine's plugin set fields of `kvflow.Config`, and which of those they cannot set."""
+
+    where: str
+    """Name of the place for errors, such as that of an environment variable."""
+    engine: str
+    """Name of the engine, for errors."""
+    from_engine: Collection[str]
+    """Fields of Config that follow from the engine."""
+    others: Collection[str] = ()
+    """Settings in the same place that are no fields of Config."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of Config that a user can set."""
+        return tuple(entry.name for entry in fields(Config) if entry.name not in self.from_engine)
+
+    def check_known(self, given: Mapping[str, Any]) -> None:
+        """ConfigError for a setting that nobody knows, or that follows from the engine."""
+        listed = ", ".join(self.from_engine)
+        hint = f" ({listed} come from {self.engine})" if given.keys() & {*self.from_engine} else ""
+        check_known(given, (*self.fields, *self.others), where=self.where, hint=hint)
+
+    def config(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
+        """Return the Config that a user's settings make.
+
+        Args:
+            given: the user's settings, as JSON has them.
+            values: fields of Config that follow from the engine, and defaults of the plugin.
+
+        Returns:
+            The Config; a setting goes before a default.
+
+        Raises:
+            ConfigError: names the place and the setting that is unknown, of another type, or cannot be.
+        """
+        self.check_known(given)
+        checked = checked_fields({name: given[name] for name in given if name in self.fields}, Config, where=self.where)
+        try:
+            return Config(**{**values, **checked})
+        except ConfigError as error:
+            named = str(error).partition(":")[0].split(", ")
+            if checked.keys().isdisjoint(named):
+                raise
+            raise ConfigError(f"{self.where}: {error}") from error
 
 
 def checked_fields(given: Mapping[str, Any], kind: type, *, where: str) -> dict[str, Any]:
@@ -45,9 +94,10 @@ def _checked(value: Any, wanted: Any, where: str) -> Any:
     if not nested:
         return given
     check_known(given, _json_types(wanted), where=where)
+    plain = checked_fields(given, wanted, where=where)
     try:
-        return wanted(**checked_fields(given, wanted, where=where))
-    except TypeError as error:  # a field without a default
+        return wanted(**plain)
+    except (TypeError, ConfigError) as error:  # a field without a default; a value that cannot be
         raise ConfigError(f"{where}: {error}") from error
 
 

@@ -1,77 +1,94 @@
-"""One rank of a prefill or decode server, for all of its requests: pools, and who hears from decode servers.
+"""One rank of a prefill or decode server, for all of its requests: pools, rooms, and who hears from decode servers.
 
-SGLang's order is kept: a decode rank tells the prefill ranks of a room (`Wanted`), and then they begin to send. The
-message names no addresses. A decode rank reads, so it only has to say how much it has already, and the name under which
-it waits for the offer. That name is a secret of the two servers, made by the decode server; the room, which routers see
-in clear, is only part of it.
+SGLang's order is kept: a decode rank tells the prefill ranks of a room (`rooms.Wanted`), and then they begin to send.
+The message names no addresses. A decode rank reads, so it only has to say how much it has already, and the name under
+which it waits for the offer. That name is a secret of the two servers, made by the decode server; the room, which
+routers see in clear, is only part of it.
+
+SGLang's tables have the state of a request by its room. Here the key is a `Room`, which no other request has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import itertools
-import json
-import os
+import math
+import queue
 import secrets
 import threading
+import time
+import weakref
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
+import requests
 import torch.distributed
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVManager
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
-from kvflow.blocking import Runtime
-from kvflow.config import Config
+from kvflow.blocking import Load, Runtime
+from kvflow.checks import said
 from kvflow.core.policy.latest import Latest
-from kvflow.errors import ConfigError
+from kvflow.errors import ConfigError, KVFlowError, PeerIncompatible
 from kvflow.hosts import address_at
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
+from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, items_named, kv_buffers, state_buffers
+from kvflow.sglang.rooms import WANTED, Answer, Asked, Room, Rooms, Wanted
+from kvflow.sglang.settings import config_of
 
 logger = logger_of(__name__)
 
-SETTINGS = "KVFLOW_SGLANG_CONFIG"
-"""Fields of `kvflow.Config` as JSON, for all ranks of a server."""
-
 _CARRIED = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
 """Divisions of a server beside tensor and data parallelism that can be carried."""
-_WANTED = b"KVFLOW"
-_REFUSED_MAX = 1 << 12
+_UNFIT_S = 1.0
+"""Time that SGLang lets pass before it asks a prefill server again."""
+_ALARM_S = 5.0
+"""Time after which reads that do not stop are told to the log."""
+_RANKS_MAX = 64
+_SERVERS_MAX = 256
+_TOLD_MAX = 1 << 12
+_ASK_S = 2.0
+_KNOWN_S = 5.0
+"""Time for which a prefill server is not asked again where its ranks hear."""
 
 Introduction: TypeAlias = "list[dict[str, Any]]"
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """Message of a decode rank to a prefill rank about a room."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """Loads of a failed request of a decode server whose reads have not stopped."""
 
-    room: int
-    name: str
-    """The request id of its offers."""
-    reader: str
-    """Name of the reading rank."""
-    readers: int
-    """Number of ranks from which this prefill rank hears about the room."""
-    decode_prefix_len: int
-    is_dummy: bool = False
-    """True if it reads from another rank what is not cut."""
+    address: str
+    loads: tuple[Load, ...]
+    since_s: float
+    since: str
 
 
 class KVFlowManager(CommonKVManager):
     """The manager that SGLang makes in each scheduler process."""
 
+    supports_deferred_decode_kv_release = True
+
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         self._prepare(args, mode, server_args, bool(is_mla_backend))
         super().__init__(args, mode, server_args, is_mla_backend)
         if mode == DisaggregationMode.PREFILL:
+            self._rooms = Rooms(self.bootstrap_timeout)
+            self.transfer_infos = self._rooms.asked
             threading.Thread(target=self._hear, name="kvflow-sglang-hear", daemon=True).start()
         else:
+            self._told: queue.Queue[tuple[str, Wanted]] = queue.Queue(_TOLD_MAX)
+            threading.Thread(target=self._tell, name="kvflow-sglang-tell", daemon=True).start()
             self._start_heartbeat_checker_thread()
 
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
@@ -84,16 +101,29 @@ class KVFlowManager(CommonKVManager):
             raise ConfigError(
                 f"kvflow for SGLang: disaggregation_decode_allocation_policy is {policy}, carried is early"
             )
+        deferred = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
+        if mode == DisaggregationMode.DECODE and not deferred.get():
+            raise ConfigError(
+                f"kvflow for SGLang: {deferred.name} is off: pages of a failed request would be used again while they "
+                "are still read into"
+            )
         self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
         """True if metadata is too much for a payload, as with hidden states: then it is the last of the pools."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _agreed(secrets.token_hex(16))
         self.serials = itertools.count()
-        self.senders: dict[int, Any] = {}
-        """Senders by the room that they serve."""
-        self._refused = Latest[int, str](_REFUSED_MAX)
-        self._rooms_lock = threading.Lock()
+        self.senders: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
+        self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
+        self._rooms_lock = threading.RLock()  # requests may be collected, and forgotten, while it is held
+        self._held: dict[int, list[_Held]] = {}
+        """What the decode server's pages wait for, by room as routers see it."""
+        self._alarmed: set[str] = set()
+        """Addresses of prefill servers whose reads do not stop, as the log has been told."""
+        self._unfit: dict[str, tuple[str, float]] = {}
+        """Why prefill servers cannot be read from, by address, and when SGLang has found out."""
+        self._silent: set[str] = set()
+        """Addresses of prefill servers that did not answer when they were asked last."""
         producer = mode == DisaggregationMode.PREFILL
         latent = is_mla or args.is_hybrid_mla_backend
         model_heads = 0 if latent else _model_heads(args, server_args)
@@ -102,10 +132,18 @@ class KVFlowManager(CommonKVManager):
         if self.aux_moves:
             found.append(aux_buffers(args))
         self.pools = [_Pool(one, model_heads, producer, self.secret) for one in found]
-        if producer:
-            _hear_refusals()
+        hook_prefill(KVFlowManager) if producer else hook_decode(KVFlowManager)
 
     # --- what both sides have
+
+    def check_status(self, bootstrap_room: int) -> Any:
+        """Return the state of a request. One that is forgotten has failed."""
+        return self.request_status.get(bootstrap_room, KVPoll.Failed)
+
+    def forget(self, room: Room) -> None:
+        """Forget the state of a request that is over."""
+        for table in (self.request_status, self.failure_records, self.senders, self.receivers):
+            table.pop(room, None)
 
     def name_of(self, room: int) -> str:
         """A name for the next request of a room. Ranks see requests in one order, so theirs are the same."""
@@ -139,37 +177,138 @@ class KVFlowManager(CommonKVManager):
         """Nothing: prefill servers need not know where a decode server's pools are."""
         return []
 
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Learn of a prefill server, as SGLang has it; its requests fail if the two servers do not go together.
+
+        SGLang raises then, in the scheduler's loop, which would end the decode server for all others.
+        """
+        try:
+            known: bool = super().try_ensure_parallel_info(bootstrap_addr)
+        except Exception as error:  # noqa: BLE001 - SGLang's own checks, of many kinds
+            self._refuse_server(bootstrap_addr, said(error))
+            return False
+        self._silent.discard(bootstrap_addr) if known else self._silent.add(bootstrap_addr)
+        if known:
+            self._unfit.pop(bootstrap_addr, None)
+        return known
+
+    def _refuse_server(self, address: str, reason: str) -> None:
+        self._silent.discard(address)
+        before, _ = self._unfit.get(address, ("", 0.0))
+        self._unfit[address] = (reason, time.monotonic())
+        if before != reason:
+            logger.error("prefill server %s cannot be read from, its requests fail: %s", address, reason)
+        for room in tuple(self.addr_to_rooms_tracker.get(address, ())):
+            receiver = self.receivers.get(room)
+            if receiver is not None and self.check_status(room) != KVPoll.Failed:
+                receiver.refuse(_unfit_error(address, reason))
+
+    def is_silent(self, address: str) -> bool:
+        """Return True if a prefill server did not answer when it was asked last."""
+        return address in self._silent
+
+    def tell(self, address: str, ranks: list[dict[str, Any]] | None, wanted: Wanted) -> None:
+        """Tell prefill ranks that a request was given up, as far as they can be reached.
+
+        Args:
+            address: the prefill server's.
+            ranks: where its ranks hear; None if that is not known: then a thread asks the server.
+            wanted: the message.
+        """
+        if ranks is None:
+            with contextlib.suppress(queue.Full):
+                self._told.put_nowait((address, wanted))
+            return
+        for rank in ranks:
+            with contextlib.suppress(zmq.ZMQError, LookupError, TypeError, ValueError):
+                socket, lock = CommonKVReceiver._connect_to_bootstrap_server(rank)
+                with lock:
+                    socket.send_multipart(wanted.frames())
+
+    def _tell(self) -> None:
+        """Tell ranks of servers that have to be asked for them: the thread's body."""
+        known: Latest[str, tuple[float, list[dict[str, Any]]]] = Latest(_SERVERS_MAX)
+        while not self._heartbeat_shutdown.is_set():
+            with contextlib.suppress(queue.Empty):
+                address, wanted = self._told.get(timeout=1.0)
+                since_s, ranks = known.get(address, (-math.inf, []))
+                if time.monotonic() - since_s > _KNOWN_S:
+                    ranks = _ranks_of(address)
+                    known[address] = (time.monotonic(), ranks)
+                self.tell(address, ranks, wanted)
+
+    def unfit(self, address: str) -> PeerIncompatible | None:
+        """Return why a prefill server cannot be read from, if that was found out just now."""
+        reason, since_s = self._unfit.get(address, ("", 0.0))
+        return _unfit_error(address, reason) if reason and time.monotonic() - since_s < _UNFIT_S else None
+
+    def hold(self, room: int, address: str, loads: list[Load]) -> None:
+        """Keep the pages of a failed request until no byte can land in them."""
+        held = _Held(address=address, loads=tuple(loads), since_s=time.monotonic(), since=time.strftime("%H:%M:%S"))
+        self._held.setdefault(int(room), []).append(held)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Return True once no byte can land in the pages of failed requests of a room."""
+        room = int(bootstrap_room)
+        held = [one for one in self._held.pop(room, ()) if not all(load.safe for load in one.loads)]
+        if held:
+            self._held[room] = held
+            self._alarm(held[0])
+        elif self._alarmed:
+            for address in self._alarmed - {one.address for several in self._held.values() for one in several}:
+                self._alarmed.discard(address)
+                logger.info("prefill server %s: all reads of its memory have stopped", address)
+        return not held
+
+    def _alarm(self, held: _Held) -> None:
+        if held.address not in self._alarmed and time.monotonic() - held.since_s >= _ALARM_S:
+            self._alarmed.add(held.address)
+            logger.warning(
+                "prefill server %s stands still: reads of its memory have not stopped since %s; the requests that they "
+                "are of have failed, and their pages are not used again before they have",
+                held.address,
+                held.since,
+            )
+
     # --- prefill
 
     def refuse(self, room: int, reason: str) -> None:
-        """Refuse a request that will not be computed: whoever waits for it is told, or will be when it asks."""
+        """Refuse a request that has no sender: its decode server is told, or will be when it asks."""
         with self._rooms_lock:
-            wanted = self.transfer_infos.get(room)
-            if not wanted:
-                self._refused[room] = reason
-                return
-        self._decline(next(iter(wanted.values())).name, reason)
-        self._forget(room)
+            answer = self._rooms.answer(int(room), time.monotonic())
+        self.refuse_answer(answer, reason)
+        self.closes(answer)
 
-    def opens(self, room: int, sender: Any) -> None:
-        """Take the sender of a room: an earlier request of the same room is over."""
+    def opens(self, room: Room, sender: Any) -> Answer:
+        """Take the sender of a request: it answers the next one that is asked for in its room."""
         with self._rooms_lock:
-            self._refused.pop(room, None)
             self.senders[room] = sender
+            answer = self._rooms.answer(int(room), time.monotonic())
+        self._decline_expired()
+        return answer
 
-    def closes(self, room: int, sender: Any) -> None:
-        """Forget the sender of a room."""
+    def closes(self, answer: Answer) -> None:
+        """Forget a request of the prefill server."""
         with self._rooms_lock:
-            if self.senders.get(room) is sender:
-                del self.senders[room]
+            self._rooms.close(answer, time.monotonic())
 
-    def _decline(self, name: str, reason: str) -> None:
+    def refuse_answer(self, answer: Answer, reason: str) -> None:
+        """Say that a request will not be computed, to who asks for it, or will."""
+        with self._rooms_lock:
+            asked = self._rooms.refuse(answer, reason, time.monotonic())
+        if asked is not None:
+            self._decline(asked, reason)
+
+    def _decline(self, asked: Asked, reason: str) -> None:
         for pool in self.pools:
-            pool.runtime.decline(name, reason)
+            with contextlib.suppress(KVFlowError, TimeoutError):  # it is served, or the runtime is gone
+                pool.runtime.decline(asked.name, reason)
 
-    def _forget(self, room: int) -> None:
-        for table in (self.transfer_infos, self.req_to_decode_prefix_len, self.request_status):
-            table.pop(room, None)
+    def _decline_expired(self) -> None:
+        with self._rooms_lock:
+            expired = self._rooms.expired(time.monotonic())
+        for asked in expired:
+            self._decline(asked, "no request of its room has come to the prefill server")
 
     def _hear(self) -> None:
         """Hear messages: the thread's body. Unreadable ones are dropped, as anybody can connect to the socket."""
@@ -180,43 +319,38 @@ class KVFlowManager(CommonKVManager):
                 self.server_socket.close(0)
                 return
             try:
-                if frames[0] == _WANTED:
+                if frames[0] == WANTED:
                     self._want(msgspec.json.decode(frames[1], type=Wanted))
-                elif (told := AbortNotification.from_zmq(frames)) is not None:
-                    self._abandon(told.room)
             except Exception:
                 logger.exception("a message of a decode server was dropped")
 
     def _want(self, wanted: Wanted) -> None:
         with self._rooms_lock:
-            reason = self._refused.pop(wanted.room, None)
-        if reason is not None:
-            self._decline(wanted.name, reason)
-            return
-        readers = dict(self.transfer_infos.get(wanted.room, ()))
-        if any(other.name != wanted.name for other in readers.values()):
-            readers = {}  # of an earlier request of the room, which never came
-        readers[wanted.reader] = wanted
-        self.transfer_infos[wanted.room] = readers
-        if len(readers) == wanted.readers:
-            self.req_to_decode_prefix_len[wanted.room] = wanted.decode_prefix_len
-            self.update_status(wanted.room, KVPoll.WaitingForInput)
-
-    def _abandon(self, room: int) -> None:
-        """Give up a room that the decode server does not want any more."""
-        sender = self.senders.get(room)
-        if sender is None:
-            self._forget(room)
-        else:
-            if room not in self.failure_records:  # else it has failed here, and that is why decode gives it up
-                self.record_failure(room, "the decode server has aborted the request")
-                self.update_status(room, KVPoll.Failed)
-            sender.give_up("the decode server has aborted the request")
+            refused = self._rooms.hear(wanted, time.monotonic())
+        if refused is not None:
+            self._decline(*refused)
+        self._decline_expired()
 
 
-def wanted_message(wanted: Wanted) -> list[bytes]:
-    """The frames that a decode rank sends."""
-    return [_WANTED, msgspec.json.encode(wanted)]
+def _unfit_error(address: str, reason: str) -> PeerIncompatible:
+    """Error of a request to a prefill server that cannot be read from."""
+    return PeerIncompatible(f"prefill server {address}: {reason}", peer=address)
+
+
+def _ranks_of(address: str) -> list[dict[str, Any]]:
+    """Ask a prefill server where its ranks hear; none if it does not say."""
+    places = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+
+    def ask(*place: int) -> dict[str, Any]:
+        query = dict(zip(places, place, strict=True))
+        found: dict[str, Any] = requests.get(f"http://{address}/route", params=query, timeout=_ASK_S).json()
+        return found
+
+    with contextlib.suppress(Exception):
+        info = ask(-1, -1, -1, -1)
+        ranks = itertools.product(range(info["dp_size"]), range(info["attn_tp_size"]))
+        return [ask(dp, 0, tp, 0) for dp, tp in itertools.islice(ranks, _RANKS_MAX)]
+    return []
 
 
 class _Pool:
@@ -239,9 +373,8 @@ class _Pool:
             "tp_size": parallel.attn_tp_size if self.cut else 1,
             "num_kv_heads": model_heads if buffers.heads else None,
             "role": "producer" if producer else "consumer",
-            **json.loads(os.environ.get(SETTINGS, "{}")),
         }
-        self.runtime = Runtime(Config(**settings))
+        self.runtime = Runtime(config_of(settings))
         self.runtime.open()
         self.runtime.register_kv_caches([buffers.group("cpu" if buffers.host else get_device().device)])
         self.introduction: dict[str, Any] = {}
@@ -273,20 +406,3 @@ def _model_heads(args: Any, server_args: Any) -> int:
 
         known = ModelConfig.from_server_args(server_args).get_total_num_kv_heads()
     return int(known)
-
-
-def _hear_refusals() -> None:
-    """Hook the prefill server's door: a prompt that it refuses gets no sender, and its decode server would wait."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
-    if target not in HookRegistry._hooks:
-        HookRegistry.register(target, _refused_at_the_door, HookType.AFTER)
-        HookRegistry.apply_hooks()
-
-
-def _refused_at_the_door(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    manager = queue.kv_manager
-    if req.disagg_kv_sender is None and req.bootstrap_room is not None and isinstance(manager, KVFlowManager):
-        reason = req.finished_reason or req.to_finish
-        manager.refuse(req.bootstrap_room, getattr(reason, "message", None) or "the prefill server refused the prompt")

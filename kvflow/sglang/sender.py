@@ -1,34 +1,49 @@
 """The prefill side of one request: a lease that grows with each chunk that the scheduler sends.
 
-The scheduler's thread calls all of this but `give_up`. Its pages may be reused once `poll` has said Success or Failed:
-both wait for the leases to be over. SGLang also frees pages at once after an `abort` in the middle of a prefill; no
-load can succeed then, since the payload that it waits for never comes.
+The scheduler's thread calls all of this. Its pages may be reused once `poll` has said Success or Failed: both wait for
+the leases to be over. SGLang also frees pages at once after an `abort` in the middle of a prefill; no load can succeed
+then, since the payload that it waits for never comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
 from kvflow.blocking import Lease
+from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.errors import KVFlowError
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
-from kvflow.sglang.manager import Wanted
+from kvflow.sglang.rooms import Room, Wanted, room_problem
 
 
 class KVFlowSender(CommonKVSender):
     """The sender that SGLang makes for each request of a prefill server."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
+        self.prompt: Any = None
+        """Tokens of the prompt, where SGLang's scheduler has told them (`hooks`)."""
         self._leases: list[Lease] = []
         self._complete = False
+        self._gave_up = False
         self._early_send_wait_event: Any = None
-        mgr.opens(bootstrap_room, self)
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **named)
+        room, problem = Room(bootstrap_room), room_problem(bootstrap_room)
+        self._answer = mgr.opens(room, self)
+        super().__init__(mgr, bootstrap_addr, room, *args, **named)
+        # SGLang drops some requests that it has aborted without a `clear`.
+        weakref.finalize(self, _dropped, mgr, room, self._answer).atexit = False
+        if problem:
+            self._fail(problem)
+
+    def pop_decode_prefix_len(self) -> int:
+        """Return how many tokens of the prompt the decode server has already."""
+        wanted = self._wanted()
+        return 0 if wanted is None else wanted.decode_prefix_len
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Offer what is to come, once the decode server has asked."""
@@ -39,7 +54,7 @@ class KVFlowSender(CommonKVSender):
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **events: Any) -> None:
         """Offer pages that are computed, or are once the event of their chunk has happened."""
-        if self.conclude_state in (KVPoll.Success, KVPoll.Failed) or not self._leases:
+        if self.conclude_state in (KVPoll.Success, KVPoll.Failed) or not self._leases or self._gave_up:
             return
         kv_indices, _, is_last, skip = self._prepare_send_indices(kv_indices, state_indices)
         if skip:
@@ -51,7 +66,7 @@ class KVFlowSender(CommonKVSender):
             self._grow(kv_indices, ready)
             if is_last:
                 self._end(state_indices, ready)
-        except KVFlowError as error:
+        except (KVFlowError, TimeoutError) as error:
             self._fail(f"it could not be offered: {error}")
 
     def _grow(self, pages: Any, ready: Any) -> None:
@@ -63,8 +78,7 @@ class KVFlowSender(CommonKVSender):
 
     def _end(self, state_indices: Any, ready: Any) -> None:
         """Offer what comes with the last chunk: state, then the metadata."""
-        wanted = self._wanted()
-        prefix_len = 0 if wanted is None else wanted.decode_prefix_len
+        prefix_len = self.pop_decode_prefix_len()
         for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
             if items is not None and len(items):
                 self._offer(at, list(items), len(items) * self.kv_mgr.pools[at].page_size)
@@ -74,7 +88,7 @@ class KVFlowSender(CommonKVSender):
     def _offer(self, at: int, blocks: Any, tokens: int, **how: Any) -> None:
         wanted = self._wanted()
         if wanted is None:
-            self._fail("the decode server has given the request up")
+            self._fail(self._given_up())
             return
         pool = self.kv_mgr.pools[at]
         if not pool.cut and wanted.is_dummy:
@@ -83,29 +97,68 @@ class KVFlowSender(CommonKVSender):
         request = ServeRequest(wanted.name, blocks, tokens, reader_count=readers, **how)
         try:
             self._leases.append(pool.runtime.serve_blocks(request))
-        except KVFlowError as error:
+        except (KVFlowError, TimeoutError) as error:
             self._fail(f"it could not be offered: {error}")
 
     def _wanted(self) -> Wanted | None:
-        """Message of a decode rank about the room; None once it has given it up."""
-        told: dict[str, Wanted] = self.kv_mgr.transfer_infos.get(self.bootstrap_room, {})
-        return next(iter(told.values()), None)
+        """Return what a decode rank wants; None before it has asked, and once it has given the request up."""
+        asked = self._answer.asked
+        return None if asked is None or asked.given_up else asked.first
+
+    def _given_up(self) -> str:
+        asked = self._answer.asked
+        reason = asked.given_up if asked is not None else ""
+        return f"the decode server has aborted the request: {reason or 'it does not say why'}"
 
     def _poll_with_status(self, check_status: Any) -> Any:
-        """Tell the state; never blocks, since it is known which leases are over."""
-        if self.conclude_state is None and self._leases:
-            failed = self.kv_mgr.request_status.get(self.bootstrap_room, KVPoll.Failed) == KVPoll.Failed
+        """Tell the state; never blocks unless the request has failed, since it is known which leases are over."""
+        if self.conclude_state is None:
+            failed = self._failed()
             if failed:
-                self.give_up("the prefill server has given the request up")
+                self._give_up("the prefill server has given the request up")
             if not all(lease.done for lease in self._leases):
                 return KVPoll.Transferring if failed or self._complete else super()._poll_with_status(check_status)
-            if not failed:
+            if self._leases and not failed:
                 self._judge()
         return super()._poll_with_status(check_status)
 
+    def _failed(self) -> bool:
+        """Take note of what the decode server has said. Return True if the request has failed."""
+        status, asked = self.kv_mgr.check_status(self.bootstrap_room), self._answer.asked
+        if status in (KVPoll.Failed, KVPoll.Success) or asked is None:
+            return bool(status == KVPoll.Failed)
+        if asked.given_up and not self._over():
+            self._fail(self._given_up())
+        elif status == KVPoll.Bootstrapping and asked.complete:
+            mismatch = self._mismatch(asked.first)
+            if mismatch:
+                self._fail(mismatch)
+            else:
+                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+        return bool(self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed)
+
+    def _over(self) -> bool:
+        """Return True if all was offered and read."""
+        return self._complete and all(lease.done for lease in self._leases)
+
+    def _mismatch(self, wanted: Wanted) -> str:
+        """Return why this is not the prompt that the decode server waits for; "" if it is, as far as both tell."""
+        if self.prompt is None or not wanted.prompt:
+            return ""
+        digest = prompt_digest(wanted.name, self.prompt)
+        if digest == wanted.prompt:
+            return ""
+        ours = f"the prefill server's has {len(self.prompt)} tokens and digest {digest}"
+        theirs = f"the decode server's has {wanted.prompt_tokens} and digest {wanted.prompt}"
+        return f"PromptMismatch: room {int(self.bootstrap_room)} has two prompts: {ours}, {theirs}"
+
     def _judge(self) -> None:
         """Conclude, once all leases are over."""
-        ends = {lease.outcome.result(0) for lease in self._leases}
+        try:
+            ends = {lease.outcome.result(0) for lease in self._leases}
+        except (KVFlowError, TimeoutError) as error:
+            self._fail(f"it is not known how its leases have ended: {error}")
+            return
         if self._complete and ends == {LeaseOutcome.READ}:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
@@ -114,26 +167,48 @@ class KVFlowSender(CommonKVSender):
     def abort(self) -> None:
         """End it: whoever reads is told, and pages are kept until nobody can be."""
         super().abort()
-        self.give_up("the prefill server has aborted the request")
+        self._give_up("the prefill server has aborted the request")
         if not all(lease.done for lease in self._leases):
             self.conclude_state = None
 
-    def give_up(self, reason: str) -> None:
-        """Give a request up, from any thread: it will not be read. What was not offered yet is declined."""
-        with contextlib.suppress(KVFlowError):
-            for lease in tuple(self._leases):
+    def _give_up(self, reason: str) -> None:
+        """Say once that it will not be read. What was not offered yet is declined."""
+        if self._gave_up:
+            return
+        self._gave_up = True
+        for lease in self._leases:
+            with contextlib.suppress(KVFlowError, TimeoutError):
                 lease.fail(reason)
-            if not self._leases:
-                self.kv_mgr.refuse(self.bootstrap_room, reason)
+        if not self._leases:
+            self.kv_mgr.refuse_answer(self._answer, reason)
 
     def clear(self) -> None:
         """Forget the request, as SGLang does."""
         if not all(lease.done for lease in self._leases):
-            self.give_up("the prefill server has given the request up")
+            self._give_up("the prefill server has given the request up")
         super().clear()
-        self.kv_mgr.closes(self.bootstrap_room, self)
+        _dropped(self.kv_mgr, self.bootstrap_room, self._answer)
+
+    def failure_exception(self) -> None:
+        """Raise what SGLang tells the client, and forget the request."""
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
+        self.conclude_state = KVPoll.Failed
+        self.clear()
+        self.trace_ctx.trace_req_finish()
+        raise failure(self.bootstrap_room, reason)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, f"kvflow: {reason}")
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        self.give_up(reason)
+        self._give_up(reason)
+
+
+def failure(room: int, reason: str) -> KVTransferError:
+    """Return SGLang's error of a request: without a reason here, another rank has failed."""
+    said = reason or "Failed due to an unknown reason from another rank"
+    return KVTransferError(int(room), said, is_from_another_rank=not reason)
+
+
+def _dropped(manager: Any, room: Room, answer: Any) -> None:
+    manager.forget(room)
+    manager.closes(answer)

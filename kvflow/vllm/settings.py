@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from kvflow import checks
-from kvflow.checks import check_known
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
-from kvflow.connector.settings import checked_fields
+from kvflow.connector.settings import Settings, checked_fields
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
 from kvflow.hosts import plain_address
@@ -96,23 +95,24 @@ class Extra:
         return self.prefix_peers is not None or bool(self.prefix_events)
 
 
-_WHERE = "kv_connector_extra_config"
-_EXTRA_KEYS = tuple(entry.name for entry in fields(Extra))
-_CONFIG_KEYS = tuple(entry.name for entry in fields(Config) if entry.name not in _FROM_VLLM)
+_SETTINGS = Settings(
+    where="kv_connector_extra_config",
+    engine="vLLM",
+    from_engine=_FROM_VLLM,
+    others=tuple(entry.name for entry in fields(Extra)),
+)
 
 
 def extra_of(vllm_config: VllmConfig) -> Extra:
     """The keys that kvflow.Config does not know. Raises ConfigError for any key that nobody knows."""
     given = vllm_config.kv_transfer_config.kv_connector_extra_config
-    hint = f" ({', '.join(_FROM_VLLM)} come from vLLM)" if given.keys() & set(_FROM_VLLM) else ""
-    check_known(given, (*_EXTRA_KEYS, *_CONFIG_KEYS), where=_WHERE, hint=hint)
-    return Extra(**checked_fields(given, Extra, where=_WHERE))
+    _SETTINGS.check_known(given)
+    return Extra(**checked_fields(given, Extra, where=_SETTINGS.where))
 
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """One rank's Config. Raises ConfigError."""
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
-    given = {key: value for key, value in transfer.kv_connector_extra_config.items() if key in _CONFIG_KEYS}
     extra = extra_of(vllm_config)
     stock = _STOCK_DEFAULTS if extra.stock_peers else {}
     values: dict[str, Any] = {
@@ -120,7 +120,6 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         **_DEFAULTS,
         **stock,
         **_staging(transfer.kv_buffer_device),
-        **checked_fields(given, Config, where=_WHERE),
         "engine_id": transfer.engine_id,
         "tp_rank": tp_rank,
         "tp_size": parallel.tensor_parallel_size,
@@ -130,7 +129,7 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "num_kv_heads": _model_kv_heads(vllm_config),
         "role": "both" if extra.share_prefixes else str(transfer.kv_role).removeprefix("kv_"),
     }
-    return Config(**values)
+    return _SETTINGS.config(transfer.kv_connector_extra_config, values)
 
 
 def _staging(buffer_device: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from kvflow import blocking
 from kvflow.errors import ConfigError
 from kvflow.sglang.manager import KVFlowManager
+from kvflow.sglang.receiver import KVFlowReceiver
 from tests.sglang.sides import PAGE, PAGES, Request, Server, configured, pool_tensors, use, wait_until
 from tests.sglang.states import StateRequest, StateServer
 
@@ -220,9 +221,15 @@ def test_recurrent_state_of_another_tensor_parallelism_is_refused(
 
 @pytest.mark.parametrize("kind", ["mxfp8", "minimax"])
 def test_what_sglang_itself_refuses_of_another_tensor_parallelism(fresh: Site, kind: str) -> None:
+    """It raises in its scheduler's loop, which would end the decode server: the request fails instead."""
     request = StateRequest(*fresh.states(kind, prefill_tp=2), pages=[3], targets=[5])
-    with pytest.raises(RuntimeError, match="TP sizes"):
-        request.make_receivers()
+    (rank,) = request.decode.ranks
+    with use(rank):
+        receiver = KVFlowReceiver(rank.manager, request.prefill.address, request.room)
+        assert not rank.manager.try_ensure_parallel_info(request.prefill.address)
+    assert receiver.poll() == KVPoll.Failed
+    assert_fails(receiver, "PeerIncompatible", request.prefill.address, "TP sizes")
+    receiver.clear()
 
 
 def test_servers_with_other_components_of_state_are_refused(fresh: Site) -> None:

@@ -1,0 +1,107 @@
+"""Hooks in SGLang's schedulers, by SGLang's own registry: what its interface for transfer backends does not tell.
+
+- A prompt that one server refuses gets no sender, or no receiver; the other server would wait for it.
+- Neither server's classes get the tokens of a prompt, which the two compare.
+- A decode server frees the pages of a failed request after 30 s, whether reads into them have stopped or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils.network import NetworkAddress
+
+from kvflow.errors import RequestError
+from kvflow.sglang.receiver import KVFlowReceiver
+from kvflow.sglang.sender import KVFlowSender
+
+_PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+_DECODE = "sglang.srt.disaggregation.decode"
+
+
+def hook_prefill(manager: type) -> None:
+    """Hook the scheduler of a prefill server, whose manager is of that class if its backend is ours."""
+    _hook(f"{_PREFILL}.add", partial(_added, manager))
+
+
+def hook_decode(manager: type) -> None:
+    """Hook the scheduler of a decode server, whose manager is of that class if its backend is ours."""
+    _hook(f"{_DECODE}.DecodePreallocQueue.add", partial(_taken, manager))
+    _hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", _received)
+    _hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _deferred)
+
+
+def _hook(target: str, hook: Callable[..., Any]) -> None:
+    if target not in HookRegistry._hooks:
+        HookRegistry.register(target, hook, HookType.AFTER)
+        HookRegistry.apply_hooks()
+
+
+def _added(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Give the new sender its prompt; or tell the decode server that there is none, and why."""
+    sender = req.disagg_kv_sender
+    if isinstance(sender, KVFlowSender):
+        sender.prompt = prompt_of(req)
+    elif sender is None and _meets(req) and isinstance(queue.kv_manager, kind):
+        reason = req.finished_reason or req.to_finish
+        queue.kv_manager.refuse(
+            req.bootstrap_room, getattr(reason, "message", None) or "the prefill server refused the prompt"
+        )
+
+
+def _received(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Give the new receiver its prompt."""
+    if isinstance(result.kv_receiver, KVFlowReceiver):
+        result.kv_receiver.prompt = prompt_of(req)
+
+
+def _taken(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Tell the prefill server of a prompt that the decode server refuses: it gets no receiver."""
+    manager, reason = queue.kv_manager, _reason_of(req)
+    refused = reason and not any(one.req is req for one in queue.queue)
+    if refused and _meets(req) and isinstance(manager, kind):
+        address = NetworkAddress(req.bootstrap_host, req.bootstrap_port).to_host_port_str()
+        receiver = KVFlowReceiver(manager, address, req.bootstrap_room)
+        receiver.refuse(RequestError(f"the decode server refuses the prompt: {reason}"))
+        receiver.clear()
+
+
+def _deferred(result: Any, queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
+    """Keep the pages of a failed request until its reads have stopped: no time proves that they have."""
+    if isinstance(decode_req.kv_receiver, KVFlowReceiver):
+        held, start_s, _, index, acks = queue._deferred_releases[-1]
+        queue._deferred_releases[-1] = (held, start_s, math.inf, index, acks)
+
+
+def _reason_of(req: Any) -> str:
+    """Return why a request has ended; "" if it has not."""
+    reason = req.finished_reason or req.to_finish
+    return "" if reason is None else getattr(reason, "message", None) or "it does not say why"
+
+
+def _meets(req: Any) -> bool:
+    """Return True if a request meets another one in a room; SGLang's own checks of health meet nobody."""
+    return req.bootstrap_room is not None and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
+
+
+def prompt_of(req: Any) -> npt.NDArray[np.int64]:
+    """Return the tokens whose KV moves.
+
+    Places of pictures and sounds have a number of SGLang's that need not be the same on both servers: -1 here. A
+    request that is computed again after a change of weights brings what it has generated, too.
+    """
+    parts = [np.asarray(req.origin_input_ids, np.int64)]
+    if getattr(req, "pd_rebootstrap_in_progress", False):
+        parts.append(np.asarray(req.output_ids, np.int64))
+    tokens = np.concatenate(parts)
+    if getattr(req, "multimodal_inputs", None) is not None:
+        tokens[tokens >= MM_PAD_SHIFT_VALUE] = -1
+    return tokens

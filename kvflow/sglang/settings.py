@@ -1,0 +1,43 @@
+"""Settings that the user of a server makes: `KVFLOW_SGLANG_CONFIG`, checked as vLLM's plugin checks its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvflow.checks import shown
+from kvflow.config import Config
+from kvflow.connector.settings import Settings
+from kvflow.errors import ConfigError
+
+SETTINGS = "KVFLOW_SGLANG_CONFIG"
+"""Environment variable with fields of `kvflow.Config` as JSON, for all ranks of a server."""
+
+_RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
+_SETTINGS = Settings(
+    where=SETTINGS, engine="SGLang", from_engine=("engine_id", "model", *_RANKS, "num_kv_heads", "role")
+)
+
+
+def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
+    """Return the Config of one pool of a rank.
+
+    Args:
+        values: fields of Config that follow from the server, and `listen`.
+        environment: environment of the process, with the user's settings.
+
+    Returns:
+        The Config; the user's settings go before `listen`.
+
+    Raises:
+        ConfigError: names the variable, and what in it is no JSON, unknown, of another type, or cannot be.
+    """
+    text = environment.get(SETTINGS, "").strip() or "{}"
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ConfigError(f"{SETTINGS}: expected a JSON object of settings ({error}), got {shown(text)}") from error
+    return _SETTINGS.config(given, values)
