@@ -7,21 +7,34 @@ each of its processes, before arguments are parsed. Heavy modules are imported w
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from kvflow.checks import said
+from kvflow.logs import logger_of
 
 __all__ = ["NAME", "register"]
 
 NAME = "kvflow"
 _UTILS = "sglang.srt.disaggregation.utils"
+logger = logger_of(__name__)
 
 
 def register() -> None:
-    """Tell SGLang of the backend: one more choice of `--disaggregation-transfer-backend`, and its classes."""
-    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
-    from sglang.srt.disaggregation import utils
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Tell SGLang of the backend: one more choice of `--disaggregation-transfer-backend`, and its classes.
 
+    Raises:
+        SystemExit: the command line asks for the backend, and this SGLang cannot run. SGLang would go on, and say no
+            more than that there is no such choice.
+    """
+    try:
+        from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+        from sglang.srt.disaggregation import utils
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except Exception as error:  # noqa: BLE001 - of SGLang's own modules, and of all that these import
+        _explain(error)
+        return
     known = {member.name: member.value for member in utils.TransferBackend}
     if NAME in known.values():
         return
@@ -29,6 +42,18 @@ def register() -> None:
     add_disagg_transfer_backend_choices([NAME])
     HookRegistry.register(f"{_UTILS}.TransferBackend", backends, HookType.REPLACE)
     HookRegistry.register(f"{_UTILS}.get_kv_class", _class_of, HookType.AROUND)
+
+
+def _explain(error: Exception) -> None:
+    """Say why the backend is not there: SystemExit if the command line asks for it."""
+    why = (
+        f"kvflow is no transfer backend here: SGLang's own modules cannot be imported ({type(error).__name__}: "
+        f"{said(error)}). They need what SGLang installs for CUDA, such as torchvision and sgl_kernel: install SGLang "
+        "with its dependencies, on a machine with CUDA, and try `python -c 'import sglang.srt.disaggregation.utils'`"
+    )
+    if any(NAME in one.split("=")[-1:] for one in sys.argv[1:]):
+        raise SystemExit(why)
+    logger.warning("%s", why)
 
 
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
