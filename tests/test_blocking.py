@@ -31,7 +31,7 @@ from kvflow import (
     ServeRequest,
     prefix_keys,
 )
-from kvflow.blocking import Lease, Load, Runtime
+from kvflow.blocking import Lease, Load, Pending, Runtime
 from kvflow.core.policy.states import LeaseState
 from kvflow.errors import (
     CacheUnregistered,
@@ -517,6 +517,26 @@ def test_who_follows_a_load_on_a_stuck_loop_waits_as_long_as_it_may_take() -> No
             load.result(WAIT_S)
         load.settled(WAIT_S)
         assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
+
+
+def test_work_cancelled_before_its_first_step_is_done(pair: Pair) -> None:
+    """The loop hears of both in one turn, so the task never runs: its handle is settled all the same."""
+
+    async def start_and_cancel(_: asynchronous.Runtime) -> tuple[Load, Pending[None]]:
+        load, pending = pair.consumer.start_load(load_request(lease)), pair.consumer.start(never)
+        for one in (load, pending):
+            one.cancel()
+        return load, pending
+
+    async def never(_: asynchronous.Runtime) -> None:
+        raise AssertionError("it was cancelled")
+
+    lease = pair.offer()
+    for handle in on_loop(pair.consumer, start_and_cancel):
+        assert handle.wait_done(WAIT_S)
+        with pytest.raises(concurrent.futures.CancelledError):
+            handle.result()
+    lease.revoke().wait(WAIT_S)
 
 
 def test_work_cancelled_before_it_began_never_begins(opened: Runtime) -> None:

@@ -82,6 +82,12 @@ class Pending(Generic[ResultT]):
             self._fail(concurrent.futures.CancelledError())
         else:
             self._task = self._loop.create_task(self._run(work), name="kvflow-blocking")
+            # A task that is cancelled before its first step never runs, and would settle nobody.
+            self._task.add_done_callback(lambda _: self._fail(self._end()))
+
+    def _end(self) -> BaseException:
+        """Error of work that was cancelled: by its handle, or since the runtime closes."""
+        return concurrent.futures.CancelledError() if self._cancelled else RuntimeClosed("the runtime was closed")
 
     def _fail(self, error: BaseException) -> None:
         """End it, unless it has ended."""
@@ -102,8 +108,7 @@ class Pending(Generic[ResultT]):
         try:
             self._future.set_result(await work())
         except asyncio.CancelledError:
-            asked = self._cancelled
-            self._fail(concurrent.futures.CancelledError() if asked else RuntimeClosed("the runtime was closed"))
+            self._fail(self._end())
             raise
         except BaseException as error:  # noqa: BLE001 - it belongs to who waits
             self._fail(error)

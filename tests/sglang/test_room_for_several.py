@@ -432,9 +432,9 @@ def test_another_rank_fails_while_this_one_reads(held: tuple[Server, Server, Any
 def test_pages_are_never_left_to_a_timeout(pair: tuple[Server, Server]) -> None:
     rank = pair[1].ranks[0]
     manager, name = rank.manager, "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
-    with use(rank), envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.override(False):
-        with pytest.raises(ConfigError, match=name):
-            KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
+    off = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.override(False)
+    with use(rank), off, pytest.raises(ConfigError, match=name):
+        KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
 
 
 # --- a prefill server that does not fit

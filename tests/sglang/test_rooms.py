@@ -1,4 +1,4 @@
-"""Which request of a prefill server answers which of a decode server: pure, without SGLang; and the plugin's settings."""
+"""Which request of a prefill server answers which of a decode server; the plugin's settings. Without SGLang."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def test_reasons_from_outside_are_short_and_of_one_line(rooms: Rooms) -> None:
     assert len(answer.asked.given_up) <= REASON_CHARS_MAX + 3
 
 
-FROM_SGLANG = {"engine_id": "sglang-x-dp0-kv", "model": "float16.nhd", "listen": "tcp://127.0.0.1:0", "role": "producer"}
+FROM_SGLANG = {"engine_id": "sglang-x-dp0-kv", "model": "float16.nhd", "role": "producer"}
+FROM_SGLANG |= {"listen": "tcp://127.0.0.1:0"}
 
 
 def made(text: str) -> Config:

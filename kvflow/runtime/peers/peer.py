@@ -23,7 +23,7 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.core.protocol.proof import HOST, Proof, RemoteClock, quick_read_max_s
 from kvflow.core.protocol.ticket import RankLease, Ticket
-from kvflow.errors import PeerIncompatible
+from kvflow.errors import PeerError, PeerIncompatible, PeerUnreachable
 from kvflow.logs import logger_of
 from kvflow.transport.base import AgentName
 
@@ -159,6 +159,8 @@ class Peer:
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
         self.last_error = ""
+        self.last_kind: type[PeerError] = PeerUnreachable
+        """Class of the last failure that made it wait: what does not fit is no matter of time."""
         self.heard_s = -math.inf
         """Time at which its last read has ended, well or not."""
         self.read_s = 0.0

@@ -202,6 +202,7 @@ class Peers:
         """Use a connection for no new load, since a read failed. Idempotent: other reads fail with it."""
         for peer in self._users_of(connection):
             waits = self._counted(peer, after_failed_read) > 0
+            peer.last_kind = PeerUnreachable
             peer.note_error(why)
             self._disconnect(peer, PeerEvent.BACK_OFF if waits else PeerEvent.BREAK, why)
 
@@ -254,14 +255,14 @@ class Peers:
         return handshake
 
     def _check_wait(self, peer: Peer, incarnation: str | None) -> None:
-        """PeerUnreachable if the peer must not be asked yet."""
+        """Error of the kind that the peer failed with last, if it must not be asked yet."""
         wait_s = peer.circuit.wait_s(self._clock.now_s())
         tried = peer.tried_incarnations
         may_try = incarnation is not None and incarnation not in tried and len(tried) < INCARNATIONS_MAX
         if wait_s > 0 and not may_try:
             failures = f"failures in a row: {peer.circuit.failures}, the last: {peer.last_error}"
             why = f"it is not asked for another {wait_s:.3g} s ({failures})"
-            raise peer.at.failure(PeerUnreachable, why, retry_after_s=wait_s)
+            raise peer.at.failure(peer.last_kind, why, retry_after_s=wait_s)
 
     async def _in_turn(
         self, peer: Peer, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None] = lambda _: None
@@ -339,6 +340,7 @@ class Peers:
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
             event = PeerEvent.BACK_OFF
             error.retry_after_s = self._counted(peer, after_failed_handshake)
+            peer.last_kind = type(error)
         peer.note_error(str(error))
         self._disconnect(peer, event, str(error))
 
