@@ -18,7 +18,7 @@ it has a `quarantine`, the load whose bytes may still land.
     |  |- CacheUnregistered      engine   retry          ask       its cache is given back: it sleeps, for example
     |  `- RuntimeClosed          engine   retry          ask       its owner has closed it
     |- PeerError                 peer     do not retry   safe      another engine, or the way to it; named by `peer`
-    |  |- PeerUnreachable        peer     retry          safe      refused, silent, or not asked since it failed
+    |  |- PeerUnreachable        peer     retry          safe      refused or silent, or not asked since it was
     |  |- PeerNotReady           peer     retry          safe      it has no cache yet, or drains
     |  |- PeerRefused            peer     do not retry   safe      it answered "no", and why
     |  |- PeerIncompatible       peer     do not retry   safe      protocol or cache do not match; lists both values

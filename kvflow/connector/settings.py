@@ -23,7 +23,7 @@ from kvflow.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PluginSettings:
     """Where the users of an engine's plugin set fields of `kvflow.Config`, and which of those they cannot set."""
 
     where: str
@@ -33,7 +33,7 @@ class Settings:
     from_engine: Collection[str]
     """Fields of Config that follow from the engine."""
     others: Collection[str] = ()
-    """Settings in the same place that are no fields of Config."""
+    """PluginSettings in the same place that are no fields of Config."""
 
     @property
     def fields(self) -> tuple[str, ...]:

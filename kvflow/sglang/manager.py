@@ -43,7 +43,7 @@ from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, items_named, kv_buffers, state_buffers
-from kvflow.sglang.rooms import WANTED, Answer, Asked, Room, Rooms, Wanted
+from kvflow.sglang.rooms import WANTED, Answer, Room, RoomRequest, Rooms, Wanted
 from kvflow.sglang.settings import config_of
 
 logger = logger_of(__name__)
@@ -299,7 +299,7 @@ class KVFlowManager(CommonKVManager):
         if asked is not None:
             self._decline(asked, reason)
 
-    def _decline(self, asked: Asked, reason: str) -> None:
+    def _decline(self, asked: RoomRequest, reason: str) -> None:
         for pool in self.pools:
             with contextlib.suppress(KVFlowError, TimeoutError):  # it is served, or the runtime is gone
                 pool.runtime.decline(asked.name, reason)

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvflow.checks import printable
 from kvflow.core.policy.latest import Latest
 
-OneT = TypeVar("OneT", "Asked", "Answer")
+OneT = TypeVar("OneT", "RoomRequest", "Answer")
 
 WANTED = b"KVFLOW"
 """First frame of a decode rank's message."""
@@ -77,7 +77,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class RoomRequest:
     """One request of a decode server, as its ranks have told of it so far."""
 
     room: int
@@ -112,7 +112,7 @@ class Answer:
 
     room: int
     since_s: float
-    asked: Asked | None = None
+    asked: RoomRequest | None = None
     refused: str = ""
     """Why it will not be computed."""
 
@@ -123,19 +123,19 @@ class Rooms:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         """Seconds that a request of a decode server waits for its answer."""
-        self.asked: dict[int, deque[Asked]] = {}
+        self.asked: dict[int, deque[RoomRequest]] = {}
         """Requests of decode servers without an answer, by room."""
         self.answers: dict[int, deque[Answer]] = {}
         """Requests of the prefill server that nobody has asked for, by room."""
-        self._names: OrderedDict[str, Asked] = OrderedDict()
+        self._names: OrderedDict[str, RoomRequest] = OrderedDict()
         """Requests without an answer, the oldest first."""
-        self._answered: dict[str, Asked] = {}
+        self._answered: dict[str, RoomRequest] = {}
         self._refusals: OrderedDict[int, Answer] = OrderedDict()
         """Refused requests that nobody has asked for, by their identity, the oldest first."""
         self._over: Latest[str, None] = Latest(_OVER_MAX)
         """Names whose requests are over: what is still said about them changes nothing."""
 
-    def hear(self, wanted: Wanted, now_s: float) -> tuple[Asked, str] | None:
+    def hear(self, wanted: Wanted, now_s: float) -> tuple[RoomRequest, str] | None:
         """Note a message of a decode rank.
 
         Returns:
@@ -150,7 +150,7 @@ class Rooms:
                 asked.since_s = now_s
                 self._names.move_to_end(asked.name)
             return None
-        asked = Asked(wanted.room, wanted.name, now_s)
+        asked = RoomRequest(wanted.room, wanted.name, now_s)
         asked.note(wanted)
         answers = self.answers.get(wanted.room)
         if answers is None:
@@ -177,7 +177,7 @@ class Rooms:
             self.answers.setdefault(room, deque()).append(answer)
         return answer
 
-    def refuse(self, answer: Answer, reason: str, now_s: float) -> Asked | None:
+    def refuse(self, answer: Answer, reason: str, now_s: float) -> RoomRequest | None:
         """Mark a request of the prefill server as one that will not be computed.
 
         Returns:
@@ -194,7 +194,7 @@ class Rooms:
             self._drop(next(iter(self._refusals.values())))
         return None
 
-    def close(self, answer: Answer, now_s: float) -> Asked | None:
+    def close(self, answer: Answer, now_s: float) -> RoomRequest | None:
         """Forget a request of the prefill server. What nobody has asked for stays as refused for a while.
 
         Returns:
@@ -207,7 +207,7 @@ class Rooms:
             self._over[asked.name] = None
         return None
 
-    def expired(self, now_s: float) -> list[Asked]:
+    def expired(self, now_s: float) -> list[RoomRequest]:
         """Forget requests that have waited too long, or are too many.
 
         Returns:
@@ -225,7 +225,7 @@ class Rooms:
                 gone.append(asked)
         return gone
 
-    def _pair(self, asked: Asked, answer: Answer) -> None:
+    def _pair(self, asked: RoomRequest, answer: Answer) -> None:
         answer.asked = asked
         self._answered[asked.name] = asked
 

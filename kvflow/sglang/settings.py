@@ -10,14 +10,14 @@ import msgspec
 
 from kvflow.checks import shown
 from kvflow.config import Config
-from kvflow.connector.settings import Settings
+from kvflow.connector.settings import PluginSettings
 from kvflow.errors import ConfigError
 
 SETTINGS = "KVFLOW_SGLANG_CONFIG"
 """Environment variable with fields of `kvflow.Config` as JSON, for all ranks of a server."""
 
 _RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
-_SETTINGS = Settings(
+_SETTINGS = PluginSettings(
     where=SETTINGS, engine="SGLang", from_engine=("engine_id", "model", *_RANKS, "num_kv_heads", "role")
 )
 

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from kvflow import checks
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
-from kvflow.connector.settings import Settings, checked_fields
+from kvflow.connector.settings import PluginSettings, checked_fields
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
 from kvflow.hosts import plain_address
@@ -37,7 +37,7 @@ _STOCK_DEFAULTS = {"lease_ttl_s": 120.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockExtra:
-    """Settings of `stock_peers`: see docs/stock.md. Times are seconds."""
+    """PluginSettings of `stock_peers`: see docs/stock.md. Times are seconds."""
 
     hashes: tuple[str, ...] = ()
     """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
@@ -54,7 +54,7 @@ class StockExtra:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """Settings beside those of kvflow.Config."""
+    """PluginSettings beside those of kvflow.Config."""
 
     fetch_tokens_min: int = 1
     full_blocks_only: bool = False
@@ -95,7 +95,7 @@ class Extra:
         return self.prefix_peers is not None or bool(self.prefix_events)
 
 
-_SETTINGS = Settings(
+_SETTINGS = PluginSettings(
     where="kv_connector_extra_config",
     engine="vLLM",
     from_engine=_FROM_VLLM,
@@ -146,7 +146,7 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
-    """Settings of the scheduler's half. Raises ConfigError."""
+    """PluginSettings of the scheduler's half. Raises ConfigError."""
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     recycles = any(group.recycles for group in groups)
     has_state = any(group.facts.kind is GroupKind.STATE for group in groups)

@@ -280,7 +280,7 @@ def check_extras(project: str) -> None:
 
 def check_sglang(words: list[str]) -> None:
     """The part of it that is kvflow's; SGLang itself is not at hand."""
-    known = {"--model-path", "--port", "--disaggregation-mode", "--disaggregation-transfer-backend"}
+    known = {"--model-path", "--port", "--disaggregation-mode", "--disaggregation-transfer-backend"} | {"--base-gpu-id"}
     assert options_of(words) <= known, words
     assert words[words.index("--disaggregation-transfer-backend") + 1] == "kvflow", words
     plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
