@@ -322,3 +322,16 @@ def test_a_slip_is_refused_where_it_is_made_and_what_was_meant_is_named(make: An
 def test_a_backend_of_somebody_elses_is_taken_by_its_name() -> None:
     assert config(nixl_backend="PIGEONS").nixl_backends == {"PIGEONS": {}}
     assert config(nixl_backend="UCX,POSIX")
+
+
+def test_limits_are_taken_as_a_dict() -> None:
+    """As configuration files have them."""
+    assert Config(engine_id="e", limits={"peers_max": 7}).limits == Limits(peers_max=7)  # type: ignore[arg-type]
+    for wrong, word in (
+        ({"peer_max": 7}, "peers_max"),
+        ({"peers_max": "7"}, "peers_max"),
+        ([7], "Limits"),
+        ({7: 7}, "7"),
+    ):
+        with pytest.raises(ConfigError, match=f"^limits: .*{word}"):
+            Config(engine_id="e", limits=wrong)  # type: ignore[arg-type]

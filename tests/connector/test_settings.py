@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvflow import Config, Limits
-from kvflow.connector.settings import checked_fields, load_connector
+from kvflow.connector.settings import PluginSettings, checked_fields, load_connector
 from kvflow.errors import ConfigError
 from tests.support.tests_support import each
 
@@ -79,3 +79,35 @@ def test_a_connector_is_found_by_name() -> None:
         load_connector("A", "kvflow.no_such_module")
     with pytest.raises(ConfigError, match=r"^connector 'B': not found in module collections: .*'B'"):
         load_connector("B", "collections")
+
+
+PLUGIN = PluginSettings(where="extra", engine="an engine", from_engine=("engine_id", "role"), others=("other",))
+
+
+def test_settings_of_a_plugin_make_a_config() -> None:
+    values = {"engine_id": "e", "role": "producer", "listen": "tcp://127.0.0.1:0"}
+    given = {"lease_ttl_s": 60, "listen": "tcp://127.0.0.2:0", "limits": {"peers_max": 7}, "other": object()}
+    config = PLUGIN.config(given, values)
+    assert (config.engine_id, config.role, config.listen) == ("e", "producer", "tcp://127.0.0.2:0")
+    assert (config.lease_ttl_s, config.limits) == (60.0, Limits(peers_max=7))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lease_ttl": 60}, "lease_ttl_s"),
+        ({"lease_ttl_s": "60"}, "lease_ttl_s"),
+        ({"lease_ttl_s": -1.0}, "lease_ttl_s"),
+        ({"limits": {"peers_max": 0}}, "peers_max"),
+        ({"curve_peers_dir": "x"}, "curve_secret_key_file, curve_peers_dir"),
+        ({"role": "both"}, r"role \(engine_id, role come from an engine\)"),
+    ],
+)
+def test_what_a_plugin_cannot_take_is_named_with_its_place(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^extra: .*{words}"):
+        PLUGIN.config(given, {"engine_id": "e"})
+
+
+def test_what_the_engine_says_wrong_is_not_blamed_on_the_place() -> None:
+    with pytest.raises(ConfigError, match=r"^tp_rank: "):
+        PLUGIN.config({"lease_ttl_s": 60}, {"engine_id": "e", "tp_rank": 3})
