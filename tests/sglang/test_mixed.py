@@ -15,10 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: python3 dev.py sglang")
+
+import httpx
 
 from tests.sglang.servers import Failed, Router, Server, Setup, prompt_of
 from tests.sglang.test_pair import settle
