@@ -96,6 +96,7 @@ LOOKING_AGAIN = {
 LOGGERS_AS_A_WHOLE = {
     "kvflow/vllm/connector.py": "kvflow's lines go where vLLM's go",
     "kvflow/testing/simulator/simulation.py": "a simulation says nothing",
+    "kvflow/testing/cancel.py": "lines of runs that are over are kept back",
 }
 DOUBLES_MAX = 5
 LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
@@ -105,6 +106,7 @@ _LANDED = ("growing", "growing_failed", "growing_progress", "growing_looks", "ex
 SLEEPING_TESTS = {
     **{f"tests/runtime/test_{name}.py": "virtual time: what has landed when some has passed" for name in _LANDED},
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
+    "tests/testing/test_cancel.py": "virtual time: what is cancelled waits while it passes",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
     "tests/runtime/test_standing.py": "virtual time: loads stand still while it passes",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",

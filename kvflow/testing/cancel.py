@@ -1,75 +1,158 @@
-"""Cancels a coroutine at every moment at which it can be cancelled, one run a moment, in virtual time."""
+"""Cancels a coroutine at every moment at which it can be cancelled, one run a moment, in virtual time.
+
+A *moment* is one at which the scenario's own tasks run: after each step of the coroutine, of what was started for it,
+such as its loads, and of the scenario's other tasks; and, once for each place at which the coroutine and what was
+started for it wait, between the event that they wait for and their going on. What engines do besides changes nothing
+that the coroutine could see before one of these.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+import inspect
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from contextvars import ContextVar, copy_context
 from typing import Any, TypeAlias
 
-from kvflow.testing.virtual_loop import VirtualLoop, run_virtual
+from kvflow.logs import logger_of
+from kvflow.testing.virtual_loop import LoopStep, VirtualLoop, run_virtual
 
 Scenario: TypeAlias = Callable[[], AbstractAsyncContextManager[Coroutine[Any, Any, object]]]
 
+logger = logger_of(__name__)
+
+_OF_ENGINES = "kvflow-"  # how the names of their tasks begin
+_SAID_EVERY = 100
+_OURS: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", default=False)
+"""True in the context of the coroutine, which whatever is started for it inherits."""
+
 
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
-    """Run a coroutine again and again; cancel it after the 1st, 2nd, 3rd ... step of the loop that it waits through.
+    """Run a coroutine again and again; cancel it at the 1st, 2nd, 3rd ... moment at which its own tasks run.
 
-    So it is cancelled at each of its awaits, and at each thing that happens elsewhere while it waits there. The last
-    run is the one that it gets through.
+    The first run is not cancelled: it counts the moments. Log lines of kvflow are kept back, and written for a run that
+    fails only; how far it is goes to the log of `kvflow.testing.cancel`, at INFO.
 
     Args:
         make_scenario: An async context manager, new for each run: it opens engines and yields the coroutine, not
             started. What follows the `yield` are the checks: they see the engines after the coroutine has ended, as its
             cancellation or as its result came out.
-        runs_max: AssertionError after so many runs, for a coroutine that never ends.
+        runs_max: AssertionError after so many moments, for a coroutine that never ends.
 
     Returns:
         How often it was cancelled.
 
     Raises:
         Exception: What the coroutine raises, but for its cancellation, and what the checks raise; with a note that says
-            in which run, and where the coroutine was.
+            at which moment of how many, and where the coroutine was.
     """
+    moments = _run(make_scenario, runs_max + 1, "not cancelled").count
+    if moments > runs_max:
+        raise AssertionError(f"it has not run through after {runs_max} moments")
+    logger.info("%s moments at which it can be cancelled", moments)
     for moment in range(1, runs_max + 1):
-        if not run_virtual(_cancel_at(make_scenario, moment)):
+        if not _run(make_scenario, moment, f"cancelled at moment {moment} of {moments}").place:
             return moment - 1
+        if moment % _SAID_EVERY == 0:
+            logger.info("cancelled at %s moments of %s", moment, moments)
     raise AssertionError(f"it was cancelled {runs_max} times and has never run through")
 
 
-async def _cancel_at(make_scenario: Scenario, moment: int) -> bool:
-    """Run the scenario once; True if it was cancelled."""
+class _Moments:
+    """The moments of one run, and the place at which the coroutine was cancelled."""
+
+    def __init__(self, loop: VirtualLoop, body: Coroutine[Any, Any, object], last: int) -> None:
+        self.count = 0
+        self.place = ""
+        self._loop, self._body, self._last = loop, body, last
+        self._woken = {""}
+        """Places from which one of the tasks has gone on."""
+        context = copy_context()
+        context.run(_OURS.set, True)
+        self.task = loop.create_task(body, name="cancelled everywhere", context=context)
+
+    def look(self) -> None:
+        """Take the step that has just ended."""
+        if self.place or self.task.done() or inspect.getcoroutinestate(self._body) == inspect.CORO_CREATED:
+            return
+        ran, follows = self._loop.ran, self._loop.follows
+        wakes = "" if follows is None or not _is_of_it(follows) else _place(follows.task)
+        self.count += (ran is not None and _is_ours(ran)) or wakes not in self._woken
+        self._woken.add(wakes)
+        if self.count >= self._last:
+            self.place = _place(self.task)
+            self.task.cancel()
+
+
+def _is_of_it(step: LoopStep) -> bool:
+    """Return True for a step of the coroutine, or of a task that was started for it."""
+    return step.task is not None and step.context.get(_OURS, False)
+
+
+def _is_ours(step: LoopStep) -> bool:
+    """Return True for a step of one of the scenario's own tasks."""
+    return _is_of_it(step) or (step.task is not None and not step.task.get_name().startswith(_OF_ENGINES))
+
+
+def _run(make_scenario: Scenario, last: int, what: str) -> _Moments:
+    with _kept_back(logging.getLogger("kvflow")):
+        return run_virtual(_cancel_at(make_scenario, last, what))
+
+
+async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
+    """Run the scenario once, and cancel it at its last moment, if it comes so far."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    where = ""
+    moments: _Moments | None = None
     try:
         async with make_scenario() as body:
-            task = loop.create_task(body, name="cancelled everywhere")
-            last_step = loop.steps + moment
-
-            def look() -> None:
-                nonlocal where
-                if loop.steps >= last_step and not where and not task.done():
-                    where = _place(body)
-                    task.cancel()
-
-            loop.after_step = look
+            moments = _Moments(loop, body, last)
+            loop.after_step = moments.look
             try:
-                await asyncio.wait([task])
+                await asyncio.wait([moments.task])
             finally:
                 loop.after_step = None
-            if not task.cancelled():
-                task.result()
+            if not moments.task.cancelled():
+                moments.task.result()
     except Exception as error:
-        error.add_note(f"cancelled at moment {moment}: {where}" if where else f"not cancelled before moment {moment}")
+        place = "" if moments is None else moments.place
+        error.add_note(f"{what}: {place}" if place else "not cancelled: it fails by itself")
         raise
-    return bool(where)
+    return moments
 
 
-def _place(body: Coroutine[Any, Any, object]) -> str:
-    """The line at which a coroutine waits, with the coroutines that it waits through."""
+@contextmanager
+def _kept_back(root: logging.Logger) -> Iterator[None]:
+    """Keep a logger's lines, those of its children included; write them if the block fails."""
+    kept = _KeptLines()
+    before, root.handlers, propagate, root.propagate = root.handlers, [kept], root.propagate, False
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        root.handlers, root.propagate = before, propagate
+        for record in kept.records if failed else ():
+            root.callHandlers(record)
+
+
+class _KeptLines(logging.Handler):
+    """A handler that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def _place(task: asyncio.Task[Any] | None) -> str:
+    """The line at which a task waits, with the coroutines that it waits through."""
     lines = []
-    inner: Any = body
+    inner: Any = None if task is None else task.get_coro()
     while (frame := getattr(inner, "cr_frame", None)) is not None:
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
         inner = inner.cr_await
