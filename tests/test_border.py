@@ -256,6 +256,7 @@ RIGHT: dict[type, tuple[dict[str, Any], type[InvalidInput]]] = {
             "keep_offer": False,
             "again": bring_nothing,
             "again_max": 1,
+            "cached_tokens": 0,
         },
         RequestError,
     ),

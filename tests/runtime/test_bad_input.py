@@ -5,13 +5,15 @@ What a ticket may say is in `core/protocol/test_ticket.py`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from pairs import EnginePair, open_pair
 from tests_support import PATIENT, altered, limited
 
-from kvflow import LeaseOutcome, RuntimeState, ServeRequest
+from kvflow import Lease, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest, Ticket
 from kvflow.errors import PromptMismatch, RequestError
 from kvflow.testing import assert_blocks_equal
 
@@ -54,6 +56,9 @@ async def test_load_requests_that_cannot_be_right(pair: EnginePair) -> None:
     for changes, options, message in LOAD:
         if "seal_index" in changes:
             ticket = altered(lease.ticket, **changes).to_params()
+        elif "remote_block_ids" in changes:  # as an engine that is wrong itself, so that its digest is right
+            ids = tuple(changes["remote_block_ids"])
+            ticket = msgspec.structs.replace(lease.ticket, block_ids=ids).to_params()
         else:
             ticket = lease.ticket.to_params() | changes
         error = await pair.fails(RequestError, ticket, **{"block_ids": [0, 1], **options})
@@ -126,6 +131,54 @@ async def test_a_bad_ticket_costs_its_load_and_nothing_else(
     assert pair.reader.state is RuntimeState.OPEN
     await pair.load(lease)
     assert await lease is LeaseOutcome.READ
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"remote_block_ids": [3, 12]}, "block ids: digest ours"),
+    ({"remote_block_ids": [7, 3]}, "block ids: digest ours"),
+    ({"num_tokens": 7}, "tokens or prompt: digest ours"),
+    ({"remote_request_id": "another"}, "request, engine or lease: digest ours"),
+]
+
+
+def on_its_way(lease: Lease, changes: dict[str, Any]) -> dict[str, Any]:
+    """The lease's ticket with other values, as a router hands it over that has mixed something up."""
+    params = lease.ticket.to_params()
+    return {**params, **changes, "kvflow": {**params["kvflow"], **changes}}
+
+
+async def test_a_ticket_that_was_changed_on_its_way_is_refused_and_what_differs_is_named(pair: EnginePair) -> None:
+    """Also beside a good one: nobody is asked, and what was offered stands."""
+    lease, good = pair.offer([3, 7]), pair.offer([4, 5], "good")
+    for changes, problem in CHANGES:
+        params = on_its_way(lease, changes)
+        why = f"ticket: it is not what .* of 'producer' has offered of request .*{problem}"
+        await pair.fails(RequestError, params, [0, 1], match=f"^request 'req': {why}")
+        for tickets in ([good.ticket, params], [params, good.ticket]):
+            with pytest.raises(RequestError, match=why):
+                await pair.reader.load_blocks(LoadRequest("req", tickets, [0, 1]))
+        for verb in (pair.reader.release_blocks, Ticket.from_params, partial(Ticket.rendezvous, request_id="other")):
+            with pytest.raises(RequestError, match=why):
+                await verb(params)
+        with pytest.raises(RequestError, match=why), pair.reader.keep_leases(params):
+            pass
+    assert pair.reader.statistics().peers == ()
+    pair.assert_loaded([], [])
+    await pair.load(lease, [0, 1])
+    assert await lease is LeaseOutcome.READ
+    good.revoke()
+
+
+async def test_what_again_brings_was_changed_on_its_way(pair: EnginePair) -> None:
+    gone, lease = pair.offer([1, 2], "gone").revoke(), pair.offer([3, 7])
+
+    async def again(_: Any) -> dict[str, Any]:
+        return on_its_way(lease, {"remote_block_ids": [3, 12]})
+
+    with pytest.raises(RequestError, match=r"^request 'req': again: ticket: it is not what .*: block ids: digest"):
+        await pair.reader.load_blocks(LoadRequest("req", [gone.ticket], [0, 1], again=again))
+    await pair.load(lease, [0, 1])
+    pair.assert_loaded([0, 1], [3, 7])
 
 
 async def test_leases_are_bounded_and_the_limit_is_named() -> None:

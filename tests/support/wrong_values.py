@@ -103,7 +103,7 @@ def _no_texts() -> list[Any]:
     return [*_odd(), 0, "", "a", [], (), [0], [None], ["\ud800"], [["a"]], _generator()]
 
 
-_TEXTS = ("str", "Name", "Host", "RequestId", "Traceparent", "PromptDigest", "TicketLeaseId")
+_TEXTS = ("str", "Name", "Host", "RequestId", "Traceparent", "PromptDigest", "TicketLeaseId", "OfferDigest")
 REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "int": lambda: [None, *_no_whole_number()],
     "int | None": _no_whole_number,

@@ -7,10 +7,15 @@ rank which its ticket does not name works its port out and asks it (`messages.Le
 Who makes a ticket need not be where the lease is: `Ticket.without_leases` names an engine's ranks and a request, and
 its readers ask every rank for its lease. The request id is what they ask for, so it has to be a secret of that ticket.
 A *rendezvous* (`Ticket.rendezvous`) does not know the blocks either: its readers ask for the offer, and wait for it.
+
+In a ticket's dict the entry of each rank has a digest of all that its readers rely on, under the id of its lease. If a
+dict was changed on its way, or mixed from several, its content has another digest, and it is refused. That is against
+mistakes: no secret goes into it. It leaves out where ranks listen, which routers may rewrite, and times.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
@@ -23,7 +28,18 @@ from msgspec import Meta
 from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, few, shown
 from kvflow.config import RANKS_MAX, rank_offset
-from kvflow.core.bounds import ClockTime, Count, PromptDigest, RankCount, Seconds, Size, TicketLeaseId, Traceparent
+from kvflow.core.bounds import (
+    OFFER_PART_CHARS,
+    ClockTime,
+    Count,
+    OfferDigest,
+    PromptDigest,
+    RankCount,
+    Seconds,
+    Size,
+    TicketLeaseId,
+    Traceparent,
+)
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import Parallelism, Rank
@@ -31,6 +47,7 @@ from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.core.protocol.messages import digest_of
 from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
 from kvflow.core.protocol.ticket_checks import (
+    check_digests,
     check_engine_id,
     check_groups,
     check_place,
@@ -89,6 +106,8 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """True if a payload comes with the lease's end."""
     held: bool = True
     """True if blocks are held for a moment after the lease's end; else the seal is looked at after the last byte."""
+    digest: OfferDigest = ""
+    """Digest of what the rank offers, in a ticket's dict; "" where whoever has made the dict knows none."""
 
     @classmethod
     def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
@@ -130,6 +149,17 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     """True if the offer is not known yet: a rendezvous."""
 
 
+_pack = msgspec.msgpack.Encoder().encode
+_DIGEST_OF = operator.attrgetter("digest")
+_IDS_OF = operator.attrgetter("block_ids", "more_block_ids")
+_TOKENS_OF = operator.attrgetter("num_tokens", "prompt_digest", "extends", "awaited")
+_REST_OF = operator.attrgetter(
+    *("engine_id", "request_id", "tp_size", "pp_size", "dp_rank"),
+    *("block_size", "kv_heads", "model_kv_heads", "more_kinds", "groups"),
+)
+_PLACE_AND_FLAGS_OF = operator.attrgetter(
+    *("pp_rank", "tp_rank", "incarnation", "seal_index", "pending", "payload", "held")
+)
 _OFFERED = _Offer.__struct_fields__
 _OFFER = operator.attrgetter(*_OFFERED)
 
@@ -392,10 +422,12 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         """
         ticket = self.typed()
         offer = dict(zip(_OFFERED, _OFFER(ticket), strict=True))
-        extension = _TicketExtension(version=PROTOCOL_VERSION, ranks=ticket.ranks, **offer)
         try:
+            entries = zip(ticket.ranks, _digests(ticket), strict=True)
+            ranks = tuple(msgspec.structs.replace(lease, digest=digest) for lease, digest in entries)
+            extension = _TicketExtension(version=PROTOCOL_VERSION, ranks=ranks, **offer)
             kvflow = _listed(msgspec.to_builtins(extension))
-        except TypeError as error:  # a text of another class
+        except (TypeError, UnicodeEncodeError) as error:  # a text of another class, or half a surrogate pair
             raise RequestError(f"ticket: {shown(error)}") from error
         first = kvflow["ranks"][0]
         return {
@@ -473,6 +505,9 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     tables: Any = raw.remote_block_ids if nested else (raw.remote_block_ids,)
     extension = raw.kvflow
     first, *others = extension.ranks
+    told = [*map(_DIGEST_OF, extension.ranks)]
+    if any(told[1:]):
+        others = [msgspec.structs.replace(lease, digest="") for lease in others]
     if extension.padding:
         tables = tuple(ids[: -extension.padding] for ids in tables)
     if extension.version != PROTOCOL_VERSION:
@@ -485,10 +520,13 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         block_ids=tables[0],
         more_block_ids=tables[1:],
         tp_size=raw.tp_size,
-        ranks=(msgspec.structs.replace(first, host=raw.remote_host, port=raw.remote_port), *others),
+        ranks=(msgspec.structs.replace(first, host=raw.remote_host, port=raw.remote_port, digest=""), *others),
         **dict(zip(_OFFERED, _OFFER(extension), strict=True)),
     )
-    return _checked(read, block_ids_max)
+    checked = _checked(read, block_ids_max)
+    if any(told) and (found := _digests(checked)) != told:
+        check_digests(checked, told, found)
+    return checked
 
 
 def _read_made(ticket: Ticket, block_ids_max: int) -> Ticket:
@@ -518,7 +556,8 @@ def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
         ranks.append(_check_lease(lease, ticket))
     if any(map(operator.is_not, ranks, ticket.ranks)):
         ticket = msgspec.structs.replace(ticket, ranks=tuple(ranks))
-    count = _block_ids_in(ticket)
+    lone = len(ticket.ranks) == 1 and ticket.ranks[0].block_ids is None and not ticket.more_block_ids
+    count = len(ticket.block_ids) if lone else _block_ids_in(ticket)  # in few steps
     if count > block_ids_max:  # once more: mappings within its dict may be no dicts
         raise too_many(count, block_ids_max)
     if len(ticket.leases) < len(ticket.ranks):
@@ -544,6 +583,27 @@ def _check_lease(lease: RankLease, ticket: Ticket) -> RankLease:
             f"ticket: tp_rank {lease.tp_rank} of {ticket.tp_size}, pp_rank {lease.pp_rank} of {ticket.pp_size}"
         )
     return lease if lease.host == host else msgspec.structs.replace(lease, host=host)
+
+
+def _digests(ticket: Ticket) -> list[str]:
+    """Digest of what each rank offers, under the id of its lease: of block ids, of tokens, and of all the rest.
+
+    In one go, since tables may be long, and each load passes here.
+    """
+    ids, tokens, rest = (
+        hashlib.sha256(_pack(_IDS_OF(ticket)), usedforsecurity=False),
+        hashlib.sha256(_pack(_TOKENS_OF(ticket)), usedforsecurity=False),
+        hashlib.sha256(_pack(_REST_OF(ticket)), usedforsecurity=False),
+    )
+    found = []
+    for lease in ticket.ranks:
+        text = ""
+        for state, of_lease in ((ids, _IDS_OF), (tokens, _PLACE_OF), (rest, _PLACE_AND_FLAGS_OF)):
+            one = state.copy()
+            one.update(_pack((lease.lease_id, of_lease(lease))))
+            text += one.hexdigest()[:OFFER_PART_CHARS]
+        found.append(text)
+    return found
 
 
 def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:

@@ -8,7 +8,7 @@ field and its value.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import msgspec
 
 from kvflow import checks
 from kvflow.checks import is_name, shown
-from kvflow.core.bounds import TRACEPARENT
+from kvflow.core.bounds import OFFER_PART_CHARS, TRACEPARENT
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
@@ -56,6 +56,24 @@ def foreign_text(struct: Ticket | RankLease) -> RequestError:
 
 def too_many(count: int, most: int) -> RequestError:
     return RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
+
+
+_PARTS = ("block ids", "tokens or prompt", "request, engine or lease")
+
+
+def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> None:
+    """RequestError names the parts of a ticket that are not what a rank has offered, by their digests."""
+    for lease, theirs, ours in zip(ticket.ranks, told, found, strict=True):
+        cuts = range(0, len(theirs), OFFER_PART_CHARS)
+        both = [(theirs[at : at + OFFER_PART_CHARS], ours[at : at + OFFER_PART_CHARS]) for at in cuts]
+        wrong = {name: pair for name, pair in zip(_PARTS, both, strict=False) if pair[0] != pair[1]}
+        if wrong:
+            digests = "; ".join(f"{name}: digest ours {mine}, theirs {other}" for name, (other, mine) in wrong.items())
+            raise RequestError(
+                f"ticket: it is not what (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)} of {ticket.engine_id!r} "
+                f"has offered of request {ticket.request_id!r}: it was changed on its way, or mixed from several: "
+                f"{digests}"
+            )
 
 
 def check_groups(ticket: Ticket) -> None:

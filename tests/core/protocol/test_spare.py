@@ -24,8 +24,8 @@ def test_a_ticket_is_read_with_and_without_its_own_field(given: dict[str, Any]) 
 
 
 def test_the_field_itself_counts_where_it_is_there() -> None:
-    other = {**PARAMS, "kvflow": {**PARAMS["kvflow"], "num_tokens": 4}}
-    assert Ticket.from_params(other).num_tokens == 4
+    other = {**PARAMS, "kvflow": {**PARAMS["kvflow"], "ttl_s": 4.0}}
+    assert Ticket.from_params(other).ttl_s == 4.0
 
 
 @pytest.mark.parametrize(

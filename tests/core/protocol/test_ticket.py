@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -34,10 +35,12 @@ WIRE = """{
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         "ranks": [
             {"pp_rank": 0, "tp_rank": 1, "lease_id": "0123456789abcdef0123456789abcdef", "seal_index": 17,
-             "incarnation": "8f14e45fceea167a", "expires_s": 86430.5},
+             "incarnation": "8f14e45fceea167a", "expires_s": 86430.5,
+             "digest": "5f0dd5f877bd905a2efc47fe260dab9a146f"},
             {"pp_rank": 1, "tp_rank": 0, "lease_id": "fedcba9876543210fedcba9876543210", "seal_index": 3,
              "incarnation": "c9f0f895fb98ab91", "expires_s": -7.0,
-             "host": "10.0.0.8", "port": 5602, "block_ids": [30, 70, 90]}]}}"""
+             "host": "10.0.0.8", "port": 5602, "block_ids": [30, 70, 90],
+             "digest": "3112728c5fe53aa7c333fa676edf42b7f69b"}]}}"""
 """The field names are those that routers forward."""
 TICKET = Ticket.from_params(json.loads(WIRE))
 FIRST, SECOND = TICKET.ranks
@@ -166,7 +169,7 @@ def required(kind: type) -> list[str]:
 
 
 def test_the_fields_below_are_all_there_are() -> None:
-    later = {"more_block_ids", "groups", "more_kinds", "pending", "payload", "held"}  # not of every ticket
+    later = {"more_block_ids", "groups", "more_kinds", "pending", "payload", "held", "digest"}  # not of every ticket
     known = {*_PARAMS, *_PARAMS["kvflow"], *RankLease.__struct_fields__}
     assert {key_of(path) for path in [*REQUIRED, *BLOCK_IDS]} == known - later
     assert [len(required(kind)) for kind in (int, str, bool, float)] == [16, 10, 3, 3]
@@ -594,3 +597,122 @@ def test_the_blocks_of_windows_and_states_in_the_end() -> None:
     assert [[group.blocks_needed(tokens) for group in groups] for tokens in (18, 0)] == [[5, 2, 1], [0, 0, 0]]
     held = {(0, 0, 0): 0, (2, 0, 0): 8, (5, 0, 0): 12, (5, 1, 0): 16, (5, 2, 0): 17, (5, 2, 1): 18}
     assert {known: tokens_held(groups, known, (5, 2, 1), 18) for known in held} == held
+
+
+# --- changed on its way, or mixed from several
+
+
+NOT_DIGESTED = {"do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "kvflow", "ranks", "version"}
+NOT_DIGESTED |= {"ttl_s", "expires_s", "fixed_ports", "traceparent", "host", "port", "digest"}
+"""Where ranks listen, which routers may rewrite; times, which decide nothing; traces; and what is checked by itself."""
+OTHER_VALUES: dict[type, Any] = {int: lambda one: one + 1, bool: lambda one: not one, list: lambda one: [*one[:-1], 1]}
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values in a ticket's dict, a list of numbers being one."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items or (isinstance(value, list) and value and not isinstance(value[0], dict | list)):
+        yield path
+        return
+    for key, one in items:
+        yield from leaves(one, (*path, key))
+
+
+def with_other(params: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any] | None:
+    """A copy with another value of the same type there; None for a value that has none."""
+    found = json.loads(json.dumps(params))
+    *parents, name = path
+    where = found
+    for key in parents:
+        where = where[key]
+    value = where[name]
+    if isinstance(value, str) and value:
+        where[name] = value[:-1] + ("0" if value[-1] != "0" else "1")
+    elif isinstance(value, float):
+        where[name] = value + 1.0
+    elif value or isinstance(value, bool | int):
+        where[name] = OTHER_VALUES[type(value)](value)
+    return found if where[name] != value else None
+
+
+EVERYTHING = replace(
+    TICKET,
+    ranks=(replace(FIRST, pending=True, payload=True, held=False), SECOND),
+    more_kinds=((16, 4, 8),),
+    extends=True,
+)
+
+
+@each("ticket", [TICKET, EVERYTHING])
+def test_whatever_a_reader_relies_on_is_refused_once_it_is_another(ticket: Ticket) -> None:
+    params = ticket.to_params()
+    seen = set()
+    for path in leaves(params):
+        other = with_other(params, path)
+        if other is None:
+            continue
+        key = next(name for name in reversed(path) if isinstance(name, str))
+        seen.add(key)
+        if key in NOT_DIGESTED:
+            continue
+        with pytest.raises(RequestError, match=r"^ticket: "):
+            Ticket.from_params(other)
+    digested = {"remote_block_ids", "num_tokens", "prompt_digest", "lease_id", "seal_index", "block_size", "kv_heads"}
+    assert digested < seen
+
+
+@each(
+    ("path", "value", "part"),
+    [
+        ("remote_block_ids", [3, 7, 12], "block ids"),
+        ("remote_block_ids", [7, 3, 9], "block ids"),
+        ("kvflow.ranks.1.block_ids", [30, 70, 12], "block ids"),
+        ("kvflow.num_tokens", 40, "tokens or prompt"),
+        ("kvflow.prompt_digest", "", "tokens or prompt"),
+        ("remote_request_id", "req-2", "request, engine or lease"),
+        ("kvflow.ranks.0.held", False, "request, engine or lease"),
+        ("kvflow.ranks.0.pending", True, "request, engine or lease"),
+    ],
+)
+def test_the_error_names_the_part_that_was_changed(path: str, value: object, part: str) -> None:
+    with pytest.raises(RequestError, match=rf"several: {part}: digest ours \w{{12}}, theirs \w{{12}}$"):
+        Ticket.from_params(changed(path, value))
+
+
+def test_parts_of_two_good_tickets_are_no_ticket() -> None:
+    """Of the same engine and request: another lease, other blocks, as many."""
+    again = replace(TICKET, block_ids=(4, 8, 10), ranks=(replace(FIRST, lease_id="ab" * 16, seal_index=18), SECOND))
+    one, other = TICKET.to_params(), again.to_params()
+    ranks = [one["kvflow"]["ranks"][0], other["kvflow"]["ranks"][1]]
+    for mixed in (
+        {**one, "remote_block_ids": other["remote_block_ids"]},
+        {**one, "kvflow": other["kvflow"]},
+        {**one, "kvflow": {**one["kvflow"], "ranks": other["kvflow"]["ranks"]}},
+        {**one, "kvflow": {**one["kvflow"], "ranks": ranks}},
+    ):
+        with pytest.raises(RequestError, match="mixed from several"):
+            Ticket.from_params(mixed)
+
+
+def test_each_rank_answers_for_itself() -> None:
+    """A dict of some of the ranks is one of theirs; what has no digest was made by somebody who knows none."""
+    params = TICKET.to_params()
+    params["kvflow"]["ranks"].pop()
+    assert Ticket.from_params(params) == replace(TICKET, ranks=(FIRST,))
+    for rank in (params := changed("remote_block_ids", [3, 7, 12]))["kvflow"]["ranks"]:
+        del rank["digest"]
+    assert Ticket.from_params(params).block_ids == (3, 7, 12)
+    params = changed("remote_block_ids", [3, 7, 12])
+    del params["kvflow"]["ranks"][0]["digest"]
+    with pytest.raises(RequestError, match=r"\(pp_rank, tp_rank\) \(1, 0\).* block ids"):
+        Ticket.from_params(params)
+
+
+def test_tickets_without_leases_have_digests_too() -> None:
+    """Whoever made the dict vouches for it: a router's rendezvous, or a scheduler that has no lease."""
+    asked = TICKET.without_leases(request_id="other", block_ids=(3, 7), num_tokens=32, ttl_s=9.0)
+    for ticket in (asked, Ticket.rendezvous(TICKET, "secret")):
+        assert after_json(ticket) == ticket
+        for changes in ({"remote_block_ids": [3, 12]}, {"remote_request_id": "another"}):
+            with pytest.raises(RequestError, match=r"mixed from several|rendezvous knows no blocks"):
+                Ticket.from_params({**ticket.to_params(), **changes})
