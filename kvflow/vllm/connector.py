@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -40,12 +39,16 @@ from kvflow.connector.parameters import OWN_DIALECT
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.step import Found, Step
 from kvflow.connector.worker import ConnectorWorker
+from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.merging import merge_tickets
+from kvflow.core.protocol.proof import HOST
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.device.events import record_event
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
 from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
+from kvflow.vllm.copies import CopyOperation, PlatformCopies, platform_copies
 from kvflow.vllm.failing import fail
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
@@ -53,6 +56,7 @@ from kvflow.vllm.prefix import RequestPrefixes, prefix_peers_of, why_not
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
@@ -176,8 +180,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._shares, self._pulls = extra.share_prefixes and possible, extra.pulls_prefixes and possible
         self._failed_blocks: set[int] = set()
         self._split = 1
-        self._records = False
+        self._copies: PlatformCopies | None = None
         self._before_step: DeviceEvent | None = None
+        self._device = HOST
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -331,7 +336,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the workers' role
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        device = next(iter(kv_caches.values())).device.type
+        where = next(iter(kv_caches.values())).device
+        device, self._device = where.type, Device(where.type, where.index or 0)
         model, given = self._vllm_config.model_config, self._vllm_config.kv_transfer_config.kv_buffer_device
         if given not in (device, "cpu"):
             raise ConfigError(f"KVFlowConnector: kv_buffer_device is {given!r}, the cache is on {device!r}")
@@ -343,19 +349,23 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._whole_blocks_only and any(group.split > 1 for group in groups):
             what = f"{self._split} blocks of its kernels are one of vLLM's"
             raise ConfigError(f"KVFlowConnector: stock_peers: {what}, which stock engines count differently")
-        self._records = device == "cuda"
-        self._registered = groups
+        self._registered, self._copies = groups, platform_copies(groups, device)
         self._runtime.open()
         self._register()
         if self._pulls:
             self._worker.meet(follows=self._asks)
 
     def _register(self) -> None:
-        self._runtime.register_kv_caches(self._registered)
+        self._runtime.register_kv_caches(self._registered, copy_blocks=self._copies)
         if self._shares:
             facts = [(group.facts, of.split) for group, of in zip(self._groups, self._registered, strict=True)]
             size = facts[0][0].block_size
             self._worker.share([registered(one, size // split) for one, split in facts], size)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyOperation) -> None:
+        """Take vLLM's copies between the cache and host buffers, right after the cache was registered."""
+        if self._copies is not None:
+            self._copies.operation = copy_operation
 
     def release_kv_caches(self) -> None:
         """Unregister the cache, before other memory is mapped there, or none: nothing is read or written there then."""
@@ -444,11 +454,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _event(self) -> DeviceEvent | None:
         """An event that happens once the device has done its work so far; None if it has, as a CPU always has."""
-        if not self._records:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return record_event(self._device)
 
     @property
     def _step(self) -> Step:

@@ -1,0 +1,91 @@
+"""The connector on a device that is neither the CPU nor CUDA: vLLM's own copies, behind vLLM's steps.
+
+On the stand-in accelerator, with the copies that vLLM has for Intel's devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.platforms import current_platform
+
+from kvflow import CacheGroup, LoadRequest, ServeRequest
+from kvflow.blocking import Runtime
+from kvflow.config import Config
+from kvflow.vllm import connector as module
+from kvflow.vllm.connector import KVFlowConnector
+from tests.accelerator.sides import HERE, OURS, THEIRS, THERE, TOKENS, Engine, Side, assert_right, moved
+from tests.accelerator.standin import NotBuilt, StandIn, load
+
+
+@pytest.fixture
+def standin() -> Iterator[StandIn]:
+    try:
+        found = load()
+    except NotBuilt as error:
+        pytest.skip(f"needs the stand-in accelerator: {error}")
+    found.reset()
+    yield found
+    found.reset()
+
+
+def copied(source: torch.Tensor, target: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+    target[target_ids] = source[source_ids].to(target.device)
+
+
+class Worker:
+    """A worker's connector, as far as registering, copying and events go."""
+
+    def __init__(self, engine_id: str, side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+        host, layout = side.make(engine_id)
+        self.kv_caches = moved(host, side.device)
+        monkeypatch.setattr(module, "cache_groups", lambda caches, *_, **__: [CacheGroup("kv", caches, layout)])
+        self.runtime = Runtime(Config(engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc"))
+        connector = KVFlowConnector.__new__(KVFlowConnector)
+        transfer = SimpleNamespace(kv_buffer_device="cpu")
+        model = SimpleNamespace(enable_sleep_mode=False)
+        connector._vllm_config = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
+        connector._role, connector._runtime, connector._groups = KVConnectorRole.WORKER, self.runtime, ()
+        connector._kv_format, connector._whole_blocks_only, connector._ranks = None, False, None
+        connector.register_kv_caches(self.kv_caches)
+        connector.set_host_xfer_buffer_ops(copy_kv_blocks)
+        self.connector = connector
+        self.engine = Engine(
+            engine_id=engine_id,
+            runtime=self.runtime,  # type: ignore[arg-type]
+            kv_caches=self.kv_caches,
+            layout=layout,
+            device=side.device,
+        )
+
+
+def test_vllms_copies_behind_vllms_steps(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("insert_blocks_to_device", "swap_out_blocks_to_host"):
+        monkeypatch.setattr(type(current_platform), name, staticmethod(copied), raising=False)
+    sides = Side(device=HERE, style="blocks_first"), Side(device=THERE, style="blocks_first")
+    producer, consumer = (
+        Worker(name, side, monkeypatch) for name, side in zip(("producer", "consumer"), sides, strict=True)
+    )
+    with contextlib.closing(producer.runtime), contextlib.closing(consumer.runtime):
+        with standin.held():
+            for tensor in producer.kv_caches.values():
+                tensor.mul_(3.0)  # the step
+            torch.accelerator.set_device_index(0)
+            ready: Any = producer.connector._event()
+            assert not ready.query()
+            lease = producer.runtime.serve_blocks(ServeRequest("req", THEIRS, num_tokens=TOKENS, ready=ready))
+            monkeypatch.setattr(KVConnectorBase_V1, "bind_connector_metadata", lambda *_: None)
+            consumer.connector.bind_connector_metadata(SimpleNamespace(cards=()))
+            after = consumer.connector._before_step
+            assert after is not None
+            request = LoadRequest("req", lease.ticket.to_params(), OURS, after=after)
+            started = consumer.runtime.start_load(request)
+        started.result(60.0)
+        assert_right(producer.engine, consumer.engine)
