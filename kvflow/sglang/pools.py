@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
+from kvflow.device.foreign import bytes_at
 from kvflow.errors import ConfigError
 
 _WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
@@ -57,7 +57,7 @@ class Buffers:
         layers = {}
         alike: dict[int, list[int]] = {}
         for at, (pointer, item) in enumerate(zip(self.pointers, self.item_sizes, strict=True)):
-            layers[f"{self.name}.{at}"] = _bytes_at(pointer, items * item, device).view(items, *self._shape(item))
+            layers[f"{self.name}.{at}"] = bytes_at(pointer, items * item, device).view(items, *self._shape(item))
             alike.setdefault(item, []).append(at)
         layouts = []
         for places in alike.values():
@@ -165,20 +165,6 @@ def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -
     model = max((count - drafts) // parts, 1)
     numbers = [at % model * parts + at // model for at in range(count - drafts)]
     return [*numbers, *range(_DRAFTS, _DRAFTS + drafts)]
-
-
-class _DeviceBytes:
-    """Bytes of a CUDA device as torch takes them from others."""
-
-    def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 3}
-
-
-def _bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
-    """A view of memory that is SGLang's, and that SGLang keeps as long as the server lives."""
-    if device == "cpu":
-        return torch.frombuffer((ctypes.c_uint8 * size).from_address(pointer), dtype=torch.uint8)
-    return torch.as_tensor(_DeviceBytes(pointer, size), device=device)
 
 
 @dataclass(frozen=True, slots=True)

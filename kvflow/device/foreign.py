@@ -1,0 +1,84 @@
+"""Tensors of memory that somebody else keeps, by its address: on the CPU, on CUDA, and where torch takes DLPack."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kvflow.errors import ConfigError
+
+# Device types of DLPack, from dlpack.h.
+_XPU, _PRIVATEUSE1 = 14, 12
+_NAME = b"dltensor"
+
+
+class _Memory(ctypes.Structure):
+    """DLManagedTensor of one axis of bytes, without a deleter: the memory is somebody else's."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_number", ctypes.c_int32),
+        ("axes", ctypes.c_int32),
+        ("type_code", ctypes.c_uint8),
+        ("type_bits", ctypes.c_uint8),
+        ("type_lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class _OnCuda:
+    """Bytes of a CUDA device as torch takes them from others."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+_described: list[_Memory] = []
+"""Descriptions that torch may still look at: as long as the process lives, as such memory does."""
+
+
+def bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
+    """View memory as bytes.
+
+    Args:
+        pointer: its address.
+        size: in bytes.
+        device: where it is, as torch names it; without a number the current one of its kind.
+
+    Returns:
+        The tensor. Whoever keeps the memory keeps it for longer.
+
+    Raises:
+        ConfigError: this torch makes no tensors of addresses there.
+    """
+    where = torch.device(device)
+    if where.type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(pointer), dtype=torch.uint8)
+    if where.type == "cuda":
+        return torch.as_tensor(_OnCuda(pointer, size), device=device)
+    kinds = {"xpu": _XPU, torch._C._get_privateuse1_backend_name(): _PRIVATEUSE1}
+    if where.type not in kinds:
+        known = sorted({"cpu", "cuda", *kinds})
+        raise ConfigError(f"memory on {device!r} is given by its address, of which torch makes tensors on {known} only")
+    number = torch.accelerator.current_device_index() if where.index is None else where.index
+    memory = _Memory(
+        data=pointer,
+        device_type=kinds[where.type],
+        device_number=number,
+        axes=1,
+        type_code=1,  # unsigned integers
+        type_bits=8,
+        type_lanes=1,
+        shape=ctypes.pointer(ctypes.c_int64(size)),
+    )
+    _described.append(memory)
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    found: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule(ctypes.addressof(memory), _NAME, None))
+    return found
