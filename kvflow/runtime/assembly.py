@@ -326,7 +326,7 @@ async def _register(
 async def _store(context: RankContext, gear: Gear, memory: _RankMemory, local: LocalRank, files: Files) -> BlockStore:
     from kvflow.runtime.store.store import open_store  # most runtimes have none
 
-    return await open_store(context, gear, memory.own, local, files)
+    return await open_store(context, gear, memory.own, memory.shown, memory.staging, local, files)
 
 
 def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _RankMemory, *, grows: bool) -> Gear:

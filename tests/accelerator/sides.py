@@ -39,6 +39,7 @@ class Side:
     device: str = "cpu"
     order: str = "HND"
     style: str = "kv_first"
+    blocks: int = BLOCKS
     block_size: int = BLOCK_SIZE
     dtype: torch.dtype = torch.float32
     engine_copies: bool = False
@@ -48,7 +49,7 @@ class Side:
 
     def make(self, engine_id: str) -> tuple[dict[str, Any], CacheLayout]:
         """Make the cache on the host, filled with the engine's pattern."""
-        blocks = BLOCKS * BLOCK_SIZE // self.block_size
+        blocks = self.blocks
         inner = (self.block_size, HEADS) if self.order == "NHD" else (HEADS, self.block_size)
 
         def empty(*outer: int, width: int = HEAD_SIZE) -> torch.Tensor:

@@ -32,15 +32,22 @@ def plan_file(
     start: int,
     bytes_max: int,
     descriptors_max: int,
+    counts: Sequence[int] | None = None,
+    firsts: Sequence[int] | None = None,
 ) -> Iterator[Descriptors]:
-    """Slices that move blocks between the cache and an open file whose blocks begin at `start`, in the file's order."""
+    """Slices that move blocks between the cache and an open file whose blocks begin at `start`, in the file's order.
+
+    `counts` and `firsts`: `tables` are only some of each group's blocks, so many in all, from these places on.
+    """
     for group, regions in sets:
-        ids = tables[group]
-        count, block_bytes = len(ids), regions.block_size_bytes
-        if not count:
+        ids, first_place = tables[group], 0 if firsts is None else firsts[group]
+        count, block_bytes = len(ids) if counts is None else counts[group], regions.block_size_bytes
+        if not len(ids):
+            start += len(regions) * count * block_bytes
             continue
-        chunks = Chunks(ids, None, np.arange(count, dtype=np.int64), None, regions.block.tokens)
-        most = max(min(_PLANNED_AT_ONCE // count, bytes_max // (count * block_bytes)), 1)
+        order = np.arange(first_place, first_place + len(ids), dtype=np.int64)
+        chunks = Chunks(ids, None, order, None, regions.block.tokens)
+        most = max(min(_PLANNED_AT_ONCE // len(ids), bytes_max // (len(ids) * block_bytes)), 1)
         for first, last in _alike(regions, most):
             places = start + np.arange(last - first, dtype=np.int64) * count * block_bytes
             pairs = RegionMap(

@@ -30,6 +30,7 @@ from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, Part, PromptSpa
 from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
 from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
+from kvflow.runtime.memory.pool import give_back_after
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
 from kvflow.runtime.peers.peer import Connection, Source
 
@@ -226,7 +227,7 @@ class Route:
             try:
                 await asyncio.shield(fetching)
             except asyncio.CancelledError:
-                _give_back_after(fetching, releases.pop())
+                give_back_after(fetching, releases.pop())
                 raise
             except Exception as error:
                 raise CopyFailed(str(error)) from error
@@ -240,13 +241,3 @@ def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Ch
     order = np.argsort(local_ids)
     place = order[np.searchsorted(local_ids, chunks.local_ids, sorter=order)]
     return chunks.to(host_ids[place])
-
-
-def _give_back_after(copying: asyncio.Future[None], give_back: Callable[[], None]) -> None:
-    """Give buffers back once the copy into them has ended, though nobody waits for it any more."""
-
-    def end(done: asyncio.Future[None]) -> None:
-        done.exception()  # seen: nobody is left whom it concerns
-        give_back()
-
-    copying.add_done_callback(end)

@@ -8,7 +8,7 @@ that were changed anywhere between the two, on disk or on the way, are never rep
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +17,8 @@ import numpy as np
 
 from kvflow import checks
 from kvflow.core.cache.groups import GroupFacts, LayerSet
-from kvflow.core.cache.regions import Regions, map_spans
+from kvflow.core.cache.regions import Regions, device_of, map_spans
+from kvflow.core.plan.descriptors import BlockIds, Descriptors
 from kvflow.core.protocol.proof import HOST
 from kvflow.core.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
 from kvflow.core.storage.index import Entry, NoRoom
@@ -38,7 +39,9 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.gear import Gear
+from kvflow.runtime.load.reads import CopyFailed
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
+from kvflow.runtime.memory.host_buffers import HostBuffers
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.store.disk import EntryFile
 from kvflow.runtime.store.jobs import Job, Jobs, WantedEntry
@@ -51,6 +54,7 @@ from kvflow.runtime.store.requests import (
     checked,
 )
 from kvflow.runtime.store.shelf import FileShelf, open_shelf
+from kvflow.runtime.store.staged import StagedBlocks
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import Direction, Files
 
@@ -62,7 +66,7 @@ _RANDOM_BYTES = 8
 
 
 class StoredCache(NamedTuple):
-    """The cache whose blocks are saved: its own memory, also where peers read host buffers."""
+    """The cache whose blocks are saved: its own memory, or host buffers if that is on a device."""
 
     sets: Sequence[tuple[int, Regions]]
     """Group and regions of each set of layers; memory that several layers share is there once."""
@@ -70,6 +74,8 @@ class StoredCache(NamedTuple):
     """Layers of each set by position; of those that share all of their memory the first."""
     groups: Sequence[GroupFacts]
     fingerprint: bytes
+    staged: StagedBlocks | None = None
+    """The way through host buffers."""
 
 
 class BlockStore:
@@ -234,7 +240,7 @@ class BlockStore:
                     return await work(job)
                 finally:
                     job.timed = False
-        except (OSError, TransportError) as error:  # a TimeoutError among them
+        except (OSError, TransportError, CopyFailed) as error:  # a TimeoutError among them
             cause = job.moves.error or error  # a move that was lost has ended it early
             if cause is error and job.timeout.expired():
                 if self._closed:
@@ -350,21 +356,30 @@ class BlockStore:
         job.enter("move", self._now_s())
         assert job.file is not None, "it is open"
         limits = self._config.limits
-        slices = plan_file(
+        plan = partial(
+            plan_file,
             self._cache.sets,
-            job.tables,
             fd=job.file.fd,
             start=start,
             bytes_max=limits.slice_bytes_max,
             descriptors_max=limits.slice_descriptors_max,
         )
-        await job.move(slices)
+        if self._cache.staged is None:
+            await job.move(plan(job.tables))
+        else:
+
+            def plan_span(tables: Sequence[BlockIds], firsts: Sequence[int]) -> Iterator[Descriptors]:
+                return plan(tables, counts=job.counts, firsts=firsts)
+
+            await job.flight.fly_groups(self._cache.staged.moves(job.direction, job.tables, plan_span))
         queued_s = job.flight.queued_s
         job.seconds["queued"] += queued_s
         job.seconds["move"] -= queued_s
 
     async def _digests(self, job: Job) -> bytes:
         """Digests of every byte of its blocks, wherever they are in the prompt."""
+        if self._cache.staged is not None:
+            return np.array(await self._cache.staged.digests(job.tables), dtype="<u8").tobytes()
         asked = []
         for at, (group, regions) in enumerate(self._cache.sets):
             ids, size = job.tables[group], self._cache.groups[group].block_size
@@ -384,25 +399,46 @@ class BlockStore:
 
 
 async def open_store(
-    context: RankContext, gear: Gear, own: Sequence[LayerSet], local: LocalRank, files: Files
+    context: RankContext,
+    gear: Gear,
+    own: Sequence[LayerSet],
+    shown: Sequence[LayerSet],
+    staging: Sequence[HostBuffers],
+    local: LocalRank,
+    files: Files,
 ) -> BlockStore:
-    """The store of a cache that is being registered, whose sets of layers are `own`. Cancelling leaves nothing open.
+    """The store of a cache that is being registered. Cancelling leaves nothing open.
 
-    Raises ConfigError, TransportError.
+    Args:
+        context: the rank's.
+        gear: tools of its loads.
+        own: sets of layers of the engine.
+        shown: sets of layers that peers see: with `staging` those of the host buffers.
+        staging: host buffers of each group, if the cache is staged.
+        local: what peers are told of the rank.
+        files: moves the bytes.
+
+    Raises:
+        ConfigError: blocks of such a cache cannot be saved.
+        TransportError: the memory or the folder cannot be used.
     """
-    shown = [(one.group, one.regions) for one in own]
-    sets = [(group, regions.distinct) for group, regions in shown]
-    device = sets[0][1].device
-    if device != HOST:
-        raise ConfigError(f"store_dir: blocks are saved from host memory only, the cache is on {device.kind!r}")
-    if problem := gear.digests.own.problem:
+    where = device_of([layer for one in own for layer in one.caches.items()])
+    through = where != HOST  # what is on the host needs no host buffers, though peers read them
+    if through and not staging:
+        raise ConfigError(
+            f"store_dir: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
+        )
+    saved, digested = (shown, gear.digests.shown) if through else (own, gear.digests.own)
+    if problem := digested.problem:
         raise ConfigError(f"store_dir: blocks cannot be saved without digests: {problem}")
-    shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in shown]
-    shared = [regions.first_of for _, regions in shown if len(regions.distinct) < len(regions)]
+    found = [(one.group, one.regions) for one in saved]
+    sets = [(group, regions.distinct) for group, regions in found]
+    shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
+    shared = [regions.first_of for _, regions in found if len(regions.distinct) < len(regions)]
     facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
-    layers_once = [regions.distinct_layers for _, regions in shown]
+    layers_once = [regions.distinct_layers for _, regions in found]
     shelf = await open_shelf(context.config, files)
-    layers = [layer for one in own for layer in one.caches.items()]
+    layers = [layer for one in saved for layer in one.caches.items()]
     try:
         await files.call(lambda: files.mover.register(map_spans(layers), layers))
     except BaseException:
@@ -410,4 +446,8 @@ async def open_store(
         raise
     count, used = len(shelf.index), shelf.index.used_bytes
     logger.info("store %s: %s entries, %s bytes of %s", shelf.directory.path, count, used, shelf.index.bytes_max)
-    return BlockStore(context, gear, shelf, StoredCache(sets, layers_once, local.groups, fingerprint_of(facts)))
+    span_bytes_max = context.config.limits.slice_bytes_max
+    cache = StoredCache(sets, layers_once, local.groups, fingerprint_of(facts))
+    if through:
+        cache = cache._replace(staged=StagedBlocks(sets, layers_once, local.groups, staging, gear, span_bytes_max))
+    return BlockStore(context, gear, shelf, cache)
