@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import uvloop
-from blockbuster import blockbuster_ctx
+from blocking_calls import no_blocking_calls_of_kvflow
 
 from tests.accelerator.standin import NotBuilt, StandIn, load
 
@@ -35,7 +35,5 @@ def standin(built: StandIn) -> Iterator[StandIn]:
 
 @pytest.fixture
 def no_blocking_calls(standin: StandIn) -> Iterator[None]:
-    """A blocking call by kvflow's own code on the loop raises (invariant I6)."""
-    with blockbuster_ctx("kvflow") as detector:
-        detector.functions["threading.Lock.acquire"].can_block_in("kvflow/transport/thread.py", "ended")
+    with no_blocking_calls_of_kvflow():
         yield
