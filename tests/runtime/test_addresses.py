@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pairs import EnginePair
 
-from kvflow import Config, LoadRequest, PeerAddress, Runtime
-from kvflow.errors import ConfigError, KVFlowError, LeaseExpired, PeerRefused, PeerUnreachable, RequestError
+from kvflow import Config, Lease, LoadRequest, PeerAddress, Runtime, Ticket
+from kvflow.errors import (
+    ConfigError,
+    KVFlowError,
+    LeaseExpired,
+    PeerIncompatible,
+    PeerRefused,
+    PeerUnreachable,
+    PrefillFailed,
+    RequestError,
+)
 from kvflow.stock import ask_rank
 from tests.runtime.test_growing import BLOCKS, TAKEN, pair_of
 from tests.support.ports import free_port
-from tests.support.tests_support import each, in_virtual_time
+from tests.support.tests_support import altered, each, in_virtual_time
 
 HINT = "127.0.0.1 is this host itself: an engine on another one has to advertise an address of its own (advertise_host)"
 
 
-async def failed(runtime: Runtime, kind: type[KVFlowError], params: dict[str, Any]) -> str:
+async def failed(runtime: Runtime, kind: type[KVFlowError], ticket: Ticket) -> str:
     with pytest.raises(kind) as caught:
-        await runtime.load_blocks(LoadRequest("req", params, TAKEN))
+        await runtime.load_blocks(LoadRequest("req", ticket, TAKEN))
     return str(caught.value)
 
 
@@ -33,8 +42,8 @@ async def test_an_address_that_leads_back_to_the_reader_is_said_to() -> None:
     """As of a producer on another host that advertises a loopback address, and uses the same port."""
     async with pair_of() as pair:
         reader, lease = pair.consumer.runtime, pair.offer(BLOCKS)
-        params = {**lease.ticket.to_params(), "remote_port": port_of(reader)}
-        said = await failed(reader, PeerRefused, params)
+        ticket = altered(lease.ticket, port=port_of(reader))
+        said = await failed(reader, PeerRefused, ticket)
         assert "refused: unknown engine: expected 'producer', this is 'consumer', the reader itself: " in said
         assert f"leads back to it; {HINT}" in said
         lease.revoke()
@@ -44,8 +53,8 @@ async def test_an_address_that_leads_back_to_the_reader_is_said_to() -> None:
 async def test_two_engines_of_one_name_are_told_from_one_that_restarted() -> None:
     async with pair_of() as pair:
         reader, lease = pair.consumer.runtime, pair.offer(BLOCKS)
-        params = {**lease.ticket.to_params(), "remote_port": port_of(reader), "remote_engine_id": "consumer"}
-        said = await failed(reader, LeaseExpired, params)
+        ticket = altered(lease.ticket, port=port_of(reader), engine_id="consumer")
+        said = await failed(reader, LeaseExpired, ticket)
         assert "request 'req': engine 'consumer': its address tcp://127.0.0.1:" in said
         assert f" leads back to this engine, which has the same name; {HINT}: the ticket is of incarnation " in said
         lease.revoke()
@@ -53,7 +62,7 @@ async def test_two_engines_of_one_name_are_told_from_one_that_restarted() -> Non
 
 async def test_a_loopback_address_that_nobody_listens_at_is_explained(pair: EnginePair) -> None:
     lease = pair.offer(BLOCKS)
-    said = await failed(pair.reader, PeerUnreachable, {**lease.ticket.to_params(), "remote_port": free_port()})
+    said = await failed(pair.reader, PeerUnreachable, altered(lease.ticket, port=free_port()))
     assert "nobody listens there ([Errno 111] " in said
     assert said.endswith(f"or this is not its address; {HINT}")
     with pytest.raises(
@@ -66,9 +75,7 @@ async def test_a_loopback_address_that_nobody_listens_at_is_explained(pair: Engi
 async def test_another_engine_at_a_loopback_address_is_explained() -> None:
     async with pair_of() as pair:
         lease = pair.offer(BLOCKS)
-        said = await failed(
-            pair.consumer.runtime, PeerRefused, {**lease.ticket.to_params(), "remote_engine_id": "third"}
-        )
+        said = await failed(pair.consumer.runtime, PeerRefused, altered(lease.ticket, engine_id="third"))
         assert said.endswith(f"refused: unknown engine: expected 'third', this is 'producer'; {HINT}")
         lease.revoke()
 
@@ -88,8 +95,8 @@ async def test_an_address_without_its_scheme_is_told_what_was_meant(given: str, 
         assert isinstance(outcome.error, RequestError)
         assert str(outcome.error) == f"address: {end}"
         lease = pair.offer(BLOCKS)
-        params = {**lease.ticket.to_params(), "remote_host": given}
-        said = await failed(pair.consumer.runtime, RequestError, params)
+        ticket = altered(lease.ticket, host=given)
+        said = await failed(pair.consumer.runtime, RequestError, ticket)
         assert said.endswith(f"remote_host {given!r} is no host to connect to: expected a name or number alone")
         lease.revoke()
 
@@ -99,3 +106,62 @@ def test_nonsense_is_not_guessed_at(given: str) -> None:
     with pytest.raises(ConfigError) as refused:
         replace(Config(engine_id="e"), listen=given)
     assert str(refused.value) == f"listen: expected 'tcp://host:port', got {given!r}"
+
+
+# --- every failure of a ticket: whose request, which peer, both values
+
+
+def over(lease: Lease) -> Ticket:
+    lease.revoke()
+    return lease.ticket
+
+
+FAILURES: dict[str, tuple[type[KVFlowError], Callable[[Lease], Ticket], str]] = {
+    "another engine": (
+        PeerRefused,
+        lambda lease: altered(lease.ticket, engine_id="third"),
+        "'third', this is 'producer'",
+    ),
+    "another life": (
+        LeaseExpired,
+        lambda lease: altered(lease.ticket, incarnation="ffff"),
+        "incarnation ffff, the engine is ",
+    ),
+    "a seal that is none": (
+        RequestError,
+        lambda lease: altered(lease.ticket, seal_index=99_999),
+        "seal_index 99999 of its lease: producer (dp 0 pp 0 tp 0) at {address} has 16384 seals",
+    ),
+    "cut otherwise": (
+        PeerIncompatible,
+        lambda lease: altered(lease.ticket, model_kv_heads=64),
+        "ours 2 on each of 1 ranks, theirs 2 on each of 1 ranks, where one side says that the model has 64",
+    ),
+    "a block that is none": (
+        RequestError,
+        lambda lease: altered(lease.ticket, block_ids=(99_999, 1, 2, 3)),
+        "remote_block_ids of 'producer': block id 99999 is not in 0..",
+    ),
+    "an offer that is over": (LeaseExpired, over, "read by all it was for): compute the prompt again"),
+    "an offer that broke": (
+        PrefillFailed,
+        lambda lease: lease.fail("out of memory").ticket,
+        "its producer could not compute the prompt, and says so: have another one compute it",
+    ),
+}
+
+
+@each(("what", "case"), FAILURES.items())
+@in_virtual_time
+async def test_a_failure_names_request_peer_and_both_values(
+    what: str, case: tuple[type[KVFlowError], Callable[[Lease], Ticket], str]
+) -> None:
+    kind, change, expected = case
+    async with pair_of() as pair:
+        lease = pair.offer(BLOCKS)
+        address = pair.producer.runtime.address
+        said = await failed(pair.consumer.runtime, kind, change(lease))
+        assert said.startswith("request 'req'"), said
+        assert expected.format(address=address) in said, said
+        assert "'producer'" in said or address in said or "'third'" in said, said
+        lease.revoke()

@@ -243,7 +243,8 @@ def _head_difference(ours: CacheShare, theirs: CacheShare) -> str:
     if all(_divides(side.tp_size, heads) and side.kv_heads == max(heads // side.tp_size, 1) for side in (ours, theirs)):
         return ""
     ours_text, theirs_text = (f"{side.kv_heads} on each of {side.tp_size} ranks" for side in (ours, theirs))
-    return f"{_heads_word(ours)}: ours {ours_text}, theirs {theirs_text}"
+    of_model = f", where one side says that the model has {heads}" if ours_text == theirs_text else ""
+    return f"{_heads_word(ours)}: ours {ours_text}, theirs {theirs_text}{of_model}"
 
 
 def _heads_word(share: CacheShare) -> str:

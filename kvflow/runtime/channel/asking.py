@@ -38,6 +38,8 @@ REFUSALS_MAX = 2
 ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
 """Pauses between them: a listener that had too many connections and dropped all must not get them back at once."""
 
+_SILENT = "its process stands still or is very busy, or a firewall drops what is sent there"
+
 _CLOSED = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
 """Events of a connection that the other side has closed. The second comes, too, where one side alone uses CURVE."""
 
@@ -66,7 +68,7 @@ class ZmqSideChannel:
                 way = await self._way(target, address)
                 return _decode(target, address, await self._exchange(way, address, request, fingerprint))
         except TimeoutError:
-            raise failure(PeerUnreachable, target, address, f"no answer within {timeout_s} s") from None
+            raise failure(PeerUnreachable, target, address, f"no answer within {timeout_s} s: {_SILENT}") from None
         except (zmq.ZMQError, OSError) as error:  # such as too few open files
             raise failure(PeerUnreachable, target, address, error.strerror or str(error)) from error
 
@@ -149,7 +151,8 @@ def _failure(event: zmq.Event, target: messages.Target, address: str, ours: str,
         why = f"CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?"
         return failure(PeerRefused, target, address, why)
     if event == zmq.Event.DISCONNECTED:
-        return failure(PeerUnreachable, target, address, "the peer closed the connection without an answer")
+        why = "the peer closed the connection without an answer: it is no kvflow side channel, ends, or has too many"
+        return failure(PeerUnreachable, target, address, f"{why} readers (limits.side_channel_connections_max)")
     why = "it may use CURVE, which we do not (curve_secret_key_file, curve_peers_dir)"
     if curve:
         why = f"it may not use CURVE, as we do, or our {target.engine_id}.public is not the key that it uses"

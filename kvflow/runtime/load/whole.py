@@ -164,7 +164,9 @@ class Whole:
             if request.after is not None:
                 await until(request.after, self._gear.copy_thread, load, work)
             if ranks > ranks_max:
-                raise RequestError(f"request {load.request_id!r}: reads from {ranks} ranks, loads_max is {ranks_max}")
+                raise RequestError(
+                    f"request {load.request_id!r}: reads from {ranks} ranks, limits.loads_max is {ranks_max}"
+                )
             if not words.take(work.sources):
                 if words.waiting >= waiting_max:
                     waiting = f"{waiting_max} loads (loads_waiting_max) wait already"

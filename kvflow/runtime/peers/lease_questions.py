@@ -55,7 +55,7 @@ class LeaseQuestions:
 
         reply = await self.when_served(ask)
         if isinstance(reply, messages.NoLease):
-            why = "it has ended" if reply.ended else f"none within {self._lease_wait_s} s"
+            why = "it has ended" if reply.ended else f"none within {self._lease_wait_s} s (limits.lease_wait_s)"
             who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
             if reply.failed is not None:
                 what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {words(reply.failed)}"

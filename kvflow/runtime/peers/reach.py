@@ -236,7 +236,8 @@ class Reach:
         """A connected rank, and its lease. LeaseExpired if that is of another incarnation; RequestError."""
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
         if not 0 <= lease.seal_index < connection.seal_count:
-            raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
+            seals = f"{peer.label} has {connection.seal_count} seals"
+            raise RequestError(f"seal_index {lease.seal_index} of its lease: {seals}")
         return _source(peer, connection, lease)
 
     def told(

@@ -194,7 +194,12 @@ class Rendezvous:
                     raise _failure(LeaseExpired, ticket, peer, "its lease has ended: compute the prompt again")
                 case messages.NoLease():
                     if loop.time() >= give_up_s:
-                        raise _failure(PrefillFailed, ticket, peer, "it has opened no lease for it in time")
+                        raise _failure(
+                            PrefillFailed,
+                            ticket,
+                            peer,
+                            f"it has opened no lease for it in time, {ticket.ttl_s:g} s (the ticket's ttl_s)",
+                        )
                 case _:
                     raise peer.at.failure(ProtocolError, f"expected an Offer, got {type(reply).__name__}")
             if loop.time() - begun_s < question.wait_s / 2:

@@ -282,7 +282,7 @@ class Peers:
         except KVFlowError as problem:
             self._no_handshake(peer, handshake, problem)
         except TimeoutError:
-            bound = f"handshake not done within {self._config.handshake_timeout_s} s"
+            bound = f"handshake not done within {self._config.handshake_timeout_s} s (handshake_timeout_s)"
             self._no_handshake(peer, handshake, peer.at.failure(PeerUnreachable, bound))
         except Exception as bug:
             error = RuntimeBroken("the handshake task died")

@@ -254,7 +254,7 @@ class NixlAgents:
             for descriptors in self._reading.registered:
                 agent.register(descriptors)
         except self._errors as error:
-            logger.warning("no other reading agent can be made, so reads that are stuck stay so: %s", error)
+            logger.warning("%s: no other reading agent can be made, so stuck reads stay so: %s", self._name, error)
             return []
         self._release((*self._tell(), *self._made))
         again = [one for request in (*self._in_flight, *self._made) for one in request.together]

@@ -214,7 +214,7 @@ HEADS = "num_kv_heads: ours {} on each of {} ranks, theirs {} on each of {} rank
         (UNSAID, hold(0, 2, 4), [HEADS.format(4, 2, 2, 2)]),
         (UNSAID, hold(0, 4, 4, said=False), [HEADS.format(4, 2, 1, 4)]),
         # Sizes that do not go with the heads: nobody knows who would hold what.
-        (TWELVE, TWELVE, [HEADS.format(1, 8, 1, 8)]),
+        (TWELVE, TWELVE, [HEADS.format(1, 8, 1, 8) + ", where one side says that the model has 12"]),
         # A latent has no heads to split.
         (hold(0, 4, 1, latent=True), hold(0, 2, 1, latent=True, model_kv_heads=128), []),
         (
