@@ -154,6 +154,7 @@ class Consumer:
     async def _load(self, plan: Plan) -> str:
         home = self.homes[plan.consumer]
         tables = [[] for _ in home.cache.groups] if plan.hit else home.cache.take(plan.tokens, plan.cached)
+        cached = plan.tokens if plan.hit else _first(home, tables, plan.tokens)
         legs = _Legs(self._producer, plan)
         after = load = None
         try:
@@ -165,7 +166,7 @@ class Consumer:
             with home.runtime.keep_leases(ticket) if plan.keep else contextlib.nullcontext():
                 if plan.keep:
                     await asyncio.sleep(plan.soon_s)
-                load = home.runtime.start_load(_request(plan, ticket, home.cache.given(tables), after))
+                load = home.runtime.start_load(_request(plan, ticket, home.cache.given(tables), after, cached))
                 ending = None
                 if plan.end is End.CANCELLED:
                     ending = asyncio.get_running_loop().call_later(plan.soon_s, load.cancel)
@@ -295,7 +296,9 @@ class _Legs:
         await self._producer.call("decline" if self._plan.declined else "offer", number=self._plan.number)
 
 
-def _request(plan: Plan, ticket: dict[str, Any], block_ids: Any, after: Event | None) -> LoadRequest:
+def _request(
+    plan: Plan, ticket: dict[str, Any], block_ids: Any, after: Event | None, cached_tokens: int
+) -> LoadRequest:
     return LoadRequest(
         plan.name,
         ticket,
@@ -305,6 +308,7 @@ def _request(plan: Plan, ticket: dict[str, Any], block_ids: Any, after: Event | 
         prompt=prompt_of(plan, plan.prompt),
         after=after,
         verify=plan.verify or None,
+        cached_tokens=cached_tokens,
     )
 
 

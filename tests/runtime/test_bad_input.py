@@ -137,7 +137,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"remote_block_ids": [3, 12]}, "block ids: digest ours"),
     ({"remote_block_ids": [7, 3]}, "block ids: digest ours"),
     ({"num_tokens": 7}, "tokens or prompt: digest ours"),
-    ({"remote_request_id": "another"}, "request, engine or lease: digest ours"),
+    ({"remote_request_id": "another"}, "request, ranks or lease: digest ours"),
 ]
 
 

@@ -10,7 +10,7 @@ A *rendezvous* (`Ticket.rendezvous`) does not know the blocks either: its reader
 
 In a ticket's dict the entry of each rank has a digest of all that its readers rely on, under the id of its lease. If a
 dict was changed on its way, or mixed from several, its content has another digest, and it is refused. That is against
-mistakes: no secret goes into it. It leaves out where ranks listen, which routers may rewrite, and times.
+mistakes: no secret goes into it. It leaves out who the engine is and where it listens: whoever answers there says so.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ _DIGEST_OF = operator.attrgetter("digest")
 _IDS_OF = operator.attrgetter("block_ids", "more_block_ids")
 _TOKENS_OF = operator.attrgetter("num_tokens", "prompt_digest", "extends", "awaited")
 _REST_OF = operator.attrgetter(
-    *("engine_id", "request_id", "tp_size", "pp_size", "dp_rank"),
+    *("request_id", "tp_size", "pp_size", "dp_rank"),
     *("block_size", "kv_heads", "model_kv_heads", "more_kinds", "groups"),
 )
 _PLACE_AND_FLAGS_OF = operator.attrgetter(

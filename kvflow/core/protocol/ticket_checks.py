@@ -58,7 +58,7 @@ def too_many(count: int, most: int) -> RequestError:
     return RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
 
 
-_PARTS = ("block ids", "tokens or prompt", "request, engine or lease")
+_PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
 
 
 def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> None:

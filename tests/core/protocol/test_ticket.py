@@ -36,11 +36,11 @@ WIRE = """{
         "ranks": [
             {"pp_rank": 0, "tp_rank": 1, "lease_id": "0123456789abcdef0123456789abcdef", "seal_index": 17,
              "incarnation": "8f14e45fceea167a", "expires_s": 86430.5,
-             "digest": "5f0dd5f877bd905a2efc47fe260dab9a146f"},
+             "digest": "5f0dd5f877bd905a2efc47feaf28222a012d"},
             {"pp_rank": 1, "tp_rank": 0, "lease_id": "fedcba9876543210fedcba9876543210", "seal_index": 3,
              "incarnation": "c9f0f895fb98ab91", "expires_s": -7.0,
              "host": "10.0.0.8", "port": 5602, "block_ids": [30, 70, 90],
-             "digest": "3112728c5fe53aa7c333fa676edf42b7f69b"}]}}"""
+             "digest": "3112728c5fe53aa7c333fa6784e42c3e2f56"}]}}"""
 """The field names are those that routers forward."""
 TICKET = Ticket.from_params(json.loads(WIRE))
 FIRST, SECOND = TICKET.ranks
@@ -603,8 +603,9 @@ def test_the_blocks_of_windows_and_states_in_the_end() -> None:
 
 
 NOT_DIGESTED = {"do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "kvflow", "ranks", "version"}
-NOT_DIGESTED |= {"ttl_s", "expires_s", "fixed_ports", "traceparent", "host", "port", "digest"}
-"""Where ranks listen, which routers may rewrite; times, which decide nothing; traces; and what is checked by itself."""
+NOT_DIGESTED |= {"ttl_s", "expires_s", "fixed_ports", "traceparent", "host", "port", "digest", "remote_engine_id"}
+"""Who the engine is and where it listens, which its ranks say themselves, and routers may rewrite; times, which decide
+nothing; traces; and what is checked by itself."""
 OTHER_VALUES: dict[type, Any] = {int: lambda one: one + 1, bool: lambda one: not one, list: lambda one: [*one[:-1], 1]}
 
 
@@ -669,9 +670,9 @@ def test_whatever_a_reader_relies_on_is_refused_once_it_is_another(ticket: Ticke
         ("kvflow.ranks.1.block_ids", [30, 70, 12], "block ids"),
         ("kvflow.num_tokens", 40, "tokens or prompt"),
         ("kvflow.prompt_digest", "", "tokens or prompt"),
-        ("remote_request_id", "req-2", "request, engine or lease"),
-        ("kvflow.ranks.0.held", False, "request, engine or lease"),
-        ("kvflow.ranks.0.pending", True, "request, engine or lease"),
+        ("remote_request_id", "req-2", "request, ranks or lease"),
+        ("kvflow.ranks.0.held", False, "request, ranks or lease"),
+        ("kvflow.ranks.0.pending", True, "request, ranks or lease"),
     ],
 )
 def test_the_error_names_the_part_that_was_changed(path: str, value: object, part: str) -> None:
