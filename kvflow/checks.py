@@ -45,6 +45,7 @@ GIVEN_ID_CHARS_MAX = 512
 """Characters of a request id that a caller gives; peers take longer ones (`limits.REQUEST_ID_CHARS_MAX`)."""
 _SHOWN_CHARS = 80
 _SAID_CHARS = 400
+_KNOWN_SHOWN = 12  # names of an unknown one's place that no known name is close to
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of the path in a message of msgspec's, such as `$.ranks[0].port`
 
 _SHORT = reprlib.Repr()
@@ -244,8 +245,9 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
     """ConfigError that names what is given and not known, and the known name that it is close to."""
     names = sorted(known)
     if unknown := sorted({*given} - {*names}):
-        listed = ", ".join(name if name.isidentifier() else shown(name) for name in unknown)
-        meant = did_you_mean(unknown[0], names) or f"; known are {', '.join(names)}"
+        short = [name if name.isidentifier() and len(name) <= _SHOWN_CHARS else shown(name) for name in unknown[:9]]
+        listed = few(short, 8)
+        meant = did_you_mean(unknown[0], names) or f"; known are {few(names, _KNOWN_SHOWN)}"
         raise ConfigError(f"{where}: unknown: {listed}{hint}{meant}")
 
 
