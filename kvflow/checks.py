@@ -77,6 +77,11 @@ def printable(text: str, chars_max: int) -> str:
     return plain if len(plain) <= chars_max else f"{plain[:chars_max]}..."
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number and its noun, such as "1 block" or "3 blocks"; a plural without an s is given."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def few(values: Collection[object], most: int) -> str:
     """The first of many values, for a message, each cut short."""
     first = (str(value)[:_SHOWN_CHARS] for value in islice(values, most))

@@ -133,3 +133,11 @@ def test_the_lists_of_wrong_values_hold_what_is_wrong_only() -> None:
 def test_words_of_others_are_one_bounded_line(text: str, shown: str) -> None:
     assert checks.printable(text, 20) == shown
     assert checks.said(ValueError(text)) == checks.printable(text, 400)
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "said"),
+    [(1, ("block",), "1 block"), (0, ("block",), "0 blocks"), (11, ("process", "processes"), "11 processes")],
+)
+def test_a_count_has_its_noun_in_the_right_number(count: int, words: tuple[str, ...], said: str) -> None:
+    assert checks.counted(count, *words) == said

@@ -58,7 +58,7 @@ class BodyLimits:
         body = _Body(dict(scope["headers"]), receive)
         try:
             whole = await self._read(body)
-            await self.app(scope, _replayed(whole, receive), send)
+            await self.app(_as_json(scope), _replayed(whole, receive), send)
         except BodyRefusedError as error:
             answer = self.refusal(error)
             answer.headers["Connection"] = "close"
@@ -132,6 +132,12 @@ class _Body:
                     dropped += len(await self.next())
         except TimeoutError:
             pass  # the connection ends with the answer
+
+
+def _as_json(scope: Scope) -> Scope:
+    """The request with a body that is taken for JSON, as all have to be: many clients name no type, or another."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

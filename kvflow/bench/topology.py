@@ -23,6 +23,7 @@ from kvflow.bench.engine import Consumers, EngineProducer, LoadResult, config_of
 from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
+from kvflow.checks import counted
 
 MODEL_KV_HEADS = 32
 SLICE_RATIO_MIN = 0.8
@@ -176,7 +177,7 @@ class Topology:
         producers = [(cut.name, config_of_rank("producer", cut, self.shape(cut)), self.shape(cut)) for cut in PRODUCERS]
         ranks = [RankProcess(name, partial(open_producer, config, shape)) for name, config, shape in producers]
         ranks.append(RankProcess("consumer", partial(open_consumers, consumers)))
-        note, environment = f"{self.transport}: starting {len(ranks)} ranks", self.transport.environment
+        note, environment = f"{self.transport}: starting {counted(len(ranks), 'rank')}", self.transport.environment
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]
 
     def judge(self, samples: Samples) -> Outcome:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Fabric
+from kvflow.checks import counted
 from kvflow.cli.bench import bench, told
 from kvflow.cli.flags import PlainTyper
 from kvflow.cli.selftest import BLOCKS_MAX, hand_over
@@ -88,10 +89,10 @@ def trace(
     with told("trace", BadRecords, OSError):
         lines = [line for file in files for line in read_records(file)]
     out.write_text(json.dumps(timeline(lines)))
-    notes.print(f"{len(lines)} records in {out}; open it at ui.perfetto.dev", markup=False)
+    notes.print(f"{counted(len(lines), 'record')} in {out}; open it at ui.perfetto.dev", markup=False)
     if shares := list(overlap(lines).values()):
         share = f"{statistics.median(shares):.0%} of the tokens (median) had landed when the last one was computed"
-        notes.print(f"{len(shares)} loads of leases that grew: {share}")
+        notes.print(f"{counted(len(shares), 'load')} of leases that grew: {share}")
 
 
 @app.command()

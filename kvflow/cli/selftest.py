@@ -11,7 +11,7 @@ from rich.console import Console
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.engine import Consumers, EngineProducer, open_pair
 from kvflow.bench.loads import Fabric, PlannedLoad, scattered
-from kvflow.checks import few
+from kvflow.checks import counted, few
 
 BLOCKS_MAX = 128
 _SHAPE = CacheShape(layers=8, blocks=BLOCKS_MAX, kv_heads=4, head_size=64)
@@ -24,10 +24,12 @@ def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
     with open_pair(_SHAPE, transport.environment) as pair:
         prefill, decode = pair.producer, pair.consumer
         tickets = prefill.run(EngineProducer.offer, [load])
-        console.print(f"prefill-0 (process {prefill.pid}) offers {len(theirs)} blocks: {few(theirs, 4)}")
+        console.print(f"prefill-0 (process {prefill.pid}) offers {counted(len(theirs), 'block')}: {few(theirs, 4)}")
         report = decode.run(Consumers.load, 0, load, tickets)
         console.print(f"decode-0 (process {decode.pid}) has loaded them over {transport} into {few(ours, 4)}:")
-        console.print(f"  {report.size_bytes:,} bytes in {report.descriptors} pieces, {report.seconds * 1e3:.1f} ms")
+        console.print(
+            f"  {report.size_bytes:,} bytes in {counted(report.descriptors, 'piece')}, {report.seconds * 1e3:.1f} ms"
+        )
         prefill.run(EngineProducer.settle)
         console.print("the lease ended as 'read': prefill-0 has its blocks back")
         decode.run(Consumers.check, 0, load, _SHAPE.block_size, range(_SHAPE.layers))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from kvflow.checks import counted
 from kvflow.testing.simulator import Result, describe, simulate
 
 _SEEDS_PER_JOB = 25
@@ -51,10 +52,15 @@ def run_all(start: int, count: int, jobs: int, *, failures_max: int, notes: Cons
         if now_s - said_s > _SAY_EVERY_S:
             said_s = now_s
             speed = total.seeds / (now_s - begun_s)
-            notes.print(f"{total.seeds} of {count} seeds, {speed:.0f} a second, {len(total.failed)} failed")
+            notes.print(f"{total.seeds} of {counted(count, 'seed')}, {_rate(speed)}, {len(total.failed)} failed")
         if len(total.failed) >= failures_max:
             break
     return total
+
+
+def _rate(per_s: float) -> str:
+    """A speed in words that show it: of less than one a second, how long one takes."""
+    return f"{per_s:.3g} a second" if per_s >= 1 or not per_s else f"one in {1 / per_s:.3g} s"
 
 
 def _run_parts(parts: list[range], jobs: int) -> Iterator[list[Result]]:
@@ -82,9 +88,9 @@ def print_summary(summary: Summary, seconds: float, console: Console) -> None:
         console.rule()
         console.print(describe(result), markup=False, soft_wrap=True)
     console.print(
-        f"{summary.seeds} seeds in {seconds:.1f} s: {summary.seeds / seconds:.1f} seeds a second, "
+        f"{counted(summary.seeds, 'seed')} in {seconds:.1f} s: {_rate(summary.seeds / seconds)}, "
         f"{summary.steps / summary.seeds:.0f} steps and {summary.virtual_s / summary.seeds:.2f} virtual seconds a seed"
     )
     for what, count in sorted(summary.counts.items()):
         console.print(f"{count:10}  {what}", markup=False)
-    console.print(f"{len(summary.failed)} of {summary.seeds} seeds broke a promise")
+    console.print(f"{len(summary.failed)} of {counted(summary.seeds, 'seed')} broke a promise")

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvflow.checks import counted
 from kvflow.cli.scrape import RankName, Scrape, scrape
 
 _PHASES = ("queued", "handshake", "plan", "post", "compute", "wire", "verify", "notify")
@@ -88,7 +89,7 @@ def render(before: Scrape, now: Scrape, *, engines: bool | None) -> RenderableTy
     rows = rows_of(before, now, engines=len(now.ranks) > _ENGINE_RANKS_MAX if engines is None else engines)
     parts: list[RenderableType] = [_states(rows), _phases(rows)] if rows else [Text("no ranks", "yellow")]
     errors = [(row.name, error, count) for row in rows for error, count in sorted(row.errors.items())]
-    parts += [Text(f"{name}: {count} loads ended as {error}", "red") for name, error, count in errors]
+    parts += [Text(f"{name}: {counted(count, 'load')} ended as {error}", "red") for name, error, count in errors]
     parts += [Text(f"{url}: {why}", "red") for url, why in now.problems.items()]
     return Group(*parts)
 

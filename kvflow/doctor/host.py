@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.runtime.open_files import ANSWER_FILES, PEER_FILES, QUESTION_FILES, READER_FILES, RUNTIME_FILES, needed
@@ -154,7 +155,7 @@ def check_open_files(name: str, host: Host, config: Config) -> Finding:
     neighbours = (hard - RUNTIME_FILES) // (PEER_FILES + QUESTION_FILES + READER_FILES + ANSWER_FILES)
     return warn(
         name,
-        f"{found}: enough for some {neighbours} other ranks, not for as many as Config allows "
+        f"{found}: enough for some {counted(neighbours, 'other rank')}, not for as many as Config allows "
         f"(peers_max {config.limits.peers_max}, readers_max {config.limits.readers_max})",
         fix,
     )

@@ -14,7 +14,8 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.claims import all_regions_from_wire
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.doctor.findings import Finding, fail, ok
-from kvflow.errors import KVFlowError
+from kvflow.doctor.peer import REACH_FIX
+from kvflow.errors import ConfigError, KVFlowError, PeerRefused, PeerUnreachable
 from kvflow.hosts import plain_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
@@ -49,15 +50,33 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
                 shown.append(await _ask(channel, given))
                 found.append(ok(name, f"{shown[-1].at}: it answers its readers"))
             except (_NotTold, KVFlowError, codec.WireError) as problem:
-                found.append(fail(name, f"{given}: {problem}", "give ENGINE_ID@tcp://host:port as tickets name them"))
+                found.append(fail(name, f"{given}: {problem}", _advice(given, problem)))
     finally:
         channel.close()
     return [*found, *judge_pair(*shown)] if len(shown) == 2 else found
 
 
+def _advice(given: str, problem: Exception) -> str:
+    """What to do about an engine that has not told what its readers need, by what has happened."""
+    match problem:
+        case ConfigError():
+            return "give ENGINE_ID@tcp://host:port as tickets name them"
+        case PeerUnreachable():
+            return REACH_FIX
+        case PeerRefused():
+            own = given.rpartition("@")[0]
+            return f"is {own!r} its id, has it registered its cache, are the CURVE keys of both sides in order?"
+        case _NotTold():
+            return "wait until the engine has registered its cache, and give the id that its tickets name"
+        case _:
+            return "is it a kvflow side channel, of this version?"
+
+
 async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
     """Ask an engine: without a cache, for the facts that have to be equal; then as a reader with those facts."""
-    engine_id, _, at = given.rpartition("@")
+    engine_id, named, at = given.rpartition("@")
+    if not named or not engine_id:
+        raise ConfigError("--pair: it names no engine id")
     address = plain_address(at, what="--pair")
     target = messages.Target(engine_id or "?", 0, 0, 0)
     question = messages.MetadataRequest(reader=_READER, target=target)

@@ -15,6 +15,7 @@ from kvflow.hosts import in_url, split_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
 
+REACH_FIX = "is the engine up, does it listen there (Config.listen), does a firewall let it in?"
 _NO_FINGERPRINT = bytes(16)
 
 
@@ -35,8 +36,7 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
         why = f"{in_url(host)}:{port}: {error or f'nothing within {config.handshake_timeout_s} s'}"
-        fix = "is the engine up, does it listen there (Config.listen), does a firewall let it in?"
-        return [*found, fail(name, why, fix)]
+        return [*found, fail(name, why, REACH_FIX)]
     found.append(ok(name, f"{in_url(host)}:{port} in {(time.perf_counter() - start_s) * 1e3:.1f} ms"))
     writer.close()
     question = messages.MetadataRequest(reader="kvflow-doctor", target=messages.Target(engine_id or "?", 0, 0, 0))

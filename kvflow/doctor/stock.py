@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvflow.checks import counted
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.stock.shape import unread
 from kvflow.core.stock.versions import LINES, line_that_shows
@@ -53,8 +54,9 @@ def judge_stock(shown: Shown) -> list[Finding]:
 def geometry(metadata: StockMetadata) -> str:
     """A cache in one line."""
     split = metadata.physical_blocks_per_logical_kv_block
-    blocks = f"{metadata.num_blocks} blocks of {metadata.block_size} tokens"
+    blocks = f"{counted(metadata.num_blocks, 'block')} of {counted(metadata.block_size, 'token')}"
     kernel = f" ({split} are one of vLLM's)" if split > 1 else ""
     kinds = ", ".join(sorted(set(metadata.region_mem_types or ["memory unknown"])))
-    regions = f"{len(metadata.kv_caches_base_addr)} regions of {blocks}{kernel}, {metadata.block_lens[0]} bytes each"
+    count = counted(len(metadata.kv_caches_base_addr), "region")
+    regions = f"{count} of {blocks}{kernel}, {metadata.block_lens[0]} bytes each"
     return f"{regions}, {metadata.kv_cache_layout}, {metadata.attn_backend_name}, {kinds}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.config import Config, config_on
 from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
 from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, map_spans
@@ -251,11 +252,11 @@ async def register(
         raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
     for group in groups:
         logger.info(
-            "engine %r (%s): registered a KV cache of %s layers, %s blocks of %s bytes on %s%s%s",
+            "engine %r (%s): registered a KV cache of %s, %s of %s bytes on %s%s%s",
             config.engine_id,
             context.identity.rank,
-            len(group.layers),
-            group.num_blocks,
+            counted(len(group.layers), "layer"),
+            counted(group.num_blocks, "block"),
             group.block_size_bytes,
             f"{memory.device.where.kind}:{memory.device.where.number}",
             "" if len(groups) == 1 else f", group {group.name!r}",

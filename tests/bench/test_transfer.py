@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import pytest
 
@@ -15,10 +18,42 @@ from kvflow.bench.cache import BenchCache, WrongBytes
 from kvflow.bench.child import Child
 from kvflow.bench.loads import MIB, AgentAddress, Fabric, SettingsError
 from kvflow.bench.transfer.ranks import Blocking, Contender, Hop, Reader, TurnResult
-from kvflow.bench.transfer.raw import RawAgent
-from kvflow.bench.transfer.scenario import Transfer
+from kvflow.bench.transfer.raw import RawAgent, TunedAgent
+from kvflow.bench.transfer.scenario import Transfer, ranks_of
 from kvflow.bench.transfer.sizes import loads_of_turn
 from kvflow.bench.transfer.turns import pair_of, rounds_of_pair
+from kvflow.transport.nixl.defaults import backend_params
+
+
+class Bindings:
+    """NIXL, as far as a raw agent is made."""
+
+    def __init__(self) -> None:
+        self.created: dict[str, dict[str, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self
+
+    def createBackend(self, name: str, params: dict[str, str]) -> str:  # noqa: N802 - NIXL's name
+        self.created[name] = params
+        return name
+
+
+@pytest.mark.parametrize("contender", [Contender.TUNED, Contender.HOP])
+def test_raw_nixl_at_its_best_has_every_parameter_that_kvflow_gives_its_backends(
+    contender: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over tcp the size of UCX's frames alone makes a factor."""
+    for rank in ranks_of(contender, SMALL.shape, "UCX,LIBFABRIC"):
+        assert isinstance(rank.setup, partial)
+        bindings = Bindings()
+        nixl = types.ModuleType("nixl")
+        nixl._bindings = bindings  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "nixl", nixl)
+        TunedAgent("reader", BenchCache(SMALL.shape), rank.setup.args[1], producer=False)
+        assert bindings.created == {name: backend_params(name, {}) for name in ("UCX", "LIBFABRIC")}
+        assert "TCP_TX_SEG_SIZE=64k" in bindings.created["UCX"]["engine_config"]
+
 
 SMALL = Transfer(sizes="1", layers=2)
 

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvflow.cli.app import app
+from kvflow.cli.simulate import _rate
 from kvflow.core.protocol.proof import SealTable
 
 runner = CliRunner()
@@ -14,8 +15,22 @@ runner = CliRunner()
 def test_seeds_that_keep_all_promises() -> None:
     done = runner.invoke(app, ["simulate", "--seeds", "5", "--start", "100"])
     assert done.exit_code == 0, done.output
-    assert "seeds a second" in done.output
+    assert "5 seeds in" in done.output
+    assert "steps and" in done.output
     assert "0 of 5 seeds broke a promise" in done.output
+
+
+@pytest.mark.parametrize(
+    ("per_s", "said"), [(0.04, "one in 25 s"), (0.999, "one in 1 s"), (12.34, "12.3 a second"), (0, "0 a second")]
+)
+def test_a_speed_of_less_than_one_a_second_is_said_by_how_long_one_takes(per_s: float, said: str) -> None:
+    assert _rate(per_s) == said
+
+
+def test_one_seed_is_one() -> None:
+    done = runner.invoke(app, ["simulate", "--seeds", "1", "--start", "100"])
+    assert "0 of 1 seed broke a promise" in done.output
+    assert "1 seed in" in done.output
 
 
 @pytest.mark.thorough

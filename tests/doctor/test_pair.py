@@ -14,6 +14,7 @@ import kvflow
 from kvflow import CacheLayout, Config, Runtime
 from kvflow.doctor.findings import Status
 from kvflow.doctor.pair import examine_pair
+from kvflow.doctor.peer import REACH_FIX
 
 CONFIG = Config(engine_id="doctor", handshake_timeout_s=WAIT_S)
 
@@ -71,3 +72,27 @@ async def test_who_does_not_answer_or_is_somebody_else_is_said() -> None:
             Status.FAIL,
             f"other@{prefill.split('@')[1]}: unknown engine: expected 'other', this is 'prefill'",
         )
+
+
+async def fixes(prefill: str) -> list[str]:
+    """What to do about the prefill engine."""
+    async with engine("decode") as decode:
+        return [one.fix for one in await examine_pair(CONFIG, prefill, decode) if one.status is Status.FAIL]
+
+
+async def test_of_an_engine_that_is_down_it_says_where_to_look_and_not_to_give_what_was_given() -> None:
+    async with engine("prefill") as prefill:
+        pass
+    assert await fixes(prefill) == [REACH_FIX]
+
+
+async def test_what_is_not_as_it_has_to_be_is_what_to_give() -> None:
+    for given in ("tcp://127.0.0.1:5600", "prefill@", "@tcp://127.0.0.1:5600", "prefill@127.0.0.1:5600", "prefill"):
+        assert await fixes(given) == ["give ENGINE_ID@tcp://host:port as tickets name them"]
+
+
+async def test_an_engine_that_has_no_cache_yet_is_to_be_waited_for() -> None:
+    config = Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc")
+    async with Runtime(config) as runtime:
+        (fix,) = await fixes(f"prefill@{runtime.address}")
+    assert "cache" in fix

@@ -359,6 +359,18 @@ async def test_what_is_no_prompt_is_refused(app: FastAPI, router: Router, tokeni
     assert not router.asked
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/json"])
+async def test_json_is_taken_whatever_it_is_called(app: FastAPI, tokenizer: SlowTokenizer, kind: str | None) -> None:
+    """`curl -d` calls it a form, others nothing at all."""
+    tokenizer.go_on.set()
+    async with client_of(app) as client:
+        headers = {} if kind is None else {"Content-Type": kind}
+        response = await client.post("/v1/completions", content=json.dumps(completion("x")), headers=headers)
+        wrong = await client.post("/v1/completions", content="x=1", headers=headers)
+    assert response.status_code == 200
+    assert (wrong.status_code, "JSON" in wrong.json()["error"]["message"]) == (400, True)
+
+
 async def test_json_that_is_nested_too_deep_is_no_error_of_ours(app: FastAPI) -> None:
     async with client_of(app) as client:
         content = b'{"prompt":' + b"[" * 400_000

@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias
 from kvflow.bench.cache import BenchCache, CacheShape, compared
 from kvflow.bench.clocks import loop_ticker, process_cpu_s
 from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
-from kvflow.bench.transfer.raw import ExampleAgent, RawAgent, TunedAgent
+from kvflow.bench.transfer.raw import Backends, ExampleAgent, RawAgent, TunedAgent
 
 
 class Contender(enum.StrEnum):
@@ -192,27 +192,28 @@ class Hop:
             job()
 
 
-def _make_agent(role: str, cache: BenchCache, backend: str, *, tuned: bool) -> RawAgent:
-    """Make the agent of a raw contender. `backend` is as Config.nixl_backend."""
-    names = backend.split(",")
-    return TunedAgent(role, cache, names, producer=role == "producer") if tuned else ExampleAgent(role, cache, names)
+def _make_agent(role: str, cache: BenchCache, backends: Backends, *, tuned: bool) -> RawAgent:
+    """Make the agent of a raw contender; (a) takes backends as they are."""
+    if tuned:
+        return TunedAgent(role, cache, backends, producer=role == "producer")
+    return ExampleAgent(role, cache, list(backends))
 
 
 @contextlib.asynccontextmanager
-async def open_raw_producer(shape: CacheShape, backend: str, *, tuned: bool) -> AsyncIterator[RawProducer]:
+async def open_raw_producer(shape: CacheShape, backends: Backends, *, tuned: bool) -> AsyncIterator[RawProducer]:
     cache = BenchCache(shape)
     cache.fill()
-    yield RawProducer(_make_agent("producer", cache, backend, tuned=tuned))
+    yield RawProducer(_make_agent("producer", cache, backends, tuned=tuned))
 
 
 @contextlib.asynccontextmanager
-async def open_raw_reader(shape: CacheShape, backend: str, *, tuned: bool) -> AsyncIterator[Reader]:
+async def open_raw_reader(shape: CacheShape, backends: Backends, *, tuned: bool) -> AsyncIterator[Reader]:
     cache = BenchCache(shape)
-    yield Reader(cache, Blocking(_make_agent("reader", cache, backend, tuned=tuned)), on_loop=False)
+    yield Reader(cache, Blocking(_make_agent("reader", cache, backends, tuned=tuned)), on_loop=False)
 
 
 @contextlib.asynccontextmanager
-async def open_hop_reader(shape: CacheShape, backend: str) -> AsyncIterator[Reader]:
+async def open_hop_reader(shape: CacheShape, backends: Backends) -> AsyncIterator[Reader]:
     cache = BenchCache(shape)
-    with contextlib.closing(Hop(_make_agent("reader", cache, backend, tuned=True))) as way:
+    with contextlib.closing(Hop(_make_agent("reader", cache, backends, tuned=True))) as way:
         yield Reader(cache, way)

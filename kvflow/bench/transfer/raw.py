@@ -3,9 +3,10 @@
 (a) `ExampleAgent`: the default agent, used as the examples of NIXL use it. Its progress thread spins on both sides; the
     reader makes descriptor lists, initializes a transfer, posts it and checks its state in a tight loop.
 (b) `TunedAgent`: the fastest way we found. Descriptors are prepared once, as strided rows, and a load picks
-    them by index, which lets NIXL join neighbours. The producer's progress thread sleeps in poll() and wakes when
-    something arrives; the reader has none and checks tightly at first, then sleeps between checks: on a machine
-    with few cores a reader that spins takes them from the tcp stack.
+    them by index, which lets NIXL join neighbours. Backends have the parameters that kvflow gives its own, such as
+    the size of UCX's frames over tcp. The producer's progress thread sleeps in poll() and wakes when something
+    arrives; the reader has none and checks tightly at first, then sleeps between checks: on a machine with few cores
+    a reader that spins takes them from the tcp stack.
 
 Both start from the lists of block ids that kvflow is given, and both send the producer a notification. NIXL is
 imported where an agent is made: the parent of the bench has none, and the import takes a second.
@@ -14,8 +15,8 @@ imported where an agent is made: the parent of the bench has none, and the impor
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ _SLEEP_MAX_S = 1e-3
 _PRODUCER_THREAD_DELAY_US = 100_000
 _NOTIFICATION = b"read"
 _DEVICE = 0
+
+Backends: TypeAlias = Mapping[str, Mapping[str, str]]
+"""Parameters of NIXL's backends, by name."""
 
 
 class RawAgent(Protocol):
@@ -91,14 +95,14 @@ def block_rows(cache: BenchCache, bases: Sequence[int], block_ids: Sequence[int]
 class TunedAgent:
     """Contender (b)."""
 
-    def __init__(self, name: str, cache: BenchCache, backends: Sequence[str], *, producer: bool) -> None:
+    def __init__(self, name: str, cache: BenchCache, backends: Backends, *, producer: bool) -> None:
         import nixl
 
         self._cache = cache
         self._name = name
         self._api: Any = nixl._bindings
         self._agent: Any = self._api.nixlAgent(name, _tuned_config(self._api, producer=producer))
-        self._backends = [self._agent.createBackend(one, {}) for one in backends]
+        self._backends = [self._agent.createBackend(one, dict(params)) for one, params in backends.items()]
         regions = [(base, cache.shape.layer_size_bytes, _DEVICE, "") for base in cache.bases]
         self._agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, regions), self._backends)
         self._local_blocks = 0

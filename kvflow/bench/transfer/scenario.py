@@ -40,6 +40,8 @@ from kvflow.bench.transfer.ranks import (
 from kvflow.bench.transfer.results import Idle
 from kvflow.bench.transfer.sizes import LoadSize, loads_of_turn, parse_sizes, shape_for
 from kvflow.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
+from kvflow.checks import counted
+from kvflow.transport.nixl.defaults import backend_params
 
 _SETTLE_S = 0.5
 
@@ -78,9 +80,10 @@ class Transfer:
         shares = [rounds_of_pair(self.rounds, self.pairs, pair) for pair in range(self.pairs)]
         ranks = [rank for contender in Contender for rank in ranks_of(contender, self.shape, self.backend)]
         ranks += busy_ranks(self.busy_cores)
+        processes = counted(len(ranks), "process", "processes")
         return [
             RankSet(
-                note=f"{transport}: pairs {pair + 1} of {self.pairs}: starting {len(ranks)} processes",
+                note=f"{transport}: pairs {pair + 1} of {self.pairs}: starting {processes}",
                 ranks=ranks,
                 turns=partial(self._turns, transport, pair, rounds),
                 environment=transport.environment,
@@ -113,7 +116,10 @@ class Transfer:
 
 
 def ranks_of(contender: Contender, shape: CacheShape, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
-    """Producer and reader. The agents of (a) spin; (a) and (b) have no loop, nor has the producer of (d)."""
+    """Producer and reader. The agents of (a) spin; (a) and (b) have no loop, nor has the producer of (d).
+
+    The backends of (b) and (d) get the parameters that kvflow gives its own, so that none is compared with other ones.
+    """
     raw, tuned = contender in (Contender.EXAMPLE, Contender.TUNED), contender is not Contender.EXAMPLE
     make = partial(RankProcess, spins=not tuned)
     if contender is Contender.KVFLOW:
@@ -121,9 +127,10 @@ def ranks_of(contender: Contender, shape: CacheShape, backend: str = "UCX") -> t
             make(f"{contender} producer", partial(open_producer, config_of("bench-producer", backend), shape)),
             make(f"{contender} reader", partial(open_reader, shape, backend)),
         )
-    setup = partial(open_raw_reader, shape, backend, tuned=tuned) if raw else partial(open_hop_reader, shape, backend)
+    backends = {name: backend_params(name, {}) for name in backend.split(",")}
+    setup = partial(open_raw_reader, shape, backends, tuned=tuned) if raw else partial(open_hop_reader, shape, backends)
     return (
-        make(f"{contender} producer", partial(open_raw_producer, shape, backend, tuned=tuned), on_loop=False),
+        make(f"{contender} producer", partial(open_raw_producer, shape, backends, tuned=tuned), on_loop=False),
         make(f"{contender} reader", setup, on_loop=not raw),
     )
 

@@ -11,6 +11,7 @@ from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError
 from kvflow.bench.scenario import Children, Turn, interleaved
 from kvflow.bench.transfer.ranks import Producer, Reader, TurnResult
 from kvflow.bench.transfer.sizes import LoadSize, loads_of_turn
+from kvflow.checks import counted
 
 Pair = tuple[Child, Child]
 """A contender's producer and its reader."""
@@ -41,7 +42,7 @@ def turns_of_pairs(
     check_all = 0 in rounds  # the first set: the others run the same code, and 1 GB takes seconds to compare
     for size in sizes:
         first = "all blocks compared" if check_all else "a turn untimed"
-        note = f"{size.label}: {first}, then {len(rounds)} x {size.loads_per_turn} loads"
+        note = f"{size.label}: {first}, then {len(rounds)} x {counted(size.loads_per_turn, 'load')}"
         loads = loads_of_turn(size, "check", blocks)
         for both in every.values():
             run = partial(run_turn, *both, loads, check_all=check_all, at_once=size.at_once)

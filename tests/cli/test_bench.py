@@ -1,0 +1,36 @@
+"""What `kvflow bench` prints: tables that fit, with what is compared side by side."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvflow.bench.scenario import Outcome
+from kvflow.bench.transfer.ranks import Contender
+from kvflow.bench.transfer.results import Speed
+from kvflow.cli.bench import print_outcome
+
+DATA = json.loads((Path(__file__).parents[2] / "docs" / "data" / "transfer.json").read_text())
+
+
+def printed(width: int, **changes: Any) -> str:
+    rows = [Speed(**{**row, "pair_medians_s": tuple(row["pair_medians_s"]), **changes}) for row in DATA["speed"]]
+    console = Console(file=io.StringIO(), width=width)
+    print_outcome(Outcome(results={"speed": rows}, legend="", targets=[]), console)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 160])
+@pytest.mark.parametrize("changes", [{}, {"median_s": 12.3456, "p99_s": 123.456, "pair_medians_s": (12.345, 123.456)}])
+def test_contenders_stand_in_one_table_however_narrow_it_is(width: int, changes: dict[str, Any]) -> None:
+    tables = printed(width, **changes).split("speed")[1:]
+    assert tables
+    for table in tables:
+        assert len({name for name in Contender if name in table}) == len(Contender), table
+    assert "…" not in printed(width, **changes), "nothing is cut"
