@@ -254,6 +254,7 @@ RIGHT: dict[type, tuple[dict[str, Any], type[InvalidInput]]] = {
             "verify": True,
             "num_tokens": 4,
             "keep_offer": False,
+            "cached_tokens": 0,
             "again": bring_nothing,
             "again_max": 1,
         },
