@@ -4,15 +4,16 @@ An engine's scheduler asks here whether a request waits for its peers. The first
 leaves with the next step; until the answer is back with a step's results, the request waits. Whatever was found is then
 a ticket like any other.
 
-Requests whose prompts begin alike take turns: one asks and loads. The others wait for it, find in the engine's prefix
-cache what it has loaded, and ask for the rest if that is worth it.
+Requests whose prompts begin alike ask in turn: each waits for one answer to another at most. It also waits for a load,
+once, if that brings at least as much of its prompt as is left: then it finds that in the engine's prefix cache, and
+asks for the rest if that is worth it. Requests that share a system prompt and little else load side by side.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvflow import checks
@@ -46,15 +47,44 @@ def source_in(params: Mapping[str, Any] | None) -> str | None:
 class _State(enum.Enum):
     NEW = enum.auto()
     ASKED = enum.auto()
-    ANSWERED = enum.auto()
+    LOADING = enum.auto()
+    """Something was found."""
+    OVER = enum.auto()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Asker:
     keys: Sequence[bytes]
     peers: tuple[str, ...]
     hinted: bool
     state: _State = _State.NEW
+    behind: _Asker | None = None
+    """The request that it waits for."""
+    for_load: bool = False
+    """True if it waits for the load of that request, too, and not for the answer alone."""
+    waited: set[bool] = field(default_factory=set)
+    """Values of `for_load` with which it does not wait any more: once for a load, and before that for an answer."""
+
+    def wait_for(self, other: _Asker, *, for_load: bool) -> bool:
+        """Wait for another request. Return False if this one has waited so before."""
+        if for_load in self.waited:
+            return False
+        self.behind, self.for_load = other, for_load
+        self.waited |= {for_load, False}
+        return True
+
+    def waits(self) -> bool:
+        """Return True while the request that it waits for is not as far."""
+        ahead = self.behind
+        return ahead is not None and (ahead.state is _State.ASKED or (self.for_load and ahead.state is _State.LOADING))
+
+    def shared(self, other: _Asker) -> int:
+        """Return the number of keys that both begin with. A key is of all tokens before it, so the search may halve."""
+        least, most = 0, min(len(self.keys), len(other.keys))
+        while least < most:
+            at = (least + most + 1) // 2
+            least, most = (at, most) if self.keys[at - 1] == other.keys[at - 1] else (least, at - 1)
+        return least
 
 
 class Asking:
@@ -70,8 +100,8 @@ class Asking:
         self._block_tokens = block_tokens
         self._tokens_min = tokens_min
         self._requests: dict[str, _Asker] = {}
-        self._first: dict[bytes, str] = {}
-        """The request whose turn it is to ask or load, by the key of its first block."""
+        self._begun: dict[bytes, dict[str, _Asker]] = {}
+        """The requests that have asked, or load, by the key of their first block."""
         self._next: list[Question] = []
 
     def __repr__(self) -> str:
@@ -94,18 +124,32 @@ class Asking:
             return request is not None and request.state is _State.ASKED
         if len(request.keys) * self._block_tokens - num_computed_tokens < self._tokens_min:
             return False
-        if self._first.setdefault(request.keys[0], request_id) == request_id:
-            request.state = _State.ASKED
-            question = Question(
-                request_id=request_id,
-                keys=tuple(request.keys),
-                key_tokens=self._block_tokens,
-                cached_tokens=num_computed_tokens,
-                peers=request.peers,
-                hinted=request.hinted,
-            )
-            self._next.append(question)
+        if request.waits() or self._waits_behind_another(request, num_computed_tokens):
+            return True
+        request.state, request.behind = _State.ASKED, None
+        self._begun.setdefault(request.keys[0], {})[request_id] = request
+        question = Question(
+            request_id=request_id,
+            keys=tuple(request.keys),
+            key_tokens=self._block_tokens,
+            cached_tokens=num_computed_tokens,
+            peers=request.peers,
+            hinted=request.hinted,
+        )
+        self._next.append(question)
         return True
+
+    def _waits_behind_another(self, request: _Asker, num_computed_tokens: int) -> bool:
+        """Have a request wait for another one, if that is worth it and it has not waited so before."""
+        begun = self._begun.get(request.keys[0], {}).values()
+        if begun:
+            other = max(begun, key=request.shared)
+            shared = request.shared(other)
+            brings, leaves = shared * self._block_tokens - num_computed_tokens, len(request.keys) - shared
+            if 0 < brings >= leaves * self._block_tokens and request.wait_for(other, for_load=True):
+                return True
+        asked = next((other for other in begun if other.state is _State.ASKED), None)
+        return asked is not None and request.wait_for(asked, for_load=False)
 
     def take(self) -> list[Question]:
         """Hand over the questions that leave with this step."""
@@ -113,23 +157,31 @@ class Asking:
         return taken
 
     def answered(self, request_id: str, *, found: bool) -> bool:
-        """Take the answer to a question. True if the request still waits for it."""
+        """Take the answer to a question. True if the request still waits for it.
+
+        If nothing was `found`, that answers for the requests whose keys were all asked for, too, and for no others.
+        """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:
             return False
-        request.state = _State.ANSWERED
+        request.state = _State.LOADING
         if not found:
             self.over(request_id)
-            for other in self._requests.values():  # nobody has even their first block
-                if other.keys[0] == request.keys[0] and other.peers == request.peers:
-                    other.state = _State.ANSWERED
+            for other in self._requests.values():  # of all that these ask for nobody has anything
+                alike = (other.peers, other.hinted) == (request.peers, request.hinted)
+                if alike and other.state is _State.NEW and other.shared(request) == len(other.keys):
+                    other.state = _State.OVER
         return True
 
     def over(self, request_id: str) -> None:
-        """Give the turn on: the request's load has ended, or there will be none."""
+        """Let others go on that wait for a request: its load has ended, or there will be none."""
         request = self._requests.get(request_id)
-        if request is not None and self._first.get(request.keys[0]) == request_id:
-            del self._first[request.keys[0]]
+        if request is not None:
+            request.state = _State.OVER
+            begun = self._begun.get(request.keys[0], {})
+            begun.pop(request_id, None)
+            if not begun:
+                self._begun.pop(request.keys[0], None)
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""

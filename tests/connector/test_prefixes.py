@@ -395,6 +395,87 @@ def test_what_nobody_has_is_asked_for_once(made: Asking) -> None:
     assert [one.request_id for one in made.take()] == ["later"]
 
 
+def chat(at: int, blocks: int = 8) -> list[bytes]:
+    """Keys of a conversation of so many blocks after a system prompt of one."""
+    return prefix_keys([*PROMPT[:BLOCK_SIZE], *[at] * blocks * BLOCK_SIZE], BLOCK_SIZE)
+
+
+def asked_now(made: Asking, computed: int, *names: str) -> list[str]:
+    """Whom the engine's scheduler would ask for with its next step, if it asked about all that wait."""
+    waits = {name: made.waits(name, computed) for name in names}
+    questions = [one.request_id for one in made.take()]
+    assert all(waits[name] for name in questions)
+    return questions
+
+
+@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize("cached", [0, BLOCK_SIZE])
+def test_those_with_one_system_prompt_ask_in_turn_and_load_side_by_side(made: Asking, cached: int, found: bool) -> None:
+    """What nobody has of one says nothing of the others, and nobody waits for another one's load."""
+    names = [f"r{nth}" for nth in range(5)]
+    for nth, name in enumerate(names):
+        made.add(name, chat(nth), None)
+    assert asked_now(made, cached, *names) == ["r0"]
+    assert made.answered("r0", found=found)
+    assert asked_now(made, cached, *names[1:]) == names[1:], "one answer was waited for, and no more"
+    for name in names[1:]:
+        assert made.answered(name, found=True)
+        assert not made.waits(name, cached)
+
+
+def test_a_load_is_waited_for_if_it_brings_more_than_is_left(made: Asking) -> None:
+    long = chat(1)
+    for name, keys in (
+        ("first", long),
+        ("same", long),
+        ("tail", [*long, *OTHER]),
+        ("fork", [*long[:3], *OTHER, *KEYS]),
+    ):
+        made.add(name, keys, None)
+        made.waits(name, 0)
+    assert [one.request_id for one in made.take()] == ["first"]
+    assert made.answered("first", found=True)
+    assert asked_now(made, 0, "same", "tail", "fork") == ["fork"], "it has three blocks of what is loaded, and six more"
+    made.over("first")
+    assert not made.waits("same", 9 * BLOCK_SIZE)
+    assert asked_now(made, 9 * BLOCK_SIZE, "tail") == ["tail"]
+
+
+def test_a_load_that_fails_is_not_waited_for_by_one_after_the_other(made: Asking) -> None:
+    names = [f"r{nth}" for nth in range(4)]
+    for name in names:
+        made.add(name, chat(1), None)
+    assert asked_now(made, 0, *names) == ["r0"]
+    assert made.answered("r0", found=True)
+    assert asked_now(made, 0, *names[1:]) == []
+    made.over("r0")
+    assert asked_now(made, 0, *names[1:]) == names[1:]
+
+
+def test_a_miss_answers_for_those_that_ask_for_nothing_else_of_the_same_peers(made: Asking) -> None:
+    made.add("first", chat(1), None)
+    made.add("shorter", chat(1, 4), None)
+    made.add("longer", chat(1, 9), None)
+    made.add("elsewhere", chat(1, 4), "tcp://b:2")
+    assert asked_now(made, 0, "first", "shorter", "longer", "elsewhere") == ["first"]
+    assert made.answered("first", found=False)
+    assert asked_now(made, 0, "shorter", "longer", "elsewhere") == ["longer", "elsewhere"]
+    assert not made.waits("shorter", 0)
+
+
+def test_one_that_is_waited_for_may_end_at_any_time(made: Asking) -> None:
+    for answered in (None, True):
+        for name in ("first", "second"):
+            made.add(name, chat(1), None)
+        assert asked_now(made, 0, "first", "second") == ["first"]
+        if answered:
+            assert made.answered("first", found=True)
+        made.finished("first")
+        assert asked_now(made, 0, "second") == ["second"]
+        made.finished("second")
+        assert not made._begun
+
+
 @each(
     ("peers", "followed", "keys", "named", "computed", "asks"),
     [
