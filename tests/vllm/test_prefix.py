@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -289,6 +290,66 @@ def test_a_holder_that_is_full_of_others_gives_its_blocks_to_them(site: Site) ->
             assert reader.ids(second) == alone(holder, second)
     until(reader, counted, "found", 1)
     settle(holder, reader)
+
+
+class Conversation:
+    """A conversation whose turns go to any of the servers, as what all of them have answered so far leads on."""
+
+    def __init__(self, seed: int, reference: Server) -> None:
+        self._rng = random.Random(seed)
+        self._reference = reference
+        self._prompts: list[list[int]] = []
+        """What was asked so far, each time with all that was said before."""
+        self._said = [*prompt_of(100, 9000), *prompt_of(60, 9001 + seed)]
+
+    def ask(self, server: Server) -> None:
+        """Go on, or ask once more what was asked before; one server alone says the same, as surely."""
+        again = self._prompts and self._rng.random() < 0.25
+        prompt = self._rng.choice(self._prompts) if again else self._said
+        tokens, sure = _sure(server, prompt, self._rng.choice((8, 33, 70)))
+        expected, as_sure = _sure(self._reference, prompt, len(tokens))
+        assert tokens == expected, f"{server.setup.role}: another answer to a prompt of {len(prompt)} tokens"
+        assert sure == pytest.approx(as_sure, abs=1e-3)
+        if not again:
+            self._prompts.append(prompt)
+            self._said = [*prompt, *tokens, *prompt_of(self._rng.randrange(5, 30), self._rng.randrange(1 << 30))]
+
+
+def _sure(server: Server, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
+    """The tokens of an answer, and their logprobs."""
+    more = {"return_token_ids": True, "ignore_eos": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+    answer = server.complete(prompt, max_tokens, **more)["choices"][0]
+    return answer["token_ids"], answer["logprobs"]["token_logprobs"]
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["no caching", "caching"])
+def test_conversations_between_two_that_share_and_ask_each_other_are_those_of_one_alone(
+    site: Site, caching: bool
+) -> None:
+    """300 answers out of caches that are too small: what one was answered the other asks for, while blocks are reused,
+    requests wait for blocks that others leave, and are preempted.
+    """
+    options = OPTIONS if caching else (*OPTIONS, "--no-enable-prefix-caching")
+    small: dict[str, Any] = {"options": options, "blocks": 72}
+    one = replace(BOTH, extra=extra_of("both", "reader", prefix_tokens_min=64), **small)
+    other = replace(READER, extra=extra_of("reader", "both", prefix_tokens_min=64), **small)
+    alone_one = replace(HOLDER, extra=(("model", NAME),))
+    servers = site.have(one, other, alone_one)[:2]
+    reference = site.have(alone_one)[0]
+    counted = [Counted(server) for server in servers]
+    conversations = [Conversation(seed, reference) for seed in range(20)]
+
+    def talk(nth: int) -> None:
+        for turn in range(15):
+            conversations[nth].ask(servers[(nth + turn) % 2])
+
+    with ThreadPoolExecutor(7) as pool:
+        for done in [pool.submit(talk, nth) for nth in range(len(conversations))]:
+            done.result()
+    for server, its in zip(servers, counted, strict=True):
+        until(server, its, "found", 20)
+        assert its.external > 20 * 64
+    settle(*servers)
 
 
 # --- what becomes of holders
