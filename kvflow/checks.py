@@ -107,6 +107,23 @@ def whole(
     return int(plain)
 
 
+_EXACT_MAX = 1 << 53  # of a double: above it not every whole number is one
+_DEPTH_MAX = 8
+
+
+def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
+    """Return JSON with whole numbers where it has doubles that are whole: gateways that keep JSON in protobuf have no
+    others. What is nested deeper than a ticket stays as it is.
+    """
+    if type(value) is float:
+        return int(value) if value.is_integer() and abs(value) <= _EXACT_MAX else value
+    if depth and isinstance(value, Mapping):
+        return {name: without_doubles(one, depth - 1) for name, one in value.items()}
+    if depth and isinstance(value, list | tuple):
+        return [without_doubles(one, depth - 1) for one in value]
+    return value
+
+
 def _bounds(least: int, most: int) -> str:
     if most < INT64_MAX:
         return f"from {least} to {most}"

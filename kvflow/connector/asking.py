@@ -35,7 +35,7 @@ def source_in(params: Mapping[str, Any] | None) -> str | None:
     given = None if params is None else params.get(_SOURCE)
     if given is None:
         return None
-    source = checks.mapping(given, _SOURCE)
+    source = checks.without_doubles(checks.mapping(given, _SOURCE))
     given = checks.text(source.get("remote_host"), f"{_SOURCE}: remote_host", most=HOST_CHARS_MAX)
     port = checks.whole(source.get("remote_port"), f"{_SOURCE}: remote_port", least=1, most=PORT_MAX)
     host = plain_host(given)

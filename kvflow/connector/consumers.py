@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvflow.connector.computed_here import ComputedHere
 from kvflow.connector.engine import EngineRequest, GivenTables, Matched, Sharing
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, others_in
@@ -26,6 +27,9 @@ from kvflow.core.policy.states import CONSUMER_TABLE, ConsumerEvent, ConsumerSta
 from kvflow.core.protocol.prompts import check_alike, check_prompt, marks_of
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch, RequestError, UsageError
+from kvflow.logs import logger_of
+
+logger = logger_of(__name__)
 
 _REMEMBERED_MAX = 1 << 14
 
@@ -109,7 +113,10 @@ class _Uses:
 class ConsumerBook:
     """All requests of an engine that consume, and what the workers have to do for them next."""
 
-    def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:
+    def __init__(
+        self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect, computed_here: ComputedHere
+    ) -> None:
+        self._computed_here = computed_here
         self._config = config
         self._groups = groups
         self._dialect = dialect
@@ -128,21 +135,25 @@ class ConsumerBook:
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
         """Take a request whose parameters ask for its prompt from remote; see `ConnectorScheduler.add`."""
         request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
-        what, ticket, prompt = f"request {request_id!r}", self._dialect.read_ticket(params), request.prompt_token_ids
-        tickets = self._tickets(params, ticket, what)
+        what, prompt, counted = f"request {request_id!r}", request.prompt_token_ids, self._computed_here.unless_taken
+        with counted("its parameters are no ticket"):
+            ticket = self._dialect.read_ticket(params)
+            tickets = self._tickets(params, ticket, what)
         if prompt is not None and ticket.num_tokens <= num_prompt_tokens:
             agreed = False
             for one in tickets:
                 try:
-                    if not one.awaited:
-                        check_prompt(one, prompt, what)  # a request that it is of may come, so nothing is given back
+                    with counted("its ticket is of another prompt"):
+                        if not one.awaited:
+                            check_prompt(one, prompt, what)  # a request that it is of may come: nothing is given back
                 except PromptMismatch as error:
                     if agreed or error.parts == TOKENS:
                         raise
                     self._refuse(request, one, prompt, error)
                     return
                 agreed = agreed or len(one.prompt_digest) > 0
-        consumer = self._expect(request_id, tickets, self._uses.use(ticket, sharing, what))
+        with counted("its ticket is used by another request"):
+            consumer = self._expect(request_id, tickets, self._uses.use(ticket, sharing, what))
         most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
         if any(one.awaited for one in tickets):  # the prompt is taken to be the same on both sides; the load finds out
             consumer.prompt = prompt
@@ -151,6 +162,17 @@ class ConsumerBook:
         elif ticket.num_tokens <= most and ticket.offered_tokens:
             consumer.offered_tokens = ticket.offered_tokens
         else:
+            if ticket.num_tokens > most:
+                logger.warning(
+                    "%s: its prompt is computed here: the ticket of request %r offers %s tokens, of the prompt at most "
+                    "%s can come from remote",
+                    what,
+                    ticket.request_id,
+                    ticket.num_tokens,
+                    most,
+                )
+            much = ticket.num_tokens > most
+            self._computed_here.note(f"its ticket offers {'more tokens than the prompt has' if much else 'no blocks'}")
             return
         self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvflow import checks
+from kvflow.connector.computed_here import ComputedHere
 from kvflow.connector.consumers import ConsumerBook
 from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Matched, Scheduled, Sharing, TablesOf
 from kvflow.connector.paged_groups import PagedGroup, PagedGroups
@@ -59,7 +60,8 @@ class ConnectorScheduler:
     ) -> None:
         self._config = config
         self._groups = PagedGroups(config.all_groups)
-        self._consumers = ConsumerBook(config, self._groups, dialect)
+        self._computed_here = ComputedHere()
+        self._consumers = ConsumerBook(config, self._groups, dialect, self._computed_here)
         self._producers = ProducerBook(config, self._groups, dialect, new_secret)
 
     def __repr__(self) -> str:
@@ -151,6 +153,19 @@ class ConnectorScheduler:
             self._consumers.add(request, params, sharing)
         elif self._config.offers(params):
             self._producers.add(request, params)
+        elif "remote_block_ids" in params:
+            asks = params.get("do_remote_prefill")
+            self.note_computed_here("this engine loads nothing" if asks else "its do_remote_prefill is not true")
+
+    def note_computed_here(self, reason: str) -> None:
+        """Count a request with a ticket whose prompt is computed here for a reason that only the engine knows.
+
+        Those that `add` refuses are counted already. While there are some, one line a minute tells how many, and why.
+
+        Args:
+            reason: what follows "because" in that line.
+        """
+        self._computed_here.note(reason)
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
         """Tell whether a request has to fail, since its prompt is not what its ticket's is but for the tokens.
@@ -255,6 +270,7 @@ class ConnectorScheduler:
         Raises:
             UsageError: `block_ids` gives not as many tables as there are groups.
         """
+        self._computed_here.tell()
         step = self._producers.build_step(scheduled, preempted, block_ids)
         self._consumers.add_to(step)
         return step

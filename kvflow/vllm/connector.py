@@ -53,7 +53,7 @@ from kvflow.vllm.failing import fail
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.prefix import RequestPrefixes, prefix_peers_of, why_not
-from kvflow.vllm.settings import config_of, extra_of, scheduling_of
+from kvflow.vllm.settings import config_of, extra_of, scheduling_of, warn_of_side_channel
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +125,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """Cards of the workers, until they have left with a step; the scheduler's."""
     _names_pictures = True
     """True if identifiers of pictures say what is in them (see `asked`); the scheduler's."""
+    _recomputes = False
+    """True if vLLM computes what has failed to load; the scheduler's."""
     _spreads_samples = False
     """True if vLLM gives samples of a prompt to several engines; the scheduler's."""
     _prefixes: RequestPrefixes | None = None
@@ -151,6 +153,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = scheduling_of(vllm_config, self._groups)
             self._names_pictures = names_pictures(vllm_config)
+            self._recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+            warn_of_side_channel(vllm_config)
             self._spreads_samples = spreads_samples(vllm_config)
             dialect = OWN_DIALECT
             if extra.stock_peers:
@@ -234,6 +238,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.data["tickets_refused"].append(type(error).__name__)
         if self._fails(request):
             self._stats.data["load_failures"].append(PromptMismatch.__name__)
+        elif request.get_skip_reading_prefix_cache() and self._scheduler.takes(request.kv_transfer_params or {}):
+            self._scheduler.note_computed_here("log probabilities of its prompt are asked for")
 
     def _fails(self, request: Request) -> bool:
         """Fail a request that must neither be loaded nor computed. Return whether it is one."""
@@ -289,6 +295,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving, connector_output.finished_sending
         self._scheduler.update_from_workers(received=received or (), sent=sent or ())
+        if self._recomputes:
+            for _ in connector_output.failed_recving or ():
+                self._scheduler.note_computed_here("its load failed")
         if self._prefixes is not None:
             self._prefixes.over(received or ())
         told = connector_output.kv_connector_worker_meta

@@ -6,6 +6,7 @@ and fields of `Extra`. Nothing is guessed: an unknown key or a value of the wron
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,14 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
 from kvflow.hosts import plain_address
 from kvflow.kv_events import EventSource
+from kvflow.logs import logger_of
 from kvflow.runtime.prefix.requests import PEERS_MAX
 from kvflow.vllm.layout import Group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logger_of("vllm.kvflow")
 
 _FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads", "role")
 # The system chooses the ports: tickets name those of all ranks. A peer that is only slow is waited for as long as a
@@ -95,6 +99,7 @@ class Extra:
         return self.prefix_peers is not None or bool(self.prefix_events)
 
 
+_NIXL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 _SETTINGS = PluginSettings(
     where="kv_connector_extra_config",
     engine="vLLM",
@@ -130,6 +135,19 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "role": "both" if extra.share_prefixes else str(transfer.kv_role).removeprefix("kv_"),
     }
     return _SETTINGS.config(transfer.kv_connector_extra_config, values)
+
+
+def warn_of_side_channel(vllm_config: VllmConfig) -> None:
+    """Warn of NixlConnector's variables where they are set in place of `listen`, which this connector reads."""
+    given = vllm_config.kv_transfer_config.kv_connector_extra_config
+    found = [f"{name}={os.environ[name]}" for name in _NIXL_VARIABLES if os.environ.get(name)]
+    if found and "listen" not in given:
+        logger.warning(
+            "%s: NixlConnector's, which KVFlowConnector does not read: it listens at %s, where only this host reaches "
+            "it. Set `listen` (and `advertise_host`) in kv_connector_extra_config",
+            ", ".join(found),
+            _DEFAULTS["listen"],
+        )
 
 
 def _staging(buffer_device: str) -> dict[str, str]:

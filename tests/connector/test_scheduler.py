@@ -1281,3 +1281,43 @@ def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
     (save,) = step_of(connector, ("a,b", 8)).save
     assert save.serve_id == "a_b#secret"
     assert connector.request_finished("a,b", completed=True) == Finished(True, {"told": "a_b#secret"})
+
+
+def test_requests_that_are_computed_although_a_ticket_came_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """One line a minute, by reason; that of a ticket that is too long is said of each."""
+    caplog.set_level("INFO", logger="kvflow")
+    connector, used = scheduler(), ticket_of(8, request_id="used")
+    connector.add(consumer(9, used, "first"))
+    for name, ticket in (("a", used), ("b", used)):
+        with pytest.raises(RequestError):
+            connector.add(consumer(9, ticket, name))
+    connector.add(consumer(5, ticket_of(8, request_id="long"), "c"))
+    connector.note_computed_here("its load failed")
+    step_of(connector)
+    connector.note_computed_here("its load failed")
+    step_of(connector)
+    lines = [one.getMessage() for one in caplog.records if "computed here" in one.getMessage()]
+    assert len(lines) == 2
+    assert "'c': its prompt is computed here: the ticket of request 'long' offers 8 tokens" in lines[0]
+    assert lines[1].startswith("4 requests that came with tickets are computed here: 2 because its ticket is used")
+
+
+def test_tickets_whose_numbers_have_become_doubles_are_taken() -> None:
+    """Gateways that keep JSON in protobuf have no other numbers."""
+
+    def doubled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: doubled(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [doubled(one) for one in value]
+        return float(value) if type(value) is int else value
+
+    ticket = ticket_of(8)
+    assert Ticket.from_params(doubled(ticket.to_params())) == ticket
+    params = producer_params(Ticket.rendezvous(INTRODUCTION, "name"))
+    connector = scheduler()
+    connector.add(Request("r", 8, doubled(params), range(8)))
+    assert step_of(connector, ("r", 8)).send_on == []
+    for wrong in (8.5, 2.0**60, float("nan"), float("inf")):
+        with pytest.raises(RequestError):
+            Ticket.from_params({**ticket.to_params(), "remote_port": wrong})

@@ -498,10 +498,15 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         _check_sizes(params, block_ids_max)  # before they are copied, and what the spare has once more
         params = without_spare(params, request_id)
     nested = _check_sizes(params, block_ids_max)
+    kind = _GroupedTicketParams if nested else _TicketParams
     try:
-        raw = msgspec.convert(params, _GroupedTicketParams if nested else _TicketParams)
+        raw = msgspec.convert(params, kind)
     except Exception as error:
-        raise wrong(params, error) from error
+        doubles = type(params.get("remote_port")) is float
+        whole = checks.answer(partial(_without_doubles, params, kind)) if doubles else None
+        if whole is None:
+            raise wrong(params, error) from error
+        raw = whole
     tables: Any = raw.remote_block_ids if nested else (raw.remote_block_ids,)
     extension = raw.kvflow
     first, *others = extension.ranks
@@ -527,6 +532,13 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     if any(told) and (found := _digests(checked)) != told:
         check_digests(checked, told, found)
     return checked
+
+
+def _without_doubles(params: Mapping[str, Any], kind: type[StructT]) -> StructT:
+    """Read a dict whose whole numbers have become doubles on the way."""
+    return msgspec.convert(
+        {name: checks.without_doubles(params[name]) for name in kind.__struct_fields__ if name in params}, kind
+    )
 
 
 def _read_made(ticket: Ticket, block_ids_max: int) -> Ticket:

@@ -75,6 +75,8 @@ def read_stock(
     RequestError names a field that is wrong, or of a version that is not spoken with.
     """
     given = checks.mapping(params, "stock params")
+    if isinstance(given.get("remote_port"), float):
+        given = checks.without_doubles(given)
     try:
         line = least_line([key for key in given if isinstance(key, str)])
     except UnknownLine as error:
