@@ -40,6 +40,9 @@ class AcceleratorDevice(CacheDevice):
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
         """Make the device current on this thread. Return a stream of it, and an event."""
+        found = torch.accelerator.current_accelerator()
+        if found is None or found.type != self.where.kind:
+            raise RuntimeError(f"torch's accelerator is {found}")
         torch.accelerator.set_device_index(self.where.number)
         return torch.Stream(self.name), torch.Event(self.name)
 

@@ -410,6 +410,29 @@ async def test_tensors_without_addresses_are_copied_by_the_engine(standin: Stand
             assert_right(producer, consumer)
 
 
+class Unaddressed(torch.Tensor):
+    """A tensor of a device with streams that does not say where it lies."""
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("way", ["producer", "consumer"])
+async def test_a_device_with_streams_needs_no_addresses(standin: StandIn, way: str) -> None:
+    async with Site("inproc") as site:
+        plain = await site.engine("consumer" if way == "producer" else "producer", ON_HOST)
+        host, layout = FAR.make(way)
+        kv_caches: Any = {name: tensor.to(THERE).as_subclass(Unaddressed) for name, tensor in host.items()}
+        config = replace(PATIENT, engine_id=way, listen="tcp://127.0.0.1:0", transport="inproc")
+        async with Runtime(config, world=World(transport=site.make_transport)) as runtime:
+            await runtime.register_kv_caches(kv_caches, layout)
+            inside = {name: tensor.as_subclass(torch.Tensor) for name, tensor in kv_caches.items()}
+            other = Engine(engine_id=way, runtime=runtime, kv_caches=inside, layout=layout, device=THERE)
+            producer, consumer = (other, plain) if way == "producer" else (plain, other)
+            await consumer.load(producer.serve())
+            assert_right(producer, consumer)
+
+
 async def test_a_kind_without_streams_is_refused_without_a_function_of_the_engines(standin: StandIn) -> None:
     inside, layout = ON_HOST.make("any")
     outside: Any = {name: Opaque(tensor) for name, tensor in inside.items()}
