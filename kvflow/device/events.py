@@ -7,7 +7,7 @@ from kvflow.core.policy.events import DeviceEvent
 
 
 def record_event(where: Device) -> DeviceEvent | None:
-    """Record an event behind all that this thread has launched on its current stream of a device.
+    """Record an event behind all that this thread has launched on its current stream of a device, its current one.
 
     Returns:
         The event, as `ServeRequest.ready` and `LoadRequest.after` take it. None for the CPU, which has done what it was
@@ -18,9 +18,8 @@ def record_event(where: Device) -> DeviceEvent | None:
     import torch
 
     if where.kind == "cuda":  # torch's own name for AMD's devices, too
-        with torch.cuda.device(where.number):
-            on_cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            on_cuda.record()
+        on_cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        on_cuda.record()
         return on_cuda
     name = f"{where.kind}:{where.number}"
     try:

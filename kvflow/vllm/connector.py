@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -42,7 +43,6 @@ from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.merging import merge_tickets
-from kvflow.core.protocol.proof import HOST
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.device.events import record_event
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
@@ -56,7 +56,6 @@ from kvflow.vllm.prefix import RequestPrefixes, prefix_peers_of, why_not
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of, warn_of_side_channel
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
@@ -141,6 +140,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """Answers of peers that have not left with a step's results; a worker's."""
     _refused: tuple[tuple[str, PromptMismatch], ...] = ()
     """As `KVFlowNews.refused`, until they leave with a step's results; a worker's."""
+    _records = False
+    """True if steps are followed by events: the cache is not on the CPU; a worker's."""
+    _device = Device("cuda", 0)
+    """Device of the cache, if it is not the CPU; a worker's."""
+    _copies: PlatformCopies | None = None
+    """vLLM's own copies, where they are used; a worker's."""
     _ranks: EngineRanks | None = None
     """With `stock_peers`, cards that the ranks have shown each other; a worker's."""
 
@@ -184,9 +189,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._shares, self._pulls = extra.share_prefixes and possible, extra.pulls_prefixes and possible
         self._failed_blocks: set[int] = set()
         self._split = 1
-        self._copies: PlatformCopies | None = None
         self._before_step: DeviceEvent | None = None
-        self._device = HOST
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -346,7 +349,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         where = next(iter(kv_caches.values())).device
-        device, self._device = where.type, Device(where.type, where.index or 0)
+        device = where.type
         model, given = self._vllm_config.model_config, self._vllm_config.kv_transfer_config.kv_buffer_device
         if given not in (device, "cpu"):
             raise ConfigError(f"KVFlowConnector: kv_buffer_device is {given!r}, the cache is on {device!r}")
@@ -358,6 +361,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._whole_blocks_only and any(group.split > 1 for group in groups):
             what = f"{self._split} blocks of its kernels are one of vLLM's"
             raise ConfigError(f"KVFlowConnector: stock_peers: {what}, which stock engines count differently")
+        self._device, self._records = Device(device, where.index or 0), device != "cpu"
         self._registered, self._copies = groups, platform_copies(groups, device)
         self._runtime.open()
         self._register()
@@ -463,7 +467,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _event(self) -> DeviceEvent | None:
         """An event that happens once the device has done its work so far; None if it has, as a CPU always has."""
-        return record_event(self._device)
+        return record_event(self._device) if self._records else None
 
     @property
     def _step(self) -> Step:

@@ -142,7 +142,7 @@ def built(folder: Path = FOLDER, *, wait_s: float = BUILD_S) -> Path:
         "-shared",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
-    command += [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include", str(SOURCE)]
+    command += [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
     command += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10", "-ltorch_cpu", "-ltorch", "-pthread"]
     key = hashlib.sha256("\0".join([torch.__version__, *command, SOURCE.read_text("utf-8")]).encode()).hexdigest()[:16]
     target = folder / f"standin-{key}.so"
@@ -153,7 +153,7 @@ def built(folder: Path = FOLDER, *, wait_s: float = BUILD_S) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock", wait_s):
         if not target.exists():
-            _build([compiler, *command], target, wait_s)
+            _build([compiler, str(SOURCE), *command], target, wait_s)
     return target
 
 
