@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class LoopHost:
         self._lock = threading.Lock()
         self._pending: set[Pending[Any]] = set()
         self._ended = False
+        self._pid = os.getpid()
         self._cause: BaseException | None = None
 
     @property
@@ -50,6 +52,7 @@ class LoopHost:
         """See `Runtime.open`; `closing_s` bounds closing at the interpreter's end."""
         if self.begun or self._ended:
             raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
+        self._pid = os.getpid()
         self._thread.start()
         try:
             self._opened.result()
@@ -62,6 +65,8 @@ class LoopHost:
     def stop(self) -> None:
         """Have the runtime closed and the thread end, some time soon."""
         atexit.unregister(self.close)
+        if self._forget_parent():
+            return
         if self.begun:
             tell(self.loop, self._stop.set)
         else:
@@ -70,6 +75,8 @@ class LoopHost:
 
     def close(self, timeout_s: float) -> None:
         """See `Runtime.close`."""
+        if self._forget_parent():
+            return
         if not self.begun:
             self.stop()
             return
@@ -94,6 +101,8 @@ class LoopHost:
         with self._lock:
             if self._ended:
                 raise self._closed_error()
+            if self._pid != os.getpid():
+                raise UsageError("the runtime belongs to the process that this one was forked from")
             if not self.begun:
                 raise UsageError("the runtime is not open yet: use it as `with Runtime(config) as rt`")
             self._pending.add(pending)
@@ -164,6 +173,13 @@ class LoopHost:
         error = RuntimeBroken(f"the loop of {self.runtime.config.engine_id!r} died: {self._cause}")
         error.__cause__ = self._cause
         return error
+
+    def _forget_parent(self) -> bool:
+        """In a forked child, end without a word to the parent's loop, and return True: nothing of it runs here."""
+        if self._pid == os.getpid() or not self.begun:
+            return False
+        self._ended = True
+        return True
 
     def _require_another_thread(self) -> None:
         if threading.current_thread() is self._thread:

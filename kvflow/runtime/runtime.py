@@ -134,7 +134,8 @@ class Runtime:
         """Close in order: no new work, let loads and leases finish, revoke what is left, deregister, stop everything.
 
         Bounded by Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine, and so is closing after
-        the runtime's own loop was closed, from any other. Cancelling it stops the waiting; the closing goes on.
+        the runtime's own loop was closed, from any other. In a forked child it only forgets the parent's runtime.
+        Cancelling it stops the waiting; the closing goes on.
 
         Raises:
             RuntimeBroken: reads, or a copy, could not be stopped: the registered memory must stay until the process
@@ -142,7 +143,10 @@ class Runtime:
             UsageError: called on another loop than its own.
         """
         loop = self._supervisor.loop
-        if loop is not None and loop.is_closed():
+        if self._supervisor.forked and loop is not None:
+            self._drop.detach()
+            await self._supervisor.aclose()
+        elif loop is not None and loop.is_closed():
             self._drop.detach()
             self._supervisor.abandon(self.config.limits.transport_close_timeout_s)
         else:
@@ -598,7 +602,7 @@ class Runtime:
 def _dropped(supervisor: Supervisor) -> None:
     """Close a runtime whose handle is gone, unless it was closed: on its loop, if that is still there."""
     loop = supervisor.loop
-    if loop is None:
+    if loop is None or supervisor.forked:
         return
     warnings.warn(f"runtime {supervisor} was dropped without being closed", ResourceWarning, stacklevel=2)
     if loop.is_closed():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib.metadata
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -82,12 +83,18 @@ class Supervisor:
         self._unregistering = Errand(self._unregister, "kvflow-unregister")
         self._closing = Errand(self._close, "kvflow-close")
         self._hurried = False
+        self._pid = os.getpid()
         self.loop: asyncio.AbstractEventLoop | None = None
         """The loop that has opened it; None before."""
 
     def __str__(self) -> str:
         """Name in log lines."""
         return f"{self.config.engine_id!r} ({self.rank})"
+
+    @property
+    def forked(self) -> bool:
+        """True in a child of the process that has opened it: its threads, and what they own, are the parent's."""
+        return self._pid != os.getpid()
 
     @property
     def address(self) -> str:
@@ -97,6 +104,7 @@ class Supervisor:
         """Start the transport, the listener and the poller. Raises ConfigError; cancelling leaves it closed."""
         if self.state is not RuntimeState.NEW:
             raise UsageError(f"a Runtime is opened once; {self} is {self.state}")
+        self._pid = os.getpid()
         self.state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
         self.loop = asyncio.get_running_loop()
         first = self._incarnation
@@ -134,6 +142,9 @@ class Supervisor:
 
     async def aclose(self) -> None:
         """See `Runtime.aclose`."""
+        if self.forked:
+            self.state = RuntimeState.CLOSED
+            return
         if self.state is RuntimeState.NEW:
             self.state = RuntimeState.CLOSED
         if self.state is not RuntimeState.CLOSED:
@@ -147,7 +158,8 @@ class Supervisor:
 
         Waits up to `wait_s` for the threads. Whoever waited on the loop was settled by the loop's own end.
         """
-        if self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
+        if self.forked or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
+            self.state = RuntimeState.CLOSED
             return
         logger.warning("runtime %s was abandoned: its event loop ended, or Python did, before it was closed", self)
         self.state = RuntimeState.CLOSED

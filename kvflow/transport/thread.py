@@ -12,13 +12,22 @@ idle each wait may take a second: docs/decisions/0033-one-thread.md.
 
 The loop side belongs to one event loop. The thread ends when the crank returns None, or raises; then every waiter is
 told, and later calls raise TransportBroken.
+
+When Python ends it also ends threads that still run, but a thread in C++ that then asks for Python's lock aborts the
+process ("terminate called without an active exception"). So at the interpreter's exit each thread leaves the crank
+first, and what the crank uses is never destroyed: bytes may still land there. A forked child has none of the threads,
+and does not destroy what belongs to them either.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
+import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +37,30 @@ from kvflow.errors import TransportBroken
 
 T = TypeVar("T")
 Job = Callable[[], None]
+
+_HALT_S = 5.0
+"""Time that the interpreter's exit waits for each thread to come back from a call of its library."""
+_LIVE: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
+
+
+def _halt_all() -> None:
+    """Have all threads end where they are, at the interpreter's exit; after the exit hooks of runtimes, which close."""
+    running = [thread for thread in _LIVE if thread.alive]
+    for thread in running:
+        thread.halt()
+    for thread in running:
+        thread.join(_HALT_S)
+
+
+def _keep_all() -> None:
+    """Keep the library's objects of all threads for ever, in a forked child."""
+    for thread in list(_LIVE):
+        if thread.alive:
+            thread.keep()
+
+
+atexit.register(_halt_all)
+os.register_at_fork(after_in_child=_keep_all)
 
 
 class OwnerThread:
@@ -47,8 +80,10 @@ class OwnerThread:
         self.alive = True
         """True while it takes jobs: until it is about to end."""
         self._cause: BaseException | None = None
+        self._halted = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        _LIVE.add(self)
 
     def called(self) -> bool:
         """True if jobs wait that the thread has not taken yet."""
@@ -106,6 +141,20 @@ class OwnerThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(wait_s)
 
+    def halt(self) -> None:
+        """Have the thread end after the job or the turn that it is in, with everything as it is; from any thread."""
+        self.keep()
+        self._halted = True
+        self._calls.put(None)
+
+    def join(self, wait_s: float) -> None:
+        """Wait up to `wait_s` for the end of the thread; from another thread."""
+        self._thread.join(wait_s)
+
+    def keep(self) -> None:
+        """Never destroy this object, nor what its crank refers to, until the process ends."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
     def _run(self) -> None:
         cause: BaseException | None = None
         try:
@@ -117,7 +166,7 @@ class OwnerThread:
 
     def _turn(self) -> None:
         idle_s = self._crank()
-        while idle_s is not None:
+        while idle_s is not None and not self._halted:
             try:
                 self._calls.get(timeout=idle_s) if idle_s > 0 else self._calls.get_nowait()
             except queue.Empty:
@@ -128,7 +177,8 @@ class OwnerThread:
                     self._jobs.popleft()()
                 for _ in range(len(self._jobs)):  # what has come meanwhile: the crank may start something long
                     self._jobs.popleft()()
-            idle_s = self._crank()
+            if not self._halted:
+                idle_s = self._crank()
 
     def _finish(self, cause: BaseException | None) -> None:
         self._cause = cause

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -92,6 +93,7 @@ class KeptConnection:
         self._over = over
         self._numbers = itertools.count(1)
         self._asked = 0
+        self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.DEALER)
         try:
@@ -122,7 +124,7 @@ class KeptConnection:
 
     def close(self) -> None:
         """Close its sockets. Closing twice is fine."""
-        if self.closed:
+        if self.closed or self._pid != os.getpid():
             return
         self.closed = True
         if not self._loop.is_closed():
@@ -157,7 +159,7 @@ class KeptConnection:
     def _look(self) -> None:
         """Take all messages that have come, or look again soon: ZeroMQ tells the loop of a change once."""
         for _ in range(_TAKEN_AT_ONCE):
-            frames = None if self.closed else _received(self._socket)
+            frames = None if self.closed or self._pid != os.getpid() else _received(self._socket)
             if frames is None:
                 return
             self._take(frames)
@@ -176,7 +178,7 @@ class KeptConnection:
             self._tell(frames)
 
     def _look_at_monitor(self) -> None:
-        while not self.closed and (frames := _received(self._monitor)) is not None:
+        while not self.closed and self._pid == os.getpid() and (frames := _received(self._monitor)) is not None:
             event = zmq.Event(parse_monitor_message(frames)["event"])
             if event == zmq.Event.CONNECT_RETRIED:
                 self._tell(event)
