@@ -135,7 +135,7 @@ class Config:
     registering a cache that needs them raises ConfigError."""
     host_buffer_bytes_max: int = 0
     """Host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB, at most an
-    eighth of the host's memory, shared by the engine's ranks."""
+    eighth of the memory of host or container, shared by the engine's ranks."""
 
     store_dir: str | PathLike[str] | None = None
     """Folder for saved blocks (`Runtime.save_blocks`). Each rank has a folder in it, for one runtime at a time."""

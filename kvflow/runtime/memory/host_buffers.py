@@ -8,7 +8,6 @@ the copy thread: by kvflow's own function for torch devices, or by one that the 
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -32,6 +31,7 @@ from kvflow.runtime.memory.copies import (
     to_device,
     to_host,
 )
+from kvflow.runtime.memory.host_memory import host_memory_bytes
 from kvflow.runtime.memory.pool import Pool
 
 if TYPE_CHECKING:
@@ -120,6 +120,5 @@ def host_buffers(
 
 
 def _bytes_max(cache_bytes: int, ranks: int) -> int:
-    """Default size of all host blocks: enough for long prompts, and never much of the host's memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(max(cache_bytes // 4, _BYTES_LEAST), memory // 8 // ranks)
+    """Default size of all host blocks: enough for long prompts, and never much of the memory of host or container."""
+    return min(max(cache_bytes // 4, _BYTES_LEAST), host_memory_bytes() // 8 // ranks)

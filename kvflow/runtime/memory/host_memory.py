@@ -1,0 +1,51 @@
+"""Memory that this process may have: the host's, or what its container's control groups allow.
+
+A limit of control groups holds for all groups inside, so each group from the process's own up to the first is asked,
+of both versions. What cannot be read is no limit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process may have. `root` is where /proc and /sys are, for tests."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_limits(root)])
+
+
+def _limits(root: Path) -> Iterator[int]:
+    """Limits of all groups that the process is in."""
+    own = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            own["cgroup2"] = PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            own["cgroup"] = PurePosixPath(path)
+    for line in _lines(root / "proc/self/mountinfo"):
+        mounted, separator, system = line.partition(" - ")
+        if not separator:
+            continue
+        kind, *_, options = system.split()
+        shown, place = mounted.split()[3:5]
+        if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        # In a container the mount may begin at the container's own group, whose path is that of the host.
+        inside = own[kind].relative_to(shown) if own[kind].is_relative_to(shown) else PurePosixPath()
+        name = "memory.max" if kind == "cgroup2" else "memory.limit_in_bytes"
+        for group in (inside, *inside.parents):
+            for text in _lines(root / place.lstrip("/") / group / name):
+                if text.isdecimal():  # else "max"
+                    yield int(text)
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines of a file; none if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
