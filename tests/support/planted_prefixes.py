@@ -142,5 +142,5 @@ PREFIX_MUTATIONS = {
     "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", 443),
     "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 30),
     "say_that_blocks_are_safe": (say_that_blocks_are_safe, "I1", 86),
-    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I9", 115),
+    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I5 I9", 115),
 }

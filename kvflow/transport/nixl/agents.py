@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +114,9 @@ class NixlAgents:
 
     def __init__(self, config: Config, name: str, put: Callable[[Event], None], called: Callable[[], bool]) -> None:
         """`called` is True while there are jobs that the thread has not taken yet."""
-        self._bindings = import_bindings()
+        self._bindings = bindings = import_bindings()
+        self._memory_kinds = defaultdict[str, Any](lambda: bindings.VRAM_SEG, cpu=bindings.DRAM_SEG)
+        """NIXL's kind of memory by that of the device; all that are not the host are one to NIXL."""
         self._errors = error_types(self._bindings)
         self._put = put
         self._called = called
@@ -184,13 +186,9 @@ class NixlAgents:
         try:
             for agent, its_use in ((self._serving, MemoryUse.SERVED), (self._reading, MemoryUse.READ_INTO)):
                 if its_use in use:
-                    agent.register(self._bindings.nixlRegDList(self._memory_kind(device), rows))
+                    agent.register(self._bindings.nixlRegDList(self._memory_kinds[device.kind], rows))
         except self._errors as error:
             raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
-
-    def _memory_kind(self, device: Device) -> Any:
-        """Return NIXL's kind of memory, in which all devices are one."""
-        return self._bindings.DRAM_SEG if device.kind == "cpu" else self._bindings.VRAM_SEG
 
     def _use_cuda(self, number: int) -> None:
         """Prepare reads into a device's memory: UCX needs a context on the thread, and some devices need flushes."""
@@ -500,4 +498,4 @@ class NixlAgents:
         return count
 
     def _descriptor_list(self, rows: UInt64Array, device: Device) -> Any:
-        return self._bindings.nixlXferDList(self._memory_kind(device), rows)
+        return self._bindings.nixlXferDList(self._memory_kinds[device.kind], rows)
