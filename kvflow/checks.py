@@ -237,7 +237,7 @@ def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind 
 
 def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError) -> npt.NDArray[np.int64]:
     """A flat list of whole numbers, or an array of any package, as an array of its own."""
-    array = answer(lambda: np.asarray(values))
+    array = answer(lambda: _array_of(values))
     if array is not None and array.ndim == 1 and not isinstance(values, bytearray):
         if not len(array):
             return np.empty(0, dtype=np.int64)
@@ -246,6 +246,12 @@ def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError)
         if fits and kinds is not None and not kinds & {bool, np.bool_}:
             return array.astype(np.int64)
     raise error(f"{what}: expected a flat list of whole numbers of 64 bits, got {shown(values)}")
+
+
+def _array_of(values: object) -> npt.NDArray[Any]:
+    if type(values) is range:  # numpy would ask it for one number after the other
+        return np.arange(values.start, values.stop, values.step)
+    return np.asarray(values)
 
 
 def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind = RequestError) -> str:

@@ -83,7 +83,8 @@ class StockReach:
         deadline = self._sights.deadline_of(sight, peer, connection.agent, ticket)
         count, split = sum(map(len, ticket.block_tables)), connection.split
         if count * split > self._block_ids_max:
-            why = f"{count} blocks of {split} physical ones each: at most {self._block_ids_max} in all"
+            most = f"at most {self._block_ids_max} in all (limits.block_ids_max)"
+            why = f"{count} blocks of {split} physical ones each: {most}"
             raise peer.at.failure(PeerIncompatible, why)
         tables, rank = needed_blocks(ticket, connection.groups, split), peer.rank
         lease = msgspec.structs.replace(

@@ -178,7 +178,10 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
             await seen(listener, dropped=0, connections=1)
 
 
-async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_others_get_theirs() -> None:
+async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_others_get_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "ANSWER_BYTES_MAX", 16 << 20)
     question = codec.encode_frames(codec.our_header(b"", 1), numbered(1))
     async with listening(PLAIN, answer=large_or_small) as listener, relayed(listener.port) as (address, flows):
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as reader, asking() as channel:

@@ -269,7 +269,7 @@ async def test_an_offer_of_more_than_the_host_buffers_or_a_ticket_can_take() -> 
         (pair_of("always", host_buffer_bytes_max=3 * BLOCK_BYTES), "16 tokens need 4 host blocks, there are 3 "),
         (
             inproc_pair(config=limited(CONFIG, block_ids_max=3), producer_world=world, consumer_world=world),
-            r"16 tokens need 4 blocks, at most 3 \(block_ids_max\)$",
+            r"16 tokens need 4 blocks, at most 3 \(limits.block_ids_max\)$",
         ),
     ):
         async with made as pair:

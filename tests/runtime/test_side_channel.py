@@ -16,7 +16,7 @@ from budgets import budget
 from pairs import EnginePair, cache_of, engine_world, load_request, open_pair
 from tests_support import PATIENT, WAIT_S, altered, small_cache, until
 
-from kvflow import Config, LeaseOutcome, Runtime, Ticket
+from kvflow import Config, LeaseOutcome, Limits, Runtime, ServeRequest, Ticket
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.protocol import codec, messages
 from kvflow.errors import (
@@ -26,6 +26,7 @@ from kvflow.errors import (
     PeerNotReady,
     PeerRefused,
     PeerUnreachable,
+    PrefillFailed,
     ProtocolError,
 )
 from kvflow.runtime.channel import connections
@@ -266,3 +267,22 @@ async def send_only(address: str, messages: list[list[bytes]]) -> None:
                 socket.setsockopt(zmq.LINGER, int(WAIT_S * 1000))
                 socket.connect(address)
                 await socket.send_multipart(frames)
+
+
+async def test_an_offer_that_no_answer_can_carry_is_said_to_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ANSWER_BYTES_MAX", 1 << 14)  # what describes a cache is smaller
+    ids = list(range(1 << 13))
+    async with open_pair(num_blocks=len(ids)) as pair:
+        tokens = len(ids) * cache_of(pair.writer).local.groups[0].block_size
+        introduction = pair.writer.serve_blocks(ServeRequest("hello", [], 0)).ticket
+        lease = pair.writer.serve_blocks(ServeRequest("long", ids, tokens))
+        ticket = Ticket.rendezvous(introduction, "long")
+        error = await pair.fails(PrefillFailed, ticket.to_params(), ids, match=r"8192 block ids are too many")
+        assert "at most 16384 can be sent" in str(error)
+        assert "limits.block_ids_max" in str(error)
+        lease.revoke()
+
+
+def test_a_reader_of_more_block_ids_takes_larger_answers() -> None:
+    assert connections.answer_bytes_max(Limits()) == connections.answer_bytes_max(Limits(block_ids_max=1)) == 4 << 20
+    assert connections.answer_bytes_max(Limits(block_ids_max=1 << 20)) > 5 * (1 << 20), "an id takes up to 5 bytes"

@@ -55,7 +55,7 @@ def foreign_text(struct: Ticket | RankLease) -> RequestError:
 
 
 def too_many(count: int, most: int) -> RequestError:
-    return RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
+    return RequestError(f"ticket: {count} block ids in all, at most {most} (limits.block_ids_max)")
 
 
 _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")

@@ -249,7 +249,7 @@ def _tables(value: object, block_ids_max: int) -> tuple[tuple[int, ...], ...]:
         raise RequestError(f"{what}: expected a list for each group, got {shown(value)}")
     tables: Sequence[Sequence[Any]] = value
     if (found := sum(map(len, tables))) > block_ids_max:
-        raise RequestError(f"{what}: {found} block ids, at most {block_ids_max}")
+        raise RequestError(f"{what}: {found} block ids, at most {block_ids_max} (limits.block_ids_max)")
     for ids in tables:
         for number in ids:
             if type(number) is not int or not 0 <= number <= _BLOCK_MAX:

@@ -52,7 +52,7 @@ class ZmqSideChannel:
         self._now_s = now_s
         self._keyring: Keyring | None = None
         self._lookups = Lookups()
-        self._connections = Connections()
+        self._connections = Connections(config.limits)
 
     async def listen(self, answer: Answer) -> ZmqListener:
         return ZmqListener(self._config, await self._own_host(), await self._keys(), answer, self._now_s)
@@ -152,7 +152,8 @@ def _failure(event: zmq.Event, target: messages.Target, address: str, ours: str,
         return failure(PeerRefused, target, address, why)
     if event == zmq.Event.DISCONNECTED:
         why = "the peer closed the connection without an answer: it is no kvflow side channel, ends, or has too many"
-        return failure(PeerUnreachable, target, address, f"{why} readers (limits.side_channel_connections_max)")
+        why += " readers (limits.side_channel_connections_max), or answers with more than this reader takes"
+        return failure(PeerUnreachable, target, address, f"{why} (limits.block_ids_max)")
     why = "it may use CURVE, which we do not (curve_secret_key_file, curve_peers_dir)"
     if curve:
         why = f"it may not use CURVE, as we do, or our {target.engine_id}.public is not the key that it uses"

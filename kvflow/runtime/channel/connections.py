@@ -29,12 +29,14 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.core.protocol import codec
+from kvflow.limits import Limits
 from kvflow.runtime import open_files
 from kvflow.runtime.channel.keyring import KeyPair
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 
 ANSWER_BYTES_MAX = 4 << 20
-"""Bytes of an answer, which describes a whole cache."""
+"""Bytes of an answer, which describes a whole cache or offers as many block ids as limits allow by default."""
+_BLOCK_ID_BYTES = 8
 KEPT_IDLE_S = 5.0
 """Time a connection to a peer is kept after its last question, for the next one."""
 KEPT_MAX = 32
@@ -196,10 +198,16 @@ class KeptConnection:
             question.heard.put_nowait(heard)
 
 
+def answer_bytes_max(limits: Limits) -> int:
+    """Return the largest answer in bytes, both as a reader takes it and as a listener sends it."""
+    return ANSWER_BYTES_MAX + _BLOCK_ID_BYTES * max(limits.block_ids_max - Limits().block_ids_max, 0)
+
+
 class Connections:
     """All connections of one engine, to whomever it asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self._answer_bytes_max = answer_bytes_max(limits)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[KeptConnection] = set()
         self._shared: dict[ListenerWay, dict[KeptConnection, None]] = {}
@@ -224,7 +232,7 @@ class Connections:
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         try:
-            connection = KeptConnection(self._context, way, ANSWER_BYTES_MAX, self._forget)
+            connection = KeptConnection(self._context, way, self._answer_bytes_max, self._forget)
         except BaseException:
             self._end_if_done()
             raise

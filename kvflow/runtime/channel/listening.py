@@ -40,6 +40,7 @@ from kvflow.errors import ConfigError
 from kvflow.hosts import ANY, ANY_V6, address_at, is_v6
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
+from kvflow.runtime.channel.connections import answer_bytes_max
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics, refusal
 
@@ -89,6 +90,7 @@ class ZmqListener:
         self._answer = answer
         self._now_s = now_s
         per_s = config.limits.side_channel_requests_per_s_max
+        self._answer_bytes_max = answer_bytes_max(config.limits)
         self._rates = RateLimiter(requests_per_s=per_s, peers_max=_RATED_PEERS_MAX)
         self._log_lines = RateLimiter(requests_per_s=_LOG_LINES_PER_S, peers_max=1)
         self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
@@ -222,7 +224,13 @@ class ZmqListener:
         if isinstance(reply, messages.Refusal):
             outcome = "refused"
             self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
-        self._post([sender, *codec.encode_frames(codec.our_header(b"", question), reply)], outcome)
+        header = codec.our_header(b"", question)
+        frames = codec.encode_frames(header, reply)
+        if (size := sum(map(len, frames))) > self._answer_bytes_max:
+            outcome, why = "refused", f"its answer takes {size} bytes, at most {self._answer_bytes_max} can be sent"
+            self._log(logging.WARNING, f"refused a peer's request: {why} (limits.block_ids_max raises that)")
+            frames = codec.encode_frames(header, _too_large(reply, why))
+        self._post([sender, *frames], outcome)
 
     def _answer_stranger(self, answer: AnswerStranger, sender: bytes, question: bytes) -> None:
         """Answer a reader of another make as it expects it, or not at all: another answer may make it exit."""
@@ -340,3 +348,11 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
         return str(frame.get(name))
     except zmq.ZMQError:
         return None
+
+
+def _too_large(reply: messages.Reply, why: str) -> messages.Reply:
+    """Return what is answered in place of a reply that is larger than readers take."""
+    if isinstance(reply, messages.Offer):
+        count = sum(map(len, reply.block_ids))
+        return messages.Declined(reason=f"{count} block ids are too many for an answer: {why} (limits.block_ids_max)")
+    return refusal(why)

@@ -44,7 +44,7 @@ class GrowingLeases:
         if not opened.entry.is_open:
             return
         if len(held.entries) + count > self._block_ids_max:
-            most = f"at most {self._block_ids_max} (block_ids_max)"
+            most = f"at most {self._block_ids_max} (limits.block_ids_max)"
             raise RequestError(f"{what}: {len(held.entries) + count} block ids in all, {most}")
         self._blocks.extend(held, block_ids, f"{what}: extend()")
         self._tell(opened.ticket.request_id)

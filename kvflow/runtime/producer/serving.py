@@ -159,7 +159,7 @@ class Serving:
         held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
         if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
             self._blocks.give_up(held)  # no reader takes such a ticket
-            raise RequestError(f"{what}: {tokens} tokens need {count} blocks, at most {most} (block_ids_max)")
+            raise RequestError(f"{what}: {tokens} tokens need {count} blocks, at most {most} (limits.block_ids_max)")
         if computed is not None and computed > (holds := self._blocks.holds(held)):
             self._blocks.give_up(held)
             raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")

@@ -272,10 +272,12 @@ def test_too_many_block_ids_are_refused_before_they_are_read(path: str) -> None:
     """Those of the ranks count as well, and those in another mapping."""
     for ticket in (TICKET, TICKET.to_params(), MappingProxyType(TICKET.to_params())):
         assert read_ticket(ticket, 6) == TICKET
-        with pytest.raises(RequestError, match=r"^ticket: 6 block ids in all, at most 5 \(block_ids_max\)$"):
+        with pytest.raises(RequestError, match=r"^ticket: 6 block ids in all, at most 5 \(limits.block_ids_max\)$"):
             read_ticket(ticket, 5)
     params = changed(path, Unread(range(1000)))
-    with pytest.raises(RequestError, match=r"^ticket: 100[036] block ids in all, at most 999 \(block_ids_max\)$"):
+    with pytest.raises(
+        RequestError, match=r"^ticket: 100[036] block ids in all, at most 999 \(limits.block_ids_max\)$"
+    ):
         read_ticket(params, 999)
 
 
@@ -575,7 +577,7 @@ def test_a_ticket_says_that_blocks_follow() -> None:
     [
         ({"extends": True, "num_tokens": 1}, "tokens need"),
         # Blocks to come are not listed: their number alone is judged, before anything is made of it.
-        ({"extends": True, "num_tokens": 1 << 60}, r"at most 1000 \(block_ids_max\)"),
+        ({"extends": True, "num_tokens": 1 << 60}, r"at most 1000 \(limits.block_ids_max\)"),
         ({"extends": 1}, "extends"),
         ({"awaited": True}, "a rendezvous knows no blocks"),
         ({"awaited": "yes"}, "awaited"),
