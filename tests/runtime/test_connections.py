@@ -178,6 +178,28 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
             await seen(listener, dropped=0, connections=1)
 
 
+OFFER = messages.Offer(
+    lease=None, num_tokens=900_000, ttl_s=1.0, block_ids=((1 << 20,) * 900_000,), extends=False, prompt_digest=""
+)
+
+
+async def test_an_answer_is_as_large_as_its_own_reader_takes_whatever_the_producer_could_send() -> None:
+    """The connection goes on: a reader that takes fewer block ids is told so by a typed answer."""
+    many = limited(PLAIN, block_ids_max=1 << 20)
+    replies: dict[messages.Request, messages.Reply] = {numbered(1): OFFER, numbered(2): LARGE}
+    async with listening(many, answer=lambda _, asked: replies.get(asked, ANSWER)) as listener:
+        address = f"tcp://127.0.0.1:{listener.port}"
+        with asking(PLAIN) as channel:
+            declined, refused = await start(channel, address, 1), await start(channel, address, 2)
+            assert isinstance(declined, messages.Declined)
+            assert f"the reader takes at most {4 << 20} (limits.block_ids_max)" in declined.reason
+            assert isinstance(refused, messages.Refusal)
+            assert await start(channel, address, 0) == ANSWER
+            await seen(listener, connections=1, answered=1, refused=2)
+        with asking(many) as channel:
+            assert await start(channel, address, 1) == OFFER
+
+
 async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_others_get_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -209,7 +209,7 @@ each_verb = pytest.mark.parametrize("verb", [load, release, prewarm, keep], ids=
 @pytest.mark.parametrize(
     ("tp", "pp", "named", "why"),
     [
-        (1024, 4, 1024, r"tp_size 1024, pp_size 4: .* 4096 ranks of it, at most 256 \(load_ranks_max\)"),
+        (1024, 4, 1024, r"tp_size 1024, pp_size 4: .* 4096 ranks of it, at most 256 \(limits.load_ranks_max\)"),
         (1024, 1024, 1, "pp_size 1024, but the model has 16 layers"),
         (1, 17, 17, "pp_size 17, but the model has 16 layers"),
         (32, 16, 1, r"512 ranks of it, at most 256"),
@@ -348,13 +348,13 @@ async def test_a_silent_newcomer_makes_room_for_the_next_one_and_its_load_is_tol
         silent = asyncio.create_task(ended(load(made.runtime, forged(made.lease.ticket))))
         await until(lambda: made.asked)
         # It might answer any moment.
-        await made.pair.fails(Overloaded, made.lease, match=r"all 1 peers are in use \(peers_max\)")
+        await made.pair.fails(Overloaded, made.lease, match=r"all 1 peers are in use \(limits.peers_max\)")
         await pass_time(PATIENCE_S)
         await made.honest()
         error = await silent
         assert isinstance(error, Overloaded)
         where = "request 'req': engine 'forged' (dp 0 pp 0 tp 0) at tcp://silent-0:5600"
-        assert str(error) == f"{where}: it made room for another of 1 peers (peers_max)"
+        assert str(error) == f"{where}: it made room for another of 1 peers (limits.peers_max)"
         assert (error.request_id, error.peer) == ("req", "tcp://silent-0:5600")
         assert made.open == 0, "its question has ended, too"
 
@@ -375,7 +375,7 @@ async def test_a_table_full_of_peers_in_use_is_not_the_callers_fault() -> None:
         old = EnginePair(producer=known, consumer=made.pair.consumer)
         busy = await old.hold(old.offer([1], "first"), [2])
         error = await made.pair.fails(
-            Overloaded, made.lease, match=r"^request 'req': engine 'producer' .* \(peers_max\)"
+            Overloaded, made.lease, match=r"^request 'req': engine 'producer' .* \(limits.peers_max\)"
         )
         assert (error.request_id, error.peer) == ("req", made.lease.ticket.address)
         assert str(error).count("producer") == 1

@@ -278,7 +278,7 @@ async def test_an_offer_that_no_answer_can_carry_is_said_to_be_too_large(monkeyp
         lease = pair.writer.serve_blocks(ServeRequest("long", ids, tokens))
         ticket = Ticket.rendezvous(introduction, "long")
         error = await pair.fails(PrefillFailed, ticket.to_params(), ids, match=r"8192 block ids are too many")
-        assert "at most 16384 can be sent" in str(error)
+        assert "the reader takes at most 16384" in str(error)
         assert "limits.block_ids_max" in str(error)
         lease.revoke()
 

@@ -36,6 +36,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     fingerprint: Digest
     question: Count = 0
     """Number of the question on its connection; an answer has the same. 0 from a peer that does not number them."""
+    answer_bytes_max: Count = 0
+    """Bytes of the largest answer that the reader takes; 0 from a reader that does not say."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -45,8 +47,8 @@ def encode_frames(header: Header, body: Request | Reply) -> list[bytes]:
     return [encode(header), encode(body)]
 
 
-def our_header(fingerprint: bytes, question: int = 0) -> Header:
-    return Header(magic=MAGIC, version=PROTOCOL_VERSION, fingerprint=fingerprint, question=question)
+def our_header(fingerprint: bytes, question: int = 0, answer_bytes_max: int = 0) -> Header:
+    return Header(MAGIC, PROTOCOL_VERSION, fingerprint, question, answer_bytes_max)
 
 
 def decode_header(frame: bytes) -> Header:

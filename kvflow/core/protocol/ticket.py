@@ -635,6 +635,13 @@ def _listed(value: Any) -> Any:
     return value
 
 
+def check_count(ticket: Ticket, block_ids_max: int, what: str) -> None:
+    """RequestError if a ticket whose types are right is of more block ids than that, now or in the end."""
+    count = max(_block_ids_in(ticket), sum(ticket.block_counts) if ticket.extends else 0)
+    if count > block_ids_max:
+        raise too_many(count, block_ids_max, what)
+
+
 def _block_ids_in(ticket: Ticket) -> int:
     count = 0
     parts: tuple[Ticket | RankLease, ...] = (ticket, *ticket.ranks)

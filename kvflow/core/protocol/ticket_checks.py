@@ -54,8 +54,8 @@ def foreign_text(struct: Ticket | RankLease) -> RequestError:
     return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
 
 
-def too_many(count: int, most: int) -> RequestError:
-    return RequestError(f"ticket: {count} block ids in all, at most {most} (limits.block_ids_max)")
+def too_many(count: int, most: int, what: str = "ticket") -> RequestError:
+    return RequestError(f"{what}: {count} block ids in all, at most {most} (limits.block_ids_max)")
 
 
 _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")

@@ -28,6 +28,7 @@ from typing import TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvflow.checks import INT64_MAX
 from kvflow.core.protocol import codec
 from kvflow.limits import Limits
 from kvflow.runtime import open_files
@@ -92,6 +93,7 @@ class KeptConnection:
         self.spent = False
         """True if a question over it was left without an answer."""
         self.closed = False
+        self._answer_bytes_max = min(answer_bytes_max, INT64_MAX)
         self._over = over
         self._numbers = itertools.count(1)
         self._asked = 0
@@ -104,7 +106,7 @@ class KeptConnection:
             self._socket.close(linger=0)
             raise
         try:
-            self._set_up(way, answer_bytes_max)
+            self._set_up(way, self._answer_bytes_max)
         except BaseException:
             self._close_sockets()
             raise
@@ -116,7 +118,7 @@ class KeptConnection:
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
         """Send a question. Raises ZMQError."""
         question = OpenQuestion(next(self._numbers))
-        header = codec.encode(codec.our_header(fingerprint, question.number))
+        header = codec.encode(codec.our_header(fingerprint, question.number, self._answer_bytes_max))
         with suppress(zmq.Again):  # it has failed already, and the monitor is about to say how
             self._socket.send_multipart([header, body], flags=zmq.NOBLOCK)
         self._asked += 1

@@ -209,26 +209,27 @@ class ZmqListener:
         else:
             reply = self._reply_to(header, body_frame, engine)
         if isinstance(reply, asyncio.Future):
-            reply.add_done_callback(partial(self._send_late, sender, header.question))
+            reply.add_done_callback(partial(self._send_late, sender, header))
         else:
-            self._send(sender, header.question, reply)
+            self._send(sender, header, reply)
 
-    def _send_late(self, sender: bytes, question: int, reply: asyncio.Future[messages.Reply]) -> None:
+    def _send_late(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
         """Send a reply that was promised."""
         if not reply.cancelled() and not self._socket.closed:
-            self._send(sender, question, reply.result())
+            self._send(sender, asked, reply.result())
 
-    def _send(self, sender: bytes, question: int, reply: messages.Reply) -> None:
+    def _send(self, sender: bytes, asked: codec.Header, reply: messages.Reply) -> None:
         """Send a reply, or drop it if its connection takes no more."""
         outcome = "answered"
         if isinstance(reply, messages.Refusal):
             outcome = "refused"
             self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
-        header = codec.our_header(b"", question)
+        header = codec.our_header(b"", asked.question)
         frames = codec.encode_frames(header, reply)
-        if (size := sum(map(len, frames))) > self._answer_bytes_max:
-            outcome, why = "refused", f"its answer takes {size} bytes, at most {self._answer_bytes_max} can be sent"
-            self._log(logging.WARNING, f"refused a peer's request: {why} (limits.block_ids_max raises that)")
+        most = asked.answer_bytes_max or self._answer_bytes_max  # a reader that gets more closes the connection
+        if (size := sum(map(len, frames))) > most:
+            outcome, why = "refused", f"its answer takes {size} bytes, the reader takes at most {most}"
+            self._log(logging.WARNING, f"refused a peer's request: {why} (its limits.block_ids_max raises that)")
             frames = codec.encode_frames(header, _too_large(reply, why))
         self._post([sender, *frames], outcome)
 

@@ -67,7 +67,8 @@ class FirstContacts:
             if contact.state is ContactState.LEAVING:
                 why = f"no answer within {self._patience_s:.3g} s, and others wait to be asked"
                 raise peer.failure(PeerUnreachable, why) from None
-            others = f"{self._config.limits.first_contacts_max} other new peers are asked at once (first_contacts_max)"
+            most = self._config.limits.first_contacts_max
+            others = f"{most} other new peers are asked at once (limits.first_contacts_max)"
             why = f"no turn to ask it within {self._config.handshake_timeout_s} s: {others}"
             raise overloaded(peer, why) from None
         finally:

@@ -22,7 +22,8 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket, check_count, read_ticket
+from kvflow.core.protocol.ticket_checks import too_many
 from kvflow.errors import (
     KVFlowError,
     LeaseExpired,
@@ -140,6 +141,8 @@ class Rendezvous:
             if connected is not None:
                 connected()
             offer = await self._offer(ticket, peer, give_up_s)
+            if (count := sum(map(len, offer.block_ids))) > (most := self._limits.block_ids_max):
+                raise too_many(count, most, f"request {ticket.request_id!r}: the offer of {at}")
             if offer.lease is None:
                 if any(offer.block_ids) or offer.extends:
                     raise at.failure(ProtocolError, "an offer of blocks without a lease")
@@ -224,21 +227,20 @@ class Rendezvous:
         }
         ranks = [leases.pop((rank.pp_rank, rank.tp_rank), rank) for rank in ticket.ranks]
         tables = first.block_ids or ((),)
+        offered = msgspec.structs.replace(
+            ticket,
+            awaited=False,
+            block_ids=tables[0],
+            more_block_ids=tables[1:],
+            num_tokens=first.num_tokens,
+            ttl_s=min(offer.ttl_s for _, offer in offers),
+            extends=first.extends,
+            prompt_digest=first.prompt_digest,
+            ranks=(*ranks, *leases.values()),
+        )
+        check_count(offered, self._limits.block_ids_max, f"request {ticket.request_id!r}: the offer of {first_at}")
         try:
-            return read_ticket(
-                msgspec.structs.replace(
-                    ticket,
-                    awaited=False,
-                    block_ids=tables[0],
-                    more_block_ids=tables[1:],
-                    num_tokens=first.num_tokens,
-                    ttl_s=min(offer.ttl_s for _, offer in offers),
-                    extends=first.extends,
-                    prompt_digest=first.prompt_digest,
-                    ranks=(*ranks, *leases.values()),
-                ),
-                self._limits.block_ids_max,
-            )
+            return read_ticket(offered)
         except RequestError as error:
             raise first_at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
 

@@ -27,6 +27,7 @@ from kvflow.errors import (
     KVFlowError,
     PeerError,
     PeerNotReady,
+    PeerRefused,
     PeerUnreachable,
     ProtocolError,
     RuntimeBroken,
@@ -35,7 +36,7 @@ from kvflow.errors import (
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.contacts import FirstContacts, overloaded, patience_s
-from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, expendable
+from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, expendable, words
 from kvflow.transport.base import AgentName
 
 T = TypeVar("T")
@@ -379,8 +380,8 @@ class Peers:
         asked_s, used_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
         peer = expendable(self.known.values(), asked_before_s=asked_s, used_before_s=used_s)
         if peer is None:
-            raise overloaded(newcomer, f"no room for it: all {len(self.known)} peers are in use (peers_max)")
-        why = f"it made room for another of {len(self.known)} peers (peers_max)"
+            raise overloaded(newcomer, f"no room for it: all {len(self.known)} peers are in use (limits.peers_max)")
+        why = f"it made room for another of {len(self.known)} peers (limits.peers_max)"
         if peer.handshake is not None:
             self._give_up(peer, peer.handshake, why)
         self._drop(peer, why)
@@ -400,7 +401,9 @@ class Peers:
 
 
 def _expected(peer: Peer, reply: messages.Reply, kind: type[T]) -> T | messages.NoLease:
-    """A peer's answer about a lease; ProtocolError if it is another one."""
+    """A peer's answer about a lease; ProtocolError if it is another one, PeerRefused if the peer declines."""
     if isinstance(reply, (kind, messages.NoLease)):
         return reply
+    if isinstance(reply, messages.Declined):
+        raise peer.at.failure(PeerRefused, words(reply.reason))
     raise peer.at.failure(ProtocolError, f"expected {kind.__name__}, got {type(reply).__name__}")

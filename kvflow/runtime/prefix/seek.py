@@ -19,7 +19,7 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
-from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket, check_count, read_ticket
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address
 from kvflow.runtime.context import RankContext
@@ -290,7 +290,8 @@ def _ticket(
         fixed_ports=engine.fixed_ports,
         ranks=(*ranks, *engine.others),
     )
+    check_count(ticket, block_ids_max, f"the offer of {offers[0][0]}")
     try:
-        return read_ticket(ticket, block_ids_max)
+        return read_ticket(ticket)
     except RequestError as error:
         raise offers[0][0].failure(ProtocolError, f"what it offers cannot be right: {error}") from error

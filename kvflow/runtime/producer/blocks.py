@@ -141,7 +141,7 @@ class OfferedBlocks:
         with ExitStack() as undo:
             seal_index = self._seals.take()
             if seal_index is None:
-                raise RequestError(f"{what}: {self._seals.count} leases are open (leases_max)")
+                raise RequestError(f"{what}: {self._seals.count} leases are open (limits.leases_max)")
             undo.callback(self._seals.give_back, seal_index)
             self._ledger.lease(entries)
             undo.callback(self._ledger.release, entries)

@@ -134,7 +134,7 @@ def test_frames_are_a_header_and_a_body() -> None:
     ("frame", "fields"),
     [
         (["kvflow", 9, b""], (9, b"", 0)),  # a newer peer can be told which version we speak
-        (["kvflow", 9, b"f", 7, {"new": "field"}], (9, b"f", 7)),
+        (["kvflow", 9, b"f", 7, 8, {"new": "field"}], (9, b"f", 7, 8)),
         (["kvflow", 9], None),
         (["kvfl0w", 1, b""], None),
         (["", 1, b""], None),
@@ -142,7 +142,7 @@ def test_frames_are_a_header_and_a_body() -> None:
     ],
 )
 def test_a_header_of_any_version_is_read_and_none_that_is_not_ours(
-    frame: list[object], fields: tuple[int, bytes, int] | None
+    frame: list[object], fields: tuple[int, bytes, int] | tuple[int, bytes, int, int] | None
 ) -> None:
     """It may leave out which question it is of."""
     if fields is not None:
