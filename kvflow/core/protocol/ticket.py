@@ -149,7 +149,7 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     """True if the offer is not known yet: a rendezvous."""
 
 
-_pack = msgspec.msgpack.Encoder().encode
+_pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
 _DIGEST_OF = operator.attrgetter("digest")
 _IDS_OF = operator.attrgetter("block_ids", "more_block_ids")
 _TOKENS_OF = operator.attrgetter("num_tokens", "prompt_digest", "extends", "awaited")
@@ -426,7 +426,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
             entries = zip(ticket.ranks, _digests(ticket), strict=True)
             ranks = tuple(msgspec.structs.replace(lease, digest=digest) for lease, digest in entries)
             extension = _TicketExtension(version=PROTOCOL_VERSION, ranks=ranks, **offer)
-            kvflow = _listed(msgspec.to_builtins(extension))
+            kvflow = _unpack(_pack(extension))  # builtins as JSON has them: lists, no tuples
         except (TypeError, UnicodeEncodeError) as error:  # a text of another class, or half a surrogate pair
             raise RequestError(f"ticket: {shown(error)}") from error
         first = kvflow["ranks"][0]
@@ -624,15 +624,6 @@ def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
         return msgspec.convert(given, kind)
     except Exception as error:
         raise wrong(given, error) from error
-
-
-def _listed(value: Any) -> Any:
-    """Builtins as JSON has them, with lists in place of tuples."""
-    if isinstance(value, dict):
-        return {name: _listed(one) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [*value] if value and isinstance(value[0], int) else [*map(_listed, value)]
-    return value
 
 
 def check_count(ticket: Ticket, block_ids_max: int, what: str) -> None:
