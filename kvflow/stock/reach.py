@@ -119,7 +119,9 @@ class StockReach:
         try:
             check_stage(stage, where.pp_size, held, self._handshakes.ours)
         except Unfit as error:
-            raise at.failure(PeerIncompatible, str(error)) from error
+            misfit = at.failure(PeerIncompatible, str(error))
+            self._peers.note_incompatible(misfit)
+            raise misfit from error
 
     async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
         """A rank that lives, as far as it has shown lately: a process that is gone may have left its number."""

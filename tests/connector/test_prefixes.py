@@ -519,6 +519,7 @@ SOURCE: dict[str, Any] = {"kv_request_id": "r", "remote_host": "10.0.0.7", "remo
         ({}, None),
         ({"remote_kv_source": SOURCE}, "tcp://10.0.0.7:5600"),
         ({"remote_kv_source": {**SOURCE, "remote_host": "::1"}}, "tcp://[::1]:5600"),
+        ({"remote_kv_source": {**SOURCE, "remote_port": 5600.0}}, "tcp://10.0.0.7:5600"),
     ],
 )
 def test_a_source_that_a_router_names(params: dict[str, Any] | None, expected: str | None) -> None:
@@ -527,7 +528,15 @@ def test_a_source_that_a_router_names(params: dict[str, Any] | None, expected: s
 
 @each(
     "given",
-    [7, "tcp://a:1", {}, {**SOURCE, "remote_host": ""}, {**SOURCE, "remote_host": 3}, {**SOURCE, "remote_port": 0}],
+    [
+        7,
+        "tcp://a:1",
+        {},
+        {**SOURCE, "remote_host": ""},
+        {**SOURCE, "remote_host": 3},
+        {**SOURCE, "remote_port": 0},
+        {**SOURCE, "remote_port": 5600.5},
+    ],
 )
 def test_what_cannot_be_a_source(given: object) -> None:
     with pytest.raises(RequestError, match="remote_kv_source"):

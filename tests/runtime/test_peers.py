@@ -143,6 +143,28 @@ async def test_waits_double_while_it_fails_and_each_ends_with_one_question(
     assert (*pair.failed, pair.peer.last_error) == (PeerState.READY, 0, "")
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        one.getMessage() for one in caplog.records if one.levelname == "WARNING" and "every load" in one.getMessage()
+    ]
+
+
+async def test_a_peer_that_never_fits_is_a_warning_once_for_each_reason(
+    pair: ScriptedPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = pair.offer([3])
+    for version in (7, 7, 8, 7, 8):
+        pair.answer(refusal("no", version=version))
+        assert await pair.results(lease.ticket, 3) == [PeerIncompatible] * 3
+        pair.clock.advance(pair.peer.retry_after_s)
+    told = warnings_of(caplog)
+    assert [text.split(";")[0].rpartition(" ")[2] for text in told] == ["7", "8"]
+    assert all("'producer'" in text and lease.ticket.address in text for text in told)
+    pair.answer(NOBODY)
+    await pair.fails(PeerUnreachable, lease)
+    assert warnings_of(caplog) == told, "what is a matter of time is none"
+
+
 async def test_who_is_not_ready_yet_may_be_asked_again_at_once(pair: ScriptedPair) -> None:
     """Who shared the handshake asks for itself: a draining rank connects readers of its open leases only."""
     lease = pair.offer([3])

@@ -301,9 +301,9 @@ def opaque(kv_format: str, **changes: Any) -> Engine:
 )
 @in_virtual_time
 async def test_what_does_not_go_together_is_named_and_nothing_is_written(
-    producer: Engine, consumer: Engine, message: str
+    producer: Engine, consumer: Engine, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No rank of the consumer loads anything, each says why, and the leases stand."""
+    """No rank of the consumer loads anything, each says why and warns of it once, and the leases stand."""
     world = InprocCluster().world()
     case = one_part(producer, consumer, num_tokens=4, offered=(2,), wanted=(1,))
     async with AsyncExitStack() as stack:
@@ -312,8 +312,13 @@ async def test_what_does_not_go_together_is_named_and_nothing_is_written(
         leases = serve(case, producers)
         request = LoadRequest("request", ticket=ticket_of(case, leases), block_ids=case.request_ids(1))
         for rank in consumers:
-            with pytest.raises(PeerIncompatible, match=re.escape(message)):
-                await rank.runtime.load_blocks(request)
+            for _ in range(3):
+                with pytest.raises(PeerIncompatible, match=re.escape(message)):
+                    await rank.runtime.load_blocks(request)
+            told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+            assert len(told) == len(set(told)), told
+            assert any(message in text and "every load from it fails" in text for text in told)
+            caplog.clear()
             assert rank.runtime.state is RuntimeState.OPEN
         assert not any(lease.done for lease in leases)
         for lease in leases:

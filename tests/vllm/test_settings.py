@@ -33,7 +33,7 @@ from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMet
 from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.prefix import RequestPrefixes
-from kvflow.vllm.settings import config_of, extra_of, scheduling_of
+from kvflow.vllm.settings import config_of, extra_of, scheduling_of, warn_of_side_channel
 
 HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
 STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
@@ -63,6 +63,37 @@ def test_ranks_and_names_are_vllms() -> None:
     assert config.role == "both"
     assert config_of(vllm_config("kv_consumer"), tp_rank=0, pp_rank=0).role == "consumer"
     assert (config.listen, config.listen_port) == ("tcp://127.0.0.1:0", 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "extra", "told"),
+    [
+        ({"HOST": "10.0.0.7", "PORT": "5600"}, {}, ["HOST=10.0.0.7, VLLM_NIXL_SIDE_CHANNEL_PORT=5600"]),
+        ({"PORT": "5600"}, {"lease_ttl_s": 7}, ["PORT=5600"]),
+        ({"HOST": "10.0.0.7"}, {"listen": "tcp://10.0.0.7:5600"}, []),
+        ({"HOST": ""}, {}, []),
+        ({}, {}, []),
+    ],
+)
+def test_variables_of_nixl_connector_in_place_of_listen_are_warned_of(
+    variables: dict[str, str],
+    extra: dict[str, Any],
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("HOST", "PORT"):
+        monkeypatch.delenv(f"VLLM_NIXL_SIDE_CHANNEL_{name}", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"VLLM_NIXL_SIDE_CHANNEL_{name}", value)
+    with caplog.at_level("WARNING"):
+        warn_of_side_channel(vllm_config(**extra))
+    found = [one.getMessage() for one in caplog.records if "NixlConnector" in one.getMessage()]
+    assert len(found) == len(told)
+    for line, words in zip(found, told, strict=True):
+        assert f"VLLM_NIXL_SIDE_CHANNEL_{words}: " in line
+        assert "tcp://127.0.0.1:0" in line
+        assert "Set `listen`" in line
 
 
 def test_extra_config_goes_where_it_belongs() -> None:

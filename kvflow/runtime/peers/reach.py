@@ -313,7 +313,9 @@ class Reach:
 
     def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
         what = f"engine {ticket.engine_id!r} at {ticket.address}: it is not compatible"
-        return PeerIncompatible(f"{what}: {'; '.join(problems)}", peer=ticket.address, engine_id=ticket.engine_id)
+        error = PeerIncompatible(f"{what}: {'; '.join(problems)}", peer=ticket.address, engine_id=ticket.engine_id)
+        self._peers.note_incompatible(error)
+        return error
 
 
 def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:

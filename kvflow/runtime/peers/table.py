@@ -20,12 +20,14 @@ from typing import Protocol, TypeVar
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.circuit import NEVER_FAILED, BackOff, Circuit, after_failed_handshake, after_failed_read
 from kvflow.core.policy.contacts import Contact
+from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import PeerEvent, PeerState
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.errors import (
     KVFlowError,
     PeerError,
+    PeerIncompatible,
     PeerNotReady,
     PeerRefused,
     PeerUnreachable,
@@ -33,11 +35,16 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeClosed,
 )
+from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.contacts import FirstContacts, overloaded, patience_s
 from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, expendable, words
 from kvflow.transport.base import AgentName
+
+logger = logger_of(__name__)
+
+_MISFITS_MAX = 1024
 
 T = TypeVar("T")
 
@@ -88,6 +95,8 @@ class Peers:
         self._contacts = FirstContacts(config)
         self.known: dict[tuple[str, Rank, str], Peer] = {}
         """Peers by `Address`; only looked at from outside."""
+        self._misfits: Latest[tuple[str, str], None] = Latest(_MISFITS_MAX)
+        """The addresses and reasons of which `note_incompatible` has warned."""
         self._sweep_timer: Timer | None = None
         self._closed = False
 
@@ -342,8 +351,17 @@ class Peers:
             event = PeerEvent.BACK_OFF
             error.retry_after_s = self._counted(peer, after_failed_handshake)
             peer.last_kind = type(error)
+        if isinstance(error, PeerIncompatible):
+            self.note_incompatible(error)
         peer.note_error(str(error))
         self._disconnect(peer, event, str(error))
+
+    def note_incompatible(self, error: PeerIncompatible) -> None:
+        """Warn of a peer that no load can read from, once for each address and reason."""
+        known = (str(error.peer), str(error))
+        if known not in self._misfits:
+            logger.warning("%s; every load from it fails until the configuration of one side is changed", error)
+        self._misfits[known] = None
 
     def _counted(self, peer: Peer, after: Callable[..., Circuit]) -> float:
         """Count a failure of a peer. Returns for how long it is not asked now."""

@@ -25,6 +25,7 @@ from kvflow.core.stock.wire import (
     encode_metadata,
     encode_question,
 )
+from kvflow.errors import RequestError
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
 VALUES = {**GOLDEN["metadata_values"], "agent_metadata": bytes.fromhex(GOLDEN["metadata_values"]["agent_metadata"])}
@@ -80,6 +81,34 @@ def test_params() -> None:
     assert (ticket.engine_id, ticket.request_id) == ("prefill-1", "cmpl-9d2f-0-0a1b2c3d")
     assert ticket.least_line == "0.29"
     assert ticket.to_params() == params
+
+
+def in_doubles(value: Any) -> Any:
+    """JSON as a gateway leaves it that keeps all numbers as doubles."""
+    if isinstance(value, dict):
+        return {name: in_doubles(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [in_doubles(one) for one in value]
+    return float(value) if type(value) is int else value
+
+
+@pytest.mark.parametrize("name", ["params", "group_params"])
+def test_params_whose_numbers_have_become_doubles(name: str) -> None:
+    plain, doubled = (
+        read_stock(given, arrived=None, lease_s=30.0, block_ids_max=100)
+        for given in (GOLDEN[name], in_doubles(GOLDEN[name]))
+    )
+    assert doubled == plain
+    assert {type(number) for table in doubled.block_tables for number in table} == {int}
+    assert type(doubled.first.port) is int
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"remote_port": 5600.5}, {"remote_port": float("nan")}, {"remote_block_ids": [[0.5]]}]
+)
+def test_doubles_that_are_no_whole_numbers_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        read_stock({**in_doubles(GOLDEN["params"]), **wrong}, arrived=None, lease_s=30.0, block_ids_max=100)
 
 
 def test_params_of_several_groups() -> None:
