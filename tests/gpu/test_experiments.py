@@ -162,7 +162,7 @@ def test_computed_late_and_written_late(found: Found) -> None:
 
 def late(found: Found, pair: Pair, case: str, *, events: bool) -> None:
     """With events no load may be wrong; without them some must be, or the experiment sees nothing."""
-    count, delay_s = found.size((50 if events else 20, 0.02), (5, 0.05))
+    count, delay_s = found.size((25 if events else 10, 0.02), (5, 0.05))
     wrong = {"served early": 0, "loaded early": 0}
     for turn, what in itertools.product(range(count), wrong):
         name, value = f"{what} {case} {events} {turn}", float(turn % VALUES + 2)

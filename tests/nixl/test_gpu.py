@@ -208,10 +208,15 @@ def test_scratch_memory_is_none_that_kernels_of_the_engine_still_write(started: 
 def test_an_engine_may_capture_graphs_while_loads_run(started: Engines, device: str, staging: str) -> None:
     producer, consumer = pair(started, device, config={"staging": staging})
     hand_over(producer, consumer, "connects")
-    capturing = consumer.start("capture", count=50)
-    for turn in range(10):
-        hand_over(producer, consumer, f"r{turn}")
-    capturing.result()
+    producer.call("fill", block_ids=BLOCKS, value=2.0)
+    names = [f"r{turn}" for turn in range(10)]
+    tickets = [producer.call("offer", request_id=name, block_ids=BLOCKS) for name in names]
+    loads = [
+        {"request_id": name, "ticket": ticket, "block_ids": BLOCKS} for name, ticket in zip(names, tickets, strict=True)
+    ]
+    assert consumer.call("load_while_capturing", loads=loads) > 0
+    assert [producer.call("outcome", request_id=name) for name in names] == ["read"] * len(names)
+    assert consumer.call("values", block_ids=BLOCKS) == [2.0] * len(BLOCKS)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])

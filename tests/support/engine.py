@@ -104,13 +104,17 @@ def map_other_pages(address: int, size_bytes: int) -> None:
         raise OSError(ctypes.get_errno(), f"cannot map other pages at {start:#x}")
 
 
-def _capture(count: int) -> None:
-    matrix = torch.ones(64, 64, device="cuda")
+def _capture(capturing: threading.Event, over: threading.Event) -> int:
+    """Capture graphs until it is over, in a mode that any unsafe call of any thread ends; how many there were."""
+    matrix, count = torch.ones(64, 64, device="cuda"), 0
     target = torch.mm(matrix, matrix)
-    for _ in range(count):
+    while not over.is_set():
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="global"):
+            capturing.set()
             for _ in range(100):
                 torch.mm(matrix, matrix, out=target)
+        count += 1
+    return count
 
 
 class Engine:
@@ -387,9 +391,17 @@ class Engine:
         memory = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
         self._device.launch(lambda: memory.fill_(0x5A), delay_s)  # type: ignore[arg-type]
 
-    async def do_capture(self, count: int) -> None:
-        """Capture graphs as engines do, in a mode that any unsafe call of any other thread ends."""
-        await asyncio.to_thread(_capture, count)
+    async def do_load_while_capturing(self, loads: list[dict[str, Any]]) -> int:
+        """Load while a thread captures graphs as engines do; how many graphs it captured meanwhile."""
+        capturing, over = threading.Event(), threading.Event()
+        graphs = asyncio.create_task(asyncio.to_thread(_capture, capturing, over))
+        try:
+            await asyncio.to_thread(capturing.wait)
+            for load in loads:
+                await self.do_load(**load)
+        finally:
+            over.set()
+        return await graphs
 
     async def do_resources(self) -> dict[str, int]:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
