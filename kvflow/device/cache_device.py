@@ -91,6 +91,17 @@ class CacheDevice:
 
         return torch.tensor(ids, device=self.name)
 
+    def copy_pieces(
+        self, targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
+    ) -> None:
+        """Copy between addresses of the device and of `host_memory`; inside `copying`. Not if `piece_bytes_min` is None."""
+        raise NotImplementedError(self.name)
+
+    @property
+    def piece_bytes_min(self) -> int | None:
+        """Size in bytes from which `copy_pieces` is faster than kernels that gather; None if it has no such call."""
+        return None
+
     def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """View all as elements that kernels take: in the dtype of the engine's own among them."""
         import torch

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvflow.errors import ConfigError
 
 # Numbers of attributes are from cuda.h, where they never change.
@@ -28,6 +31,18 @@ _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RD
 _FLUSH_BY_HOST = 1
 _CURRENT_CONTEXT, _TO_OWNER = 0, 100
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: in which order sources are read, two hints for managed memory, and flags."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
 
 
 def is_rocm() -> bool:
@@ -115,6 +130,34 @@ class CudaDriver:
         A capture in the mode that is usual ("global") is broken by such calls of any thread that has not said so.
         """
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
+
+    @property
+    def has_batches(self) -> bool:
+        """True if the driver has `copy_batch`: CUDA 12.8."""
+        return hasattr(self._library, "cuMemcpyBatchAsync")
+
+    def copy_batch(
+        self,
+        targets: npt.NDArray[np.uint64],
+        sources: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+        stream: int,
+    ) -> None:
+        """Queue copies between addresses on a stream that is not the default one, in one call.
+
+        The copies of a batch are in no order among themselves; memory of the host has to be page-locked.
+        """
+        attributes, index, failed = _CopyAttributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self._call(
+            "cuMemcpyBatchAsync",
+            *(ctypes.c_void_p(some.ctypes.data) for some in (targets, sources, sizes)),
+            ctypes.c_size_t(len(sizes)),
+            ctypes.byref(attributes),
+            ctypes.byref(index),
+            ctypes.c_size_t(1),
+            ctypes.byref(failed),
+            ctypes.c_void_p(stream),
+        )
 
     def flush(self) -> None:
         """Wait until what network cards have written is what the device sees."""

@@ -22,6 +22,7 @@ from kvflow.device.accelerator import AcceleratorDevice
 from kvflow.device.cuda import CudaDriver, driver, make_current
 from kvflow.errors import ConfigError
 
+_PIECE_BYTES_MIN = 16 << 10
 _HIGH_PRIORITY = -1  # of streams: ahead of what the engine has queued on ordinary ones
 
 
@@ -69,6 +70,15 @@ class CudaDevice(AcceleratorDevice):
 
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids)).pin_memory().to(self.name, non_blocking=True)
+
+    @property
+    def piece_bytes_min(self) -> int | None:
+        return _PIECE_BYTES_MIN if self._driver.has_batches else None
+
+    def copy_pieces(
+        self, targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
+    ) -> None:
+        self._driver.copy_batch(targets, sources, sizes, torch.cuda.current_stream(self.where.number).cuda_stream)
 
     def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """View bytes as the largest elements in which all views can be addressed."""

@@ -209,14 +209,13 @@ def test_an_engine_may_capture_graphs_while_loads_run(started: Engines, device: 
     producer, consumer = pair(started, device, config={"staging": staging})
     hand_over(producer, consumer, "connects")
     producer.call("fill", block_ids=BLOCKS, value=2.0)
-    names = [f"r{turn}" for turn in range(10)]
-    tickets = [producer.call("offer", request_id=name, block_ids=BLOCKS) for name in names]
-    loads = [
-        {"request_id": name, "ticket": ticket, "block_ids": BLOCKS} for name, ticket in zip(names, tickets, strict=True)
-    ]
+    loads = []
+    for name in (names := [f"r{turn}" for turn in range(4)]):  # staged, as many as host blocks are there for
+        ticket = producer.call("offer", request_id=name, block_ids=BLOCKS[:16])
+        loads.append({"request_id": name, "ticket": ticket, "block_ids": BLOCKS[:16]})
     assert consumer.call("load_while_capturing", loads=loads) > 0
     assert [producer.call("outcome", request_id=name) for name in names] == ["read"] * len(names)
-    assert consumer.call("values", block_ids=BLOCKS) == [2.0] * len(BLOCKS)
+    assert consumer.call("values", block_ids=BLOCKS[:16]) == [2.0] * 16
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])

@@ -208,9 +208,12 @@ def test_blocks_that_follow_each_other_on_either_side(source_ids: list[int], tar
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("piece_bytes_min", [None, 0], ids=["by kernels", "in pieces"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("style", list(KVStyle))
-def test_blocks_go_to_a_device_and_back(style: KVStyle, dtype: torch.dtype) -> None:
+def test_blocks_go_to_a_device_and_back(
+    style: KVStyle, dtype: torch.dtype, piece_bytes_min: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = replace(EXAMPLE, style=style, dtype=dtype, heads=1 if style is KVStyle.MLA else 3)
     cache = filled(recipe)
     layout = cache.infer()
@@ -220,6 +223,7 @@ def test_blocks_go_to_a_device_and_back(style: KVStyle, dtype: torch.dtype) -> N
     }
     from kvflow.device.cuda_device import CudaDevice
 
+    monkeypatch.setattr(CudaDevice, "piece_bytes_min", piece_bytes_min)
     cuda = CudaDevice(Device("cuda", 0))
     host, back = allocate_host_caches(device, layout, 4, cuda), allocate_host_caches(device, layout, 6, CPU)
     ours, device_rows, host_rows = (block_rows(some, layout) for some in (cache.tensors, device, host))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -212,53 +213,85 @@ def _one_run(ids: Ids) -> slice | None:
 
 
 def to_host(device: CacheDevice) -> Way:
-    """Gather on the device, then copy to the host run by run: over the bus only dense copies are fast."""
-
-    def way(source_ids: Ids, target_ids: Ids) -> Copy:
-        import torch
-
-        index = device.upload(source_ids)
-        if index is None:
-            return _run_by_run(source_ids, target_ids)
-
-        def copy(source: Tensor, target: Tensor) -> None:
-            done = 0
-            while done < len(target_ids):
-                bounce = device.bounce(len(target_ids) - done, source.shape[1] * source.element_size())
-                elements, gathered = device.elements(source, bounce)
-                torch.index_select(elements, 0, index[done : done + len(bounce)], out=gathered)
-                ids, dense = target_ids[done : done + len(bounce)], bounce.view(target.dtype)
-                for start, place, count in _dense_runs(np.arange(len(ids)), ids, target):
-                    target[place : place + count].copy_(dense[start : start + count], non_blocking=True)
-                done += len(bounce)
-
-        return copy
-
-    return way
+    """Copies of blocks from the device to memory of the host."""
+    return lambda source_ids, target_ids: _pieces_or(device, source_ids, target_ids, _gather)
 
 
 def to_device(device: CacheDevice) -> Way:
+    """Copies of blocks from memory of the host to the device."""
+    return lambda source_ids, target_ids: _pieces_or(device, source_ids, target_ids, _spread)
+
+
+def _pieces_or(device: CacheDevice, source_ids: Ids, target_ids: Ids, kernels: Callable[..., Copy]) -> Copy:
+    """Copy large pieces as they are, in one call for each region, and small ones by kernels that gather or spread."""
+    in_pieces = cache(lambda: _in_one_call(device, source_ids, target_ids))
+    by_kernels = cache(lambda: kernels(device, source_ids, target_ids))
+
+    def copy(source: Tensor, target: Tensor) -> None:
+        least = device.piece_bytes_min
+        large = least is not None and source.shape[1] * source.element_size() >= least
+        (in_pieces() if large else by_kernels())(source, target)
+
+    return copy
+
+
+def _gather(device: CacheDevice, source_ids: Ids, target_ids: Ids) -> Copy:
+    """Gather on the device, then copy to the host run by run: over the bus only dense copies are fast."""
+    import torch
+
+    index = device.upload(source_ids)
+    if index is None:
+        return _run_by_run(source_ids, target_ids)
+
+    def copy(source: Tensor, target: Tensor) -> None:
+        done = 0
+        while done < len(target_ids):
+            bounce = device.bounce(len(target_ids) - done, source.shape[1] * source.element_size())
+            elements, gathered = device.elements(source, bounce)
+            torch.index_select(elements, 0, index[done : done + len(bounce)], out=gathered)
+            ids, dense = target_ids[done : done + len(bounce)], bounce.view(target.dtype)
+            for start, place, count in _dense_runs(np.arange(len(ids)), ids, target):
+                target[place : place + count].copy_(dense[start : start + count], non_blocking=True)
+            done += len(bounce)
+
+    return copy
+
+
+def _spread(device: CacheDevice, source_ids: Ids, target_ids: Ids) -> Copy:
     """Copy to the device run by run, then spread the blocks there."""
+    index = device.upload(target_ids)
+    if index is None:
+        return _run_by_run(source_ids, target_ids)
 
-    def way(source_ids: Ids, target_ids: Ids) -> Copy:
-        index = device.upload(target_ids)
-        if index is None:
-            return _run_by_run(source_ids, target_ids)
+    def copy(source: Tensor, target: Tensor) -> None:
+        done = 0
+        while done < len(source_ids):
+            bounce = device.bounce(len(source_ids) - done, target.shape[1] * target.element_size())
+            ids, dense = source_ids[done : done + len(bounce)], bounce.view(source.dtype)
+            for start, place, count in _dense_runs(ids, np.arange(len(ids)), source):
+                dense[place : place + count].copy_(source[start : start + count], non_blocking=True)
+            elements, places = device.elements(bounce, target)
+            places[index[done : done + len(bounce)]] = elements
+            done += len(bounce)
 
-        def copy(source: Tensor, target: Tensor) -> None:
-            done = 0
-            while done < len(source_ids):
-                bounce = device.bounce(len(source_ids) - done, target.shape[1] * target.element_size())
-                ids, dense = source_ids[done : done + len(bounce)], bounce.view(source.dtype)
-                for start, place, count in _dense_runs(ids, np.arange(len(ids)), source):
-                    dense[place : place + count].copy_(source[start : start + count], non_blocking=True)
-                elements, places = device.elements(bounce, target)
-                places[index[done : done + len(bounce)]] = elements
-                done += len(bounce)
+    return copy
 
-        return copy
 
-    return way
+def _in_one_call(device: CacheDevice, source_ids: Ids, target_ids: Ids) -> Copy:
+    """Copies of all blocks of a region in one call; blocks that lie together on both sides are one piece."""
+    runs = np.array(list(_runs(source_ids, target_ids)), dtype=np.uint64)
+    ones = np.array([source_ids, target_ids, np.ones(len(source_ids))], dtype=np.uint64).T
+
+    def copy(source: Tensor, target: Tensor) -> None:
+        dense = all(rows.stride(0) == rows.shape[1] for rows in (source, target))
+        pieces, each = runs if dense else ones, source.element_size()
+        sources, targets = (
+            rows.data_ptr() + pieces[:, side] * np.uint64(rows.stride(0) * each)
+            for side, rows in enumerate((source, target))
+        )
+        device.copy_pieces(targets, sources, pieces[:, 2] * np.uint64(source.shape[1] * each))
+
+    return copy
 
 
 def _run_by_run(source_ids: Ids, target_ids: Ids) -> Copy:
