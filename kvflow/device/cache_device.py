@@ -94,7 +94,7 @@ class CacheDevice:
     def copy_pieces(
         self, targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> None:
-        """Copy between addresses of the device and of `host_memory`; inside `copying`. Not if `piece_bytes_min` is None."""
+        """Copy between addresses of the device and of `host_memory`; inside `copying`, if pieces may be copied."""
         raise NotImplementedError(self.name)
 
     @property
