@@ -110,7 +110,6 @@ SLEEPING_TESTS = {
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
     "tests/runtime/test_standing.py": "virtual time: loads stand still while it passes",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
-    "tests/runtime/test_attendance.py": "virtual time: what is tested is that a lease stays while it passes",
     "tests/runtime/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
     "tests/test_logs.py": "virtual time: leases run out, and questions find nothing, while it passes",
     "tests/observe/observed.py": "virtual time: what is observed is when tokens were computed and when they landed",

@@ -86,7 +86,6 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_reads_failed", "Reads that the transport failed.", "", _one("transport", "reads_failed")),
     ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
     ("kvflow_readers_refused", _READERS_REFUSED, "", lambda now: {"": now.readers_refused}),
-    ("kvflow_leases_deserted", "Leases given back since their readers had died.", "", _one("serving", "deserted", 0)),
     ("kvflow_late_reads", _LATE_READS, "", _one("serving", "late_reads")),
     ("kvflow_load_sources_left", "Sources that loads left for their next one.", "", _one("loading", "sources_left", 0)),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),

@@ -200,9 +200,8 @@ class RegisteredCache:
             case messages.MetadataRequest():
                 if draining and not self.serving.serves(request.request_id):
                     return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
-                caller = request.caller
-                if caller is not None and self.readers.remember(caller) and self.strangers is None:
-                    self.serving.attendance.introduced(request.reader, caller)
+                if request.caller is not None:
+                    self.readers.remember(request.caller)
                 return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
 
 

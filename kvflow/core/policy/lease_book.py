@@ -15,7 +15,7 @@ import enum
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -24,7 +24,6 @@ from kvflow.core.policy.states import LEASE_TABLE, LeaseEvent, LeaseState, fire
 _RECENT_MAX = 1 << 12
 _SPARE_REMINDERS = 64
 _WHOLE_MAX = 1 << 32
-_CAME_MAX = 256
 
 
 class Counted(enum.StrEnum):
@@ -54,7 +53,7 @@ class LeaseTerms:
 
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
-    """A lease in the book. Only the book changes it, but for who has come."""
+    """A lease in the book. Only the book changes it."""
 
     terms: LeaseTerms
     offered_s: float
@@ -66,8 +65,6 @@ class LeaseEntry:
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
     """Readers that have read, each with its share of an engine's reading."""
-    came: dict[str, float] = field(default_factory=dict)
-    """Readers that are at the lease, with the time of their first word."""
     ended_s: float = 0.0
     """Time of its end, from which on its blocks are held."""
     free_s: float = 0.0
@@ -76,23 +73,6 @@ class LeaseEntry:
     @property
     def is_open(self) -> bool:
         return self.state is LeaseState.OFFERED
-
-    def note_came(self, reader: str, now_s: float) -> None:
-        """Note a reader. With more than can be remembered, the lease is never taken for deserted."""
-        if len(self.came) < _CAME_MAX:
-            self.came.setdefault(reader, now_s)
-
-    @property
-    def awaited(self) -> list[str]:
-        """Readers that are at the lease, and have not read."""
-        return [name for name in self.came if name not in self.readers]
-
-    def is_deserted(self, has_died: Callable[[str], bool]) -> bool:
-        """True if readers of as many engines as it is for have come, and each has read or died."""
-        engines = {name.rpartition("/")[0] for name in (*self.came, *self.readers)}
-        known = self.terms.reader_count <= len(engines) and len(self.came) < _CAME_MAX
-        awaited = self.awaited
-        return known and bool(awaited) and all(map(has_died, awaited))
 
 
 class LeaseBook:

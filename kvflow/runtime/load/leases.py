@@ -1,10 +1,10 @@
 """Leases that other engines hold open for us: kept while they are needed, given back after.
 
 *Keeping* is renewal: one notification per peer names the leases that are still needed. The first one is sent a moment
-after a lease is needed, so that its owner knows its readers (`producer.attendance`), the next ones every third of its
-ttl, so that two in a row may be lost. A peer of another make gets its heartbeats instead (`Connection.telling`). Leases
-are kept for loads under way and for requests that wait for their load. Most loads take a millisecond and renew nothing:
-they cost one entry in a dict, and there is one timer for all.
+after a lease is needed, the next ones every third of its ttl, so that two in a row may be lost. A peer of another make
+gets its heartbeats instead (`Connection.telling`). Leases are kept for loads under way and for requests that wait for
+their load. Most loads take a millisecond and renew nothing: they cost one entry in a dict, and there is one timer for
+all.
 
 *Giving back* is a notification where there is a connection, after a read or instead of one: a request may find all its
 blocks cached, or be rejected before decode. Elsewhere it is one question on the side channel, and the transport never

@@ -39,16 +39,15 @@ class Farewells:
     def count(self) -> int:
         return len(self._callers)
 
-    def remember(self, caller: messages.Caller) -> bool:
-        """Tell this reader when we go; the one that has not asked for longest makes room. False for nonsense."""
+    def remember(self, caller: messages.Caller) -> None:
+        """Tell this reader when we go; the one that has not asked for longest makes room. No effect for nonsense."""
         if not _could_be(caller):
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
-            return False
+            return
         self._callers[caller] = None
         self._callers.move_to_end(caller)
         if len(self._callers) > self._config.limits.readers_max:
             self._callers.popitem(last=False)
-        return True
 
     async def tell(self) -> None:
         """Say goodbye to all readers, within `Limits.goodbye_timeout_s`. Those that cannot be reached are forgotten."""

@@ -99,8 +99,6 @@ class ServingStatistics:
     late_reads: int = 0
     """Reads of stock readers, who look at no seal, that they have told of when the lease was over: what they have read
     may be another prompt's."""
-    deserted: int = 0
-    """Leases that ended before their time since their readers had died; among the expired ones."""
 
 
 class LeaseKeeper(Protocol):

@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from kvflow.checks import printable
 from kvflow.core.policy.latest import Latest
-from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.messages import LeaseNews
 from kvflow.runtime.channel.protocol import Answered, refusal
@@ -33,19 +32,12 @@ class Newsroom:
     """Answers what readers ask for while they wait."""
 
     def __init__(
-        self,
-        context: RankContext,
-        open_lease: Callable[[str], OpenLease | None],
-        served: Callable[[str], bool],
-        came: Callable[[LeaseEntry, str], None],
+        self, context: RankContext, open_lease: Callable[[str], OpenLease | None], served: Callable[[str], bool]
     ) -> None:
-        """`open_lease` finds that of a request; `served` says whether one of it has ended lately; `came` is told of
-        readers that know an open lease.
-        """
+        """`open_lease` finds that of a request; `served` says whether one of it has ended lately."""
         self._clock = context.clock
         self._open_lease = open_lease
         self._served = served
-        self._came = came
         self._waiting = WaitingQuestions(context.clock, self._now, _nothing_yet)
         self.tell = self._waiting.settle
         """Answers questions about a request, since something has happened to it."""
@@ -116,7 +108,6 @@ class Newsroom:
         if question.request_id in self._notes:
             return self._notes[question.request_id]
         if found is not None:
-            self._came(found.entry, question.reader)
             return _offer(found, found.found(self._clock.now_s()))
         if self._served(question.request_id):
             return messages.NoLease(ended=True)
@@ -132,7 +123,6 @@ class Newsroom:
             if found is None and why is not None:
                 return messages.News(state=LeaseNews.FAILED, reason=why)
             return messages.News(state=LeaseNews.ENDED)
-        self._came(found.entry, question.reader)
         tables, known = found.held.readable, question.known
         counts = tuple(map(len, tables))
         if known != counts and (len(known) != len(counts) or any(map(_outside, known, counts))):

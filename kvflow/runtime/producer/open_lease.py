@@ -33,7 +33,7 @@ class OpenLease:
     payload: bytes | None
     """The payload; None if it is promised and not given yet."""
     reason: str = ""
-    """The reason why its prompt could not be computed, or how its readers have died."""
+    """The reason why its prompt could not be computed."""
 
     @property
     def complete(self) -> bool:

@@ -45,7 +45,6 @@ from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
-from kvflow.runtime.producer.attendance import Attendance
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.growing import GrowingLeases
 from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics, checked_serve_request
@@ -75,9 +74,8 @@ class Serving:
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
         """Questions for digests by their end; counted by `digests.DigestAnswers`."""
-        self._late_reads = self._deserted = 0
-        self.attendance = Attendance(context, local, self._offers, self._desert)
-        self.news = Newsroom(context, self.open_lease, self._book.served, self.attendance.came)
+        self._late_reads = 0
+        self.news = Newsroom(context, self.open_lease, self._book.served)
         growing = GrowingLeases(blocks, self.news.tell, context.config.limits.block_ids_max)
         self.advance, self.extend, self.complete = growing.advance, growing.extend, growing.complete
         self._all_ended = asyncio.Event()
@@ -92,7 +90,6 @@ class Serving:
             duplicate_notifications=self._notifications[Counted.DUPLICATE],
             malformed_notifications=self._notifications[Counted.MALFORMED],
             late_reads=self._late_reads,
-            deserted=self._deserted,
             **self._outcomes,
             **self.digests,
         )
@@ -195,8 +192,6 @@ class Serving:
         same_blocks = question.blocks_digest in (offer.ticket.blocks_digest, *offer.extended_digest())
         if offer.ticket.num_tokens != question.num_tokens or not same_blocks:
             return messages.NoLease(ended=True)
-        if isinstance(question, messages.LeaseRequest):
-            self.attendance.came(entry, question.reader)
         return offer.found(self._clock.now_s())
 
     def known(self, lease_id: str, request_id: str) -> OpenLease | None:
@@ -254,7 +249,6 @@ class Serving:
     def close(self) -> None:
         """Revoke what is still open, and tell readers that wait for leases that there will be none."""
         self.news.turn_away("it is closing, or gives its cache back")
-        self.attendance.close()
         for entry in list(self._offers):
             self._end(entry, LeaseEvent.REVOKE)
 
@@ -268,9 +262,7 @@ class Serving:
     def _renew(self, lease_id: str, reader: str) -> None:
         counted = self._book.renew(lease_id, reader, self._clock.now_s())
         self._notifications[counted] += 1
-        if counted is Counted.NOTED and (entry := self._book.find(lease_id)) is not None:
-            self._renewals += 1
-            self.attendance.came(entry, reader)
+        self._renewals += counted is Counted.NOTED
 
     def revoke(self, entry: LeaseEntry) -> None:
         """See `Lease.revoke`."""
@@ -282,13 +274,6 @@ class Serving:
             self._offers[entry].reason = reason
             logger.info("lease %s: its prompt will not be computed: %s", entry.terms.request_id, reason)
             self._end(entry, LeaseEvent.FAIL)
-
-    def _desert(self, entry: LeaseEntry, why: str) -> None:
-        """End a lease whose readers have died, as if its time was over."""
-        self._offers[entry].reason = why
-        self._deserted += 1
-        logger.warning("lease %s is given back: %s", entry.terms.request_id, why)
-        self._end(entry, LeaseEvent.EXPIRE)
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         """See `Lease.restart`."""

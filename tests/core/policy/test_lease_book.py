@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent, LeaseState
 from tests.support.budgets import machine_test
-from tests.support.tests_support import each
 
 HOLD_S, LIFETIME_S = 0.05, 10.0
 
@@ -64,38 +63,6 @@ def test_renewals_move_the_end_up_to_the_lifetime_and_not_for_those_who_have_rea
     assert list(leases.expire(9.0)) == []
     assert list(leases.expire(10.0)) == [entry]
     assert leases.renew("lease 0", "b", 10.0) is Counted.LATE
-
-
-MANY = [f"d/0.0.0#{life}" for life in range(1000)]
-ONE, RANK, AGAIN, OTHER = "d/0.0.0#1", "d/0.0.1#1", "d/0.0.0#2", "e/0.0.0#1"
-
-
-@each(
-    ("what", "reader_count", "came", "read", "dead", "deserted"),
-    [
-        ("nobody", 1, [], [], [ONE], False),
-        ("alive", 1, [ONE], [], [], False),
-        ("dead", 1, [ONE], [], [ONE], True),
-        ("one rank", 1, [ONE, RANK], [], [ONE], False),
-        ("the rest has read", 1, [ONE, RANK], [RANK], [ONE], True),
-        ("again", 1, [ONE, AGAIN], [], [ONE], False),
-        ("another", 1, [ONE, OTHER], [], [ONE], False),
-        ("more to come", 2, [ONE, RANK], [], [ONE, RANK], False),
-        ("last", 2, [ONE], [OTHER], [ONE], True),
-        ("alone", 0, [ONE], [], [ONE], True),
-        ("many", 1, MANY, [], MANY, False),
-    ],
-)
-def test_a_lease_is_deserted_when_all_have_come_and_who_has_not_read_is_dead(
-    what: str, reader_count: int, came: list[str], read: list[str], dead: list[str], deserted: bool
-) -> None:
-    leases = book()
-    entry = leases.open(terms(readers=reader_count), 0.0)
-    for name in came:
-        entry.note_came(name, 1.0)
-    for name in read:
-        leases.read("lease 0", name, (1, 2), 2.0)
-    assert entry.is_deserted(dead.__contains__) is deserted, what
 
 
 def test_a_lease_of_nothing_leaves_the_book_with_its_end() -> None:
