@@ -71,8 +71,6 @@ def by_device(given: T, kind: str) -> T:
 class Limits:
     """Bounds that are seldom changed. ConfigError names a limit that is unknown, or cannot be."""
 
-    clock_age_s: float = 60.0
-    """Age at which a reader's knowledge of a producer's clock is renewed, beside its loads."""
     lease_wait_s: float = 1.0
     """Time a reader waits for a rank, not named by its ticket, to open its lease."""
     seal_hold_s: float = 0.05

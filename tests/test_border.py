@@ -283,13 +283,12 @@ def use(kind: type, sides: Sides, /, **changes: Any) -> Any:
     return make(sides, **{**RIGHT[kind][0], **changes})
 
 
-# Messages carry these as they are: times of another machine's clock, and of any length.
+# Messages carry these as they are.
 REFUSED_IN: dict[tuple[type, str], Callable[[], list[Any]]] = {
     (Ticket, "ttl_s"): lambda: [None, True, "1", b"1", [], object(), Hostile(), 0, -1.0, *NO_FLOATS],
     (Config, "limits"): lambda: [
         value for value in REFUSED["Limits"]() if type(value) is not dict
     ],  # as files have them
-    (RankLease, "expires_s"): lambda: [None, True, "1", b"1", [], object(), Hostile(), *NO_FLOATS],
 }
 NO_FLOATS = (float("nan"), float("inf"), float("-inf"), 10**400)
 

@@ -240,7 +240,6 @@ def test_the_tickets_of_every_legal_config_are_legal(
         TICKET,
         engine_id=legal.engine_id,
         ttl_s=legal.lease_ttl_s,
-        expires_s=legal.lease_ttl_s,
         host=legal.advertise_toward or legal.advertise_host or legal.listen_host,
         port=legal.listen_port,
     )

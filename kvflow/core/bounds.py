@@ -43,7 +43,6 @@ Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Word64: TypeAlias = Annotated[int, Meta(ge=0)]
 """64 bits: MessagePack has no larger numbers."""
 
-ClockTime: TypeAlias = Annotated[float, Meta(ge=-_FINITE_MAX, le=_FINITE_MAX)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
 Wait: TypeAlias = Annotated[float, Meta(ge=0, le=WAIT_S_MAX)]
 Hold: TypeAlias = Annotated[float, Meta(gt=0, le=SEAL_HOLD_S_MAX)]

@@ -92,7 +92,7 @@ class RegisteredCache:
         equipment: Equipment,
         foreign: Foreign | None,
     ) -> None:
-        """`metadata`: this rank as readers are told of it; its clock is read for each of them."""
+        """`metadata`: this rank as readers are told of it."""
         gear, route, offered, self.store = equipment
         self.local = local
         self.metadata = metadata
@@ -133,7 +133,6 @@ class RegisteredCache:
         self._context = context
         self._config = context.config
         self._rank = context.identity.rank
-        self._clock = context.clock
 
     def share(self, shelf: Shelf, pinned_blocks_max: int | None) -> SharedPrefixes:
         """See `Runtime.share`."""
@@ -192,8 +191,6 @@ class RegisteredCache:
                     return refusal(str(error))
             case messages.DeclineRequest():
                 return self.serving.news.came_elsewhere(request)
-            case messages.ClockRequest():
-                return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
             case messages.Goodbye():
                 self.peers.said_goodbye(request)
                 return messages.Ack()
@@ -202,7 +199,7 @@ class RegisteredCache:
                     return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
                 if request.caller is not None:
                     self.readers.remember(request.caller)
-                return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
+                return self.metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,7 +384,6 @@ def _metadata(
     return messages.Metadata(
         engine_id=config.engine_id,
         incarnation=context.identity.incarnation,
-        clock_s=0.0,
         cache_shares=local.cache_shares,
         agent_metadata=agent_metadata,
         agent_metadata_crc32=zlib.crc32(agent_metadata),

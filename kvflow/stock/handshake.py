@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-import msgspec
-
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank
@@ -76,7 +74,7 @@ class StockConnection(Connection):
     seen_s: float
     """Time at which it last showed that it lives."""
     told: messages.Metadata
-    """Metadata of the engine whose agent it is, in our words; its clock apart."""
+    """Metadata of the engine whose agent it is, in our words."""
 
 
 class KinConnection(StockConnection):
@@ -108,7 +106,6 @@ class StockHandshakes:
         self._hashes = {*known.hashes}
         self._learns = known.learns
         self._tp_sizes = {*known.tp_sizes, local.cache_shares[0].tp_size}
-        self.ask_clock = own.ask_clock
         self.leave, self.gone = own.leave, own.gone
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
@@ -161,7 +158,7 @@ class StockHandshakes:
         self._check_hash(at, shown.compatibility_hash, fits=True)
         known_already = await self._own.agents.find(agent)
         if known_already is not None:
-            if not isinstance(known_already, StockConnection) or known_already.told != _told(metadata):
+            if not isinstance(known_already, StockConnection) or known_already.told != metadata:
                 raise at.failure(ProtocolError, f"agent {agent!r} is that of {known_already!r}, which is another rank")
             return known_already
         connection = StockConnection(agent, metadata, regions, maps, share, self._telling)
@@ -169,7 +166,7 @@ class StockHandshakes:
         connection.split = shown.metadata.physical_blocks_per_logical_kv_block
         connection.reporters = self._reporters(metadata, connection.line)
         connection.seen_s = asked_s
-        connection.told = _told(metadata)
+        connection.told = metadata
         try:
             name = await self._own.agents.add(connection, metadata.agent_metadata)
         except PeerGone as error:
@@ -223,10 +220,6 @@ class StockHandshakes:
         pairs = topology.in_common(self._local.cache_shares, metadata.cache_shares)
         sources = (topology.source_at(mine, theirs) for _, _, mine, theirs in pairs)
         return max((source.reporters for source in sources if source is not None), default=1)
-
-
-def _told(metadata: messages.Metadata) -> messages.Metadata:
-    return msgspec.structs.replace(metadata, clock_s=0.0)
 
 
 def _agent(peer: Peer, shown: Shown) -> AgentName:

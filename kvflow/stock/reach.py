@@ -91,7 +91,7 @@ class StockReach:
             ticket.first, pp_rank=rank.pp, tp_rank=rank.tp, block_ids=tables[0], more_block_ids=tables[1:]
         )
         text = read_text(ticket.request_id, connection.reporters)
-        return StockSource(peer, connection, lease, deadline.bound_s, 0, deadline, sight=sight, text=text)
+        return StockSource(peer, connection, lease, 0, deadline, sight=sight, text=text)
 
     async def _ranks(self, where: Whereabouts, ticket: StockTicket) -> AsyncGenerator[tuple[Peer, StockConnection]]:
         """The ranks that concern us, and each stage's first one: connected, in an order in which each is there.

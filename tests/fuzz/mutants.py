@@ -109,7 +109,6 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
             lease_id=rng.choice((None, "0" * 32)),
             cache_shares=cache_shares,
         ),
-        messages.ClockRequest(reader=READER, target=TARGET),
         messages.DigestRequest(
             reader=READER,
             target=TARGET,

@@ -239,10 +239,10 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
         compatibility=local.compatibility,
         cache_shares=local.cache_shares,
     )
-    shown = messages.ClockShown(incarnation=honest.incarnation, clock_s=1.0)
+    released = messages.Released(incarnation=honest.incarnation)
 
     def lie() -> list[bytes]:
-        body = rng.choice((honest, honest, honest, refusal, shown))
+        body = rng.choice((honest, honest, honest, refusal, released))
         header = codec.our_header(b"")
         match rng.randrange(8):
             case 0:

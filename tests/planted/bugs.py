@@ -43,10 +43,10 @@ BUGS: dict[str, Bug] = {
     "leases are renewed once only": Bug(
         "                kept.due_s = now_s + kept.pause_s",
         "                kept.due_s = now_s + 1e9",
-        (RUNTIME + "leases.py::test_a_reader_says_soon_that_it_is_there_and_renews_at_thirds",),
+        (RUNTIME + "leases.py::test_a_lease_is_renewed_soon_and_then_at_thirds",),
         within="runtime/load/leases.py",
     ),
-    # --- seals and clocks
+    # --- seals
     "a torn seal is taken for a whole one": Bug(
         "word[:_SECRET_BYTES] != wanted[:_SECRET_BYTES]",
         "word[:8] != wanted[:8]",
@@ -58,11 +58,6 @@ BUGS: dict[str, Bug] = {
         "            self._seen = tokens_missing\n            self.over = True\n        else:\n"
         "            self.over = False",
         (CORE + "protocol/test_proof.py",),
-    ),
-    "a peer's clock counts as read when the answer came": Bug(
-        "return self.sent_s + (theirs_s - self.theirs_s) / (1 + DRIFT_MAX)",
-        "return self.received_s + (theirs_s - self.theirs_s) / (1 + DRIFT_MAX)",
-        (CORE + "protocol/test_clock.py",),
     ),
     # --- ledger, queue, permits, contacts, rates
     "blocks that are being loaded may be served": Bug(

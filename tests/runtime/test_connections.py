@@ -43,8 +43,8 @@ class Scripted:
         sender, header, body = await self._socket.recv_multipart()
         return sender, codec.decode_header(header), codec.decode_request(body)
 
-    async def answer(self, sender: bytes, question: int, clock_s: float) -> None:
-        reply = messages.ClockShown(incarnation="i", clock_s=clock_s)
+    async def answer(self, sender: bytes, question: int, answer: float) -> None:
+        reply = shown(answer)
         await self._socket.send_multipart([sender, *codec.encode_frames(codec.our_header(b"", question), reply)])
 
 
@@ -83,17 +83,18 @@ async def relayed(port: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
         await asyncio.gather(*pumps)
 
 
-def numbered(index: int) -> messages.ClockRequest:
+def numbered(index: int) -> messages.MetadataRequest:
     """A question that can be told from others."""
-    return messages.ClockRequest(reader=str(index), target=REQUEST.target)
+    return messages.MetadataRequest(reader=str(index), target=REQUEST.target)
 
 
 def start(channel: ZmqSideChannel, address: str, index: int = 0) -> asyncio.Task[messages.Reply]:
     return asyncio.create_task(channel.ask(address, numbered(index), fingerprint=b""))
 
 
-def shown(clock_s: float) -> messages.ClockShown:
-    return messages.ClockShown(incarnation="i", clock_s=clock_s)
+def shown(answer: float) -> messages.Released:
+    """An answer that can be told from others."""
+    return messages.Released(incarnation=str(float(answer)))
 
 
 async def acquainted(peer: Scripted, channel: ZmqSideChannel, address: str) -> bytes:
@@ -110,7 +111,7 @@ async def put(peer: Scripted, count: int) -> dict[str, tuple[bytes, int]]:
     found = {}
     for _ in range(count):
         sender, header, request = await peer.next()
-        assert isinstance(request, messages.ClockRequest)
+        assert isinstance(request, messages.MetadataRequest)
         found[request.reader] = sender, header.question
     return found
 
@@ -320,8 +321,8 @@ async def test_an_answer_that_comes_twice_is_the_first() -> None:
     async with scripted() as (peer, channel, address):
         asked = start(channel, address)
         sender, header, _ = await peer.next()
-        for clock_s in (1.0, 2.0):
-            await peer.answer(sender, header.question, clock_s)
+        for answer in (1.0, 2.0):
+            await peer.answer(sender, header.question, answer)
         assert await asked == shown(1.0)
         again = start(channel, address)
         await peer.answer(*(await put(peer, 1))["0"], 3.0)

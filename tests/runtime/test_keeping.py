@@ -23,8 +23,7 @@ from kvflow.runtime.peers.table import Peers
 SOURCE = cast(
     Source,
     SimpleNamespace(
-        not_expired_before_s=1e9,
-        peer=SimpleNamespace(clock_due_s=1e9, leases_kept=0),
+        peer=SimpleNamespace(leases_kept=0),
         connection=SimpleNamespace(telling=SimpleNamespace(heartbeat_s=None)),
     ),
 )

@@ -571,7 +571,7 @@ async def test_offers_that_cannot_be() -> None:
     await fails(changed(num_tokens=-1), ProtocolError, "cannot be right")
     await fails(changed(num_tokens=1 << 60, extends=True), RequestError, r"at most 262144 \(limits.block_ids_max\)")
     await fails(changed(block_ids=(tuple(range((1 << 18) + 1)),)), RequestError, r"at most 262144 \(limits.block_ids")
-    await fails(changed(ttl_s=float("nan")), ProtocolError, "an offer for nan s")
+    await fails(changed(ttl_s=float("nan")), ProtocolError, "cannot be right")
     await fails(changed(block_ids=((1 << 70,),)), ProtocolError, "cannot be right")
     await fails(changed(block_ids=((99, 98, 97, 96),)), ProtocolError, "block id 99")
     await fails(changed(block_ids=((1, 2, 2, 3),)), ProtocolError, "cannot be right")
@@ -594,8 +594,8 @@ async def test_an_incarnation_that_is_no_name_is_refused_unread(incarnation: str
     """Whether it is told by an offer, or by a rank that is asked for the lease that a ticket does not name."""
     found, records = OpenLease.found, list[LoadRecord]()
 
-    def lie(self: OpenLease, now_s: float) -> messages.LeaseFound:
-        return msgspec.structs.replace(found(self, now_s), incarnation=incarnation)
+    def lie(self: OpenLease) -> messages.LeaseFound:
+        return msgspec.structs.replace(found(self), incarnation=incarnation)
 
     observer = SimpleNamespace(load_ended=records.append, lease_ended=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:

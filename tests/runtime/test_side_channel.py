@@ -118,7 +118,7 @@ async def test_the_load_deadline_covers_the_handshake(pair: EnginePair) -> None:
 
 
 async def test_a_release_that_is_answered_by_something_else_told_nobody(pair: EnginePair) -> None:
-    for reply in (messages.ClockShown(incarnation="i", clock_s=1.0), refusal()):
+    for reply in (messages.Ack(), refusal()):
         async with fake_peer(lambda _, reply=reply: reply_frames(reply)) as port:  # type: ignore[misc]
             assert not await pair.reader.release_blocks(ticket_for(pair, port))
 
@@ -141,7 +141,6 @@ LIES: list[tuple[str, dict[str, object], type[KVFlowError], str]] = [
     ("", {"incarnation": "ffff"}, ProtocolError, "agent name: expected '.*#ffff', got"),
     ("groups", {"window": 8}, ProtocolError, "groups: kind full, window 8"),
     ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours 'float32', theirs 'int8'"),
-    ("", {"clock_s": float("nan")}, ProtocolError, r"\$.clock_s"),
     ("", {"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, r"\$.seals.address"),
     ("regions", {"bases": [1]}, ProtocolError, "region table: 1 bases and 4 strides"),
     ("regions", {"bases": [1, 1], "strides": [4096] * 2}, ProtocolError, "cache share: 2 layers, 2 regions"),
@@ -175,12 +174,12 @@ async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(pai
 async def test_another_protocol_version_is_refused_by_both_sides(pair: EnginePair) -> None:
     """The listener does so before it reads the body."""
     async with fake_peer(lambda _: reply_frames(refusal(7), version=7)) as port:
-        await pair.fails(PeerIncompatible, ticket_for(pair, port), match="kvflow protocol version: ours 5, theirs 7")
+        await pair.fails(PeerIncompatible, ticket_for(pair, port), match="kvflow protocol version: ours 6, theirs 7")
     header = codec.Header(magic=codec.MAGIC, version=9, fingerprint=b"")
     reply = await exchange(pair.writer.address, [msgspec.msgpack.encode(header), b"\xff not a body"])
     answer = codec.decode_reply(reply[1])
     assert isinstance(answer, messages.Refusal)
-    assert answer.reason == "kvflow protocol version: ours 5, theirs 9"
+    assert answer.reason == "kvflow protocol version: ours 6, theirs 9"
 
 
 async def test_another_engine_at_the_address_is_named(pair: EnginePair) -> None:

@@ -31,9 +31,7 @@ PATIENT = Config(
     handshake_timeout_s=WAIT_S,
     cancel_grace_s=WAIT_S,
     drain_timeout_s=1.0,
-    limits=Limits(
-        clock_age_s=10 * WAIT_S, lease_wait_s=WAIT_S, goodbye_timeout_s=WAIT_S, transport_close_timeout_s=WAIT_S
-    ),
+    limits=Limits(lease_wait_s=WAIT_S, goodbye_timeout_s=WAIT_S, transport_close_timeout_s=WAIT_S),
 )
 """No bound of it passes before what a test waits for has come. A test of a bound sets that one."""
 
@@ -168,7 +166,6 @@ TICKET = Ticket(
             lease_id="0123456789abcdef" * 2,
             seal_index=1,
             incarnation="8f14e45fceea167a",
-            expires_s=5.0,
             host="10.0.0.7",
             port=5601,
             block_ids=(5,),

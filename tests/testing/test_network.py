@@ -220,7 +220,7 @@ async def test_a_stalled_poller_hears_later() -> None:
 
 # --- questions
 
-QUESTION = messages.ClockRequest(reader="reader", target=messages.Target("target", 0, 0, 0))
+QUESTION = messages.MetadataRequest(reader="reader", target=messages.Target("target", 0, 0, 0))
 
 
 async def ask(net: Net) -> object:
@@ -230,13 +230,13 @@ async def ask(net: Net) -> object:
 
 
 async def begin_listening() -> Net:
-    """The target answers every question about the clock."""
+    """The target answers every question."""
     net = await begin()
     config = Config(engine_id="target", listen=f"{net.target.host.address}:5600")
 
     async def serve() -> None:
         channel = InprocSideChannel(net.network.exchange, config)
-        listener = await channel.listen(lambda header, request: messages.ClockShown(incarnation="1", clock_s=1.0))
+        listener = await channel.listen(lambda header, request: messages.Released(incarnation="1"))
         await listener.serve()
 
     net.target.host.life.task(serve())

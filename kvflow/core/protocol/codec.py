@@ -19,7 +19,7 @@ from kvflow.core.cache.layout import BlockShape
 from kvflow.core.protocol.messages import DigestPart, Reply, Request, Target
 from kvflow.core.protocol.notifications import Notification, ReadDone
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAGIC = "kvflow"
 _ERROR_CHARS_MAX = 300
 

@@ -16,7 +16,6 @@ from msgspec import Meta
 
 from kvflow.core.bounds import (
     BlockIds,
-    ClockTime,
     Count,
     DeviceIndex,
     Digest,
@@ -132,10 +131,6 @@ class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
     blocks_digest: Digest
     lease_id: LeaseId | None
     cache_shares: CacheShares
-
-
-class ClockRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_clock"):
-    """Question for a reading of the clock."""
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
@@ -255,7 +250,6 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
 
     engine_id: Name
     incarnation: Incarnation
-    clock_s: ClockTime
     cache_shares: CacheShares
     """Shares of each set of layers that look alike."""
     agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
@@ -274,8 +268,6 @@ class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     """The rank's open lease for a request; `block_ids` are set if they differ from the engine's (host buffers)."""
 
     incarnation: Incarnation
-    clock_s: ClockTime
-    expires_s: ClockTime
     lease_id: NewLeaseId
     seal_index: SealIndex
     block_ids: BlockIds | None
@@ -354,13 +346,6 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
     incarnation: Incarnation
 
 
-class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
-    """Reading of the rank's clock. It means nothing on another machine: see `core.protocol.proof`."""
-
-    incarnation: Incarnation
-    clock_s: ClockTime
-
-
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
     """Digests of each layer of each part of a question, in order. The lease was open when the last was computed."""
 
@@ -388,7 +373,6 @@ Request: TypeAlias = (
     MetadataRequest
     | LeaseRequest
     | ReleaseRequest
-    | ClockRequest
     | DigestRequest
     | Goodbye
     | DeclineRequest
@@ -397,18 +381,7 @@ Request: TypeAlias = (
     | WhoRequest
 )
 Reply: TypeAlias = (
-    Metadata
-    | LeaseFound
-    | NoLease
-    | Released
-    | ClockShown
-    | Digests
-    | Ack
-    | Refusal
-    | Offer
-    | Declined
-    | News
-    | RankNamed
+    Metadata | LeaseFound | NoLease | Released | Digests | Ack | Refusal | Offer | Declined | News | RankNamed
 )
 
 

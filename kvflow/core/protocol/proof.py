@@ -25,13 +25,6 @@ when they were registered: so nobody maps other memory there before they are unr
 No clocks are compared, nobody on the producer has to answer, and it makes no difference why a lease ended: ran out,
 was revoked, or was used up by another reader of the same ticket. Half of the hold leaves room for the drift of clocks
 and the coarseness of timers.
-
-What a reader knows of a producer's clock (`RemoteClock`) decides nothing about that. It says when to renew a lease, and
-when its seal has to be seen before anything is read. Clocks of two machines start anywhere and run at slightly
-different rates, so a *reading* is: theirs showed `theirs_s` at some moment after ours showed `sent_s` (we asked) and
-before it showed `received_s` (the answer was here). The offset lies between the two, and what is not known of it grows
-as the clocks drift apart. A reader only needs one side of that: a moment of ours at which theirs has not reached a
-deadline for sure, however long the question and its answer took.
 """
 
 from __future__ import annotations
@@ -39,7 +32,6 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -117,55 +109,11 @@ class SealTable:
         return self.tokens_missing(index, lease_id) == 0
 
 
-DRIFT_MAX = 200e-6
-"""Seconds per second that two clocks may drift apart: quartz is within 100 parts per million, and there are two."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteClock:
-    """The clock of one incarnation of a peer, as far as it is known; times are each clock's own."""
-
-    incarnation: str
-    theirs_s: float
-    sent_s: float
-    received_s: float
-
-    @property
-    def offset_s(self) -> float:
-        """Best guess of their clock minus ours at the reading; wrong by at most `uncertainty_s`."""
-        return self.theirs_s - (self.sent_s + self.received_s) / 2
-
-    @property
-    def uncertainty_s(self) -> float:
-        """Half of the time between question and answer, plus the clocks' drift in it."""
-        return (self.received_s - self.sent_s) * (0.5 + DRIFT_MAX)
-
-    def not_expired_before_s(self, incarnation: str, theirs_s: float) -> float:
-        """Time on our clock before which theirs has not reached `theirs_s`; -inf for another incarnation.
-
-        For moments after the reading. It takes the answer to be as old as it can be, and their clock to be as fast as
-        it can be.
-        """
-        if incarnation != self.incarnation:
-            return -math.inf
-        return self.sent_s + (theirs_s - self.theirs_s) / (1 + DRIFT_MAX)
-
-    def combined(self, newer: RemoteClock) -> RemoteClock:
-        """The sharper of two readings, compared at a moment at which drift gives neither an advantage."""
-        if self.incarnation != newer.incarnation:
-            return newer
-        ours_ahead = newer.not_expired_before_s(self.incarnation, 0.0) - self.not_expired_before_s(
-            self.incarnation, 0.0
-        )
-        return newer if ours_ahead > 0 else self
-
-
 class Step(enum.StrEnum):
     """The next step of a read about one lease."""
 
     POST = "post"  # the lease stands, as far as is known: read
     FETCH = "fetch"  # its seal has to be seen first
-    WAIT = "wait"  # its seal is being fetched
     STALE = "stale"  # it has ended
     FRESH = "fresh"  # it covered the whole read
 
@@ -199,7 +147,7 @@ class Proof(Protocol):
 
     def heard(self, tokens_missing: int | None, posted_s: float) -> None: ...
 
-    def before(self, now_s: float) -> Step: ...
+    def before(self) -> Step: ...
 
     def after(self, read_s: float | None) -> Step: ...
 
@@ -208,25 +156,21 @@ class SealProof:
     """The proof of a lease for a load's read; pure. `before` is asked before each post, `after` after the last byte,
     `heard` tells what was seen, `there` how far the prompt may be read.
 
-    Before anything is read of a lease that may have run out by its producer's clock the seal has to be seen. Otherwise
-    it is fetched with the first read, and has to say that everything is there. Of a lease that `grows` (some of it is
-    still being computed, or staged) nothing is read beyond what its seal was seen to say.
+    The seal is fetched with the first read, and has to say that everything is there. Of a lease that `grows` (some of
+    it is still being computed, or staged) nothing is read beyond what its seal was seen to say.
     """
 
     kind = "seal"
     """The kind of proof, as in `LoadReport.freshness`."""
 
-    def __init__(self, *, grows: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
-        """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""
+    def __init__(self, *, grows: bool, quick_read_max_s: float) -> None:
         self.asked = False
         """True once a fetch was posted."""
         self.grows = grows
         """True if tokens may not be there yet when a read of them is due."""
         self.seen_s = -math.inf
         """Time at which the last fetch was posted that has found the lease open."""
-        self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
-        self._careful = False
         self.looking = False
         """True while a fetch is under way."""
         self.over = False
@@ -246,11 +190,7 @@ class SealProof:
 
     def anew(self) -> SealProof:
         """A fresh proof for another read under the same lease: nothing was seen yet."""
-        return SealProof(
-            grows=self.grows,
-            not_expired_before_s=self._not_expired_before_s,
-            quick_read_max_s=self._quick_read_max_s,
-        )
+        return SealProof(grows=self.grows, quick_read_max_s=self._quick_read_max_s)
 
     def fetching(self) -> None:
         """Note that a read that fetches the seal was posted."""
@@ -266,17 +206,9 @@ class SealProof:
         elif not self.over:
             self._seen, self.seen_s = tokens_missing, posted_s
 
-    def before(self, now_s: float) -> Step:
-        """The step before a read: of a lease that grows, of no more than is `there`."""
-        if not self.asked:
-            self._careful = now_s >= self._not_expired_before_s
-            return Step.FETCH if self._careful else Step.POST
-        if self.over:
-            return Step.STALE
-        if self.looking:
-            return Step.WAIT if self._careful else Step.POST
-        self._careful = False
-        return Step.POST
+    def before(self) -> Step:
+        """POST or STALE, before a read: of a lease that grows, of no more than is `there`."""
+        return Step.STALE if self.over else Step.POST
 
     def after(self, read_s: float | None) -> Step:
         """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long ago the last fetch was posted that has

@@ -30,7 +30,6 @@ from kvflow.checks import INT64_MAX, INT64_MIN, encodes, few, shown
 from kvflow.config import RANKS_MAX, rank_offset
 from kvflow.core.bounds import (
     OFFER_PART_CHARS,
-    ClockTime,
     Count,
     OfferDigest,
     PromptDigest,
@@ -83,10 +82,8 @@ RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=REQUEST_ID_C
 class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The lease of one rank, and where its side channel listens.
 
-    `expires_s` is when the lease ends on the clock of that incarnation of the rank, and means nothing to anybody
-    who does not know that clock (`core.protocol.proof`). `block_ids` are set if the rank's differ from the
-    engine's: it offers host buffers. In a ticket's dict the first rank has no host and port: they are where routers
-    look for them. With an empty `lease_id` the rank has to be asked.
+    `block_ids` are set if the rank's differ from the engine's: it offers host buffers. In a ticket's dict the first
+    rank has no host and port: they are where routers look for them. With an empty `lease_id` the rank has to be asked.
     """
 
     pp_rank: Count
@@ -94,7 +91,6 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_id: TicketLeaseId
     seal_index: Count
     incarnation: Name
-    expires_s: ClockTime
     host: Host = ""
     port: Int64 = 0
     block_ids: BlockIds | None = None
@@ -113,7 +109,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
         """The entry of a rank that has to be asked for its lease."""
         place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
-        return cls(**place, incarnation=incarnation, lease_id="", seal_index=0, expires_s=0.0)
+        return cls(**place, incarnation=incarnation, lease_id="", seal_index=0)
 
     @property
     def address(self) -> str:

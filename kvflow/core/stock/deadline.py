@@ -109,9 +109,9 @@ class DeadlineProof:
         """All tokens: they were computed before the parameters left."""
         return num_tokens
 
-    def before(self, now_s: float) -> Step:
+    def before(self) -> Step:
         """See `SealProof.before`."""
-        return Step.POST if now_s < self.surely_until_s() else Step.STALE
+        return Step.POST if self._now_s() < self.surely_until_s() else Step.STALE
 
     def after(self, read_s: float | None) -> Step:
         """See `SealProof.after`: right after the last byte."""

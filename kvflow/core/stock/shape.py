@@ -165,7 +165,6 @@ def metadata_of(shown: Shown, agent: str, ours: OurCache, *, rank: Rank, sizes: 
     return messages.Metadata(
         engine_id=found.engine_id,
         incarnation=agent,
-        clock_s=shown.clock_s,
         cache_shares=tuple(shares),
         agent_metadata=found.agent_metadata,
         agent_metadata_crc32=zlib.crc32(found.agent_metadata),

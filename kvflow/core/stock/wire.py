@@ -84,8 +84,6 @@ class Shown(NamedTuple):
     metadata: StockMetadata
     fields: frozenset[str]
     """Fields that the metadata has, be they known or not."""
-    clock_s: float
-    """Time that the listener's clock showed."""
 
 
 _One = Annotated[list[Name], Meta(max_length=1)]
@@ -144,7 +142,7 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
     fields = _decode(payload.agent_metadata_bytes, _Fields, "its metadata")
     metadata = _decode(payload.agent_metadata_bytes, StockMetadata, "its metadata")
     _check(metadata)
-    return Shown(payload.compatibility_hash, metadata, frozenset(fields), clock_s)
+    return Shown(payload.compatibility_hash, metadata, frozenset(fields))
 
 
 def agent_of(agent_metadata: bytes) -> str:

@@ -290,24 +290,11 @@ class Flight:
         """Post a read when it has a permit; False if its source's lease turned out to be over."""
         source, descriptors, carries_seal = read
         proof = source.proof
-        step = proof.before(self._gear.clock.now_s())
-        if step is not Step.POST and not await self._see_seal(source, step):
+        if proof.before() is Step.STALE:
             return False
         await self._send(source, descriptors, running, fetches_seal=carries_seal)
         if not proof.asked:
             await self.look(source)
-        return True
-
-    async def _see_seal(self, source: Source, step: Step) -> bool:
-        """Wait until the lease's seal was seen; False if the lease is over."""
-        while step is not Step.POST:
-            if step is Step.STALE:
-                return False
-            if step is Step.WAIT:
-                await self.below(self._under_way)
-            else:
-                await self.look(source)
-            step = source.proof.before(self._gear.clock.now_s())
         return True
 
     async def _send(

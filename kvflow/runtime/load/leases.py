@@ -41,7 +41,7 @@ from kvflow.transport.base import AgentName
 logger = logger_of(__name__)
 
 _PAUSE_LEAST_S = 0.01  # between renewals, whatever ttl a ticket has
-_FIRST_AFTER_S = 0.25  # most loads are over by then, and renew nothing
+_FIRST_AFTER_S = 0.25  # most loads are over by then, and renew nothing; nobody knows how old a ticket is
 
 
 @dataclass(slots=True)
@@ -116,16 +116,14 @@ class RemoteLeases:
         """Renew a lease of `ttl_s` from now on until its owner needs it no more (`forget`)."""
         now_s, pause_s = self._clock.now_s(), source.connection.telling.heartbeat_s
         if pause_s is None:
-            half_s = (now_s + source.not_expired_before_s) / 2
-            due_s, pause_s = min(half_s, now_s + _FIRST_AFTER_S), max(ttl_s / 3, _PAUSE_LEAST_S)
+            pause_s = max(ttl_s / 3, _PAUSE_LEAST_S)
+            due_s = now_s + min(pause_s, _FIRST_AFTER_S)
         else:
             due_s = now_s + pause_s
         self._kept.setdefault(owner, []).append(_Kept(source, pause_s, due_s))
         source.peer.leases_kept += 1
         if due_s < self._timer_due_s:
             self._set_timer(now_s, due_s)
-        if now_s >= source.peer.clock_due_s:
-            self._peers.read_clock(source.peer, now_s)
 
     def forget(self, owner: object) -> None:
         """Renew nothing for this owner any more. No effect if it keeps nothing."""

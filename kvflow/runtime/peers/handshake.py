@@ -19,7 +19,6 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address, agent_name
 from kvflow.core.protocol.claims import all_regions_from_wire, check_cache_shares, check_seals, check_sets
-from kvflow.core.protocol.proof import RemoteClock
 from kvflow.errors import (
     PeerError,
     PeerIncompatible,
@@ -48,7 +47,6 @@ class Handshakes:
     def __init__(self, context: RankContext, local: LocalRank, telling: Telling) -> None:
         self._config = context.config
         self._side_channel = context.side_channel
-        self._clock = context.clock
         self._local = local
         self.telling = telling
         """The way in which ranks are told of their leases."""
@@ -89,34 +87,12 @@ class Handshakes:
             return connection
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
-        """Put a question to a peer; its refusal is raised. Answers that show its clock are noted.
-
-        It is waited for as `SideChannel.ask` does.
-        """
+        """Put a question to a peer; its refusal is raised. It is waited for as `SideChannel.ask` does."""
         fingerprint = self._local.compatibility.fingerprint()
-        sent_s = self._clock.now_s()
         reply = await self._side_channel.ask(peer.address, request, fingerprint=fingerprint, timeout_s=timeout_s)
-        match reply:
-            case messages.Refusal():
-                raise _refused(peer.at, reply, self._local)
-            case messages.Metadata() | messages.LeaseFound() | messages.ClockShown():
-                self._note_clock(peer, reply, sent_s)
+        if isinstance(reply, messages.Refusal):
+            raise _refused(peer.at, reply, self._local)
         return reply
-
-    async def ask_clock(self, peer: Peer) -> None:
-        """Body of a task: read a peer's clock. A peer that cannot be asked changes nothing."""
-        try:
-            await self.ask(peer, messages.ClockRequest(reader=self._local.reader, target=peer.at.target))
-        except PeerError as error:
-            logger.info("peer %s: clock request failed: %s", peer.at, error)
-
-    def _note_clock(
-        self, peer: Peer, reply: messages.Metadata | messages.LeaseFound | messages.ClockShown, sent_s: float
-    ) -> None:
-        now_s = self._clock.now_s()
-        peer.clock_due_s = now_s + self._config.limits.clock_age_s
-        theirs, theirs_s = reply.incarnation, reply.clock_s
-        peer.note_clock(RemoteClock(incarnation=theirs, theirs_s=theirs_s, sent_s=sent_s, received_s=now_s))
 
 
 class Agents:

@@ -78,7 +78,6 @@ def lease_told(at: Address, found: messages.LeaseFound) -> RankLease:
         lease_id=found.lease_id,
         seal_index=found.seal_index,
         incarnation=found.incarnation,
-        expires_s=found.expires_s,
         host=host,
         port=port,
         block_ids=found.block_ids,

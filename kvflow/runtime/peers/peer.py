@@ -1,4 +1,4 @@
-"""One rank of a remote engine as a reader knows it: its connection, its clock, its failures, its handshake."""
+"""One rank of a remote engine as a reader knows it: its connection, its failures, its handshake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.compatibility import Compatibility
-from kvflow.core.protocol.proof import HOST, Proof, RemoteClock, quick_read_max_s
+from kvflow.core.protocol.proof import HOST, Proof, quick_read_max_s
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import PeerError, PeerIncompatible, PeerUnreachable
 from kvflow.logs import logger_of
@@ -168,10 +168,6 @@ class Peer:
         self.used_s = now_s
         self.leases_kept = 0
         """Leases of it that we keep: until they are read or given back it is not idle."""
-        self.clock: RemoteClock | None = None
-        """The best reading of its clock, from the answers that show one."""
-        self.clock_due_s = math.inf
-        """Time, on our clock, at which its clock is to be read again."""
         self.tried_incarnations: set[str] = set()
         """Incarnations of tickets that have asked for it since it was last connected."""
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
@@ -197,11 +193,6 @@ class Peer:
         """Remember what failed, without the peer's name in front."""
         self.last_error = why.removeprefix(f"{self.at}: ")[:_ERROR_CHARS_MAX]
 
-    def note_clock(self, reading: RemoteClock) -> None:
-        """Keep the better one of two readings of its clock."""
-        self.clock = reading if self.clock is None else self.clock.combined(reading)
-        logger.debug("clock of %s: ours %+f s, to %f s", self.address, reading.offset_s, reading.uncertainty_s)
-
     def usable(self, incarnation: str | None) -> Connection | None:
         """The connection, unless a ticket of this incarnation shows that it may be outdated."""
         if self.current is None or incarnation is None or incarnation in self.past_incarnations:
@@ -216,8 +207,6 @@ class Source:
     peer: Peer
     connection: Connection
     lease: RankLease
-    not_expired_before_s: float
-    """Time on our clock before which the lease cannot have run out; it may have been ended."""
     seal_address: int
     """Address of the lease's seal at the producer."""
     proof: Proof

@@ -11,7 +11,6 @@ few at a time, and no more of them once one has failed.
 from __future__ import annotations
 
 import asyncio
-import math
 import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
@@ -320,16 +319,12 @@ class Reach:
 
 def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
     """A connected rank and its lease, with what vouches for it."""
-    surely_s = -math.inf
-    if peer.clock is not None:
-        surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s)
     proof = SealProof(
         grows=connection.staged or lease.pending,
-        not_expired_before_s=surely_s,
         quick_read_max_s=connection.quick_read_max_s if lease.held else 0.0,
     )
     address = connection.seals_address + lease.seal_index * SEAL_SIZE_BYTES
-    return Source(peer, connection, lease, surely_s, address, proof)
+    return Source(peer, connection, lease, address, proof)
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Self, TypeVar
 
@@ -146,9 +145,6 @@ class Rendezvous:
             if offer.lease is None:
                 if any(offer.block_ids) or offer.extends:
                     raise at.failure(ProtocolError, "an offer of blocks without a lease")
-            elif not 0.0 < offer.ttl_s < math.inf or not math.isfinite(offer.lease.expires_s):
-                times = f"{offer.ttl_s} s, until {offer.lease.expires_s} s on its clock"
-                raise at.failure(ProtocolError, f"an offer for {times}")
             else:
                 lease = lease_told(at, offer.lease)
                 tables = lease.block_tables or offer.block_ids

@@ -74,8 +74,6 @@ class Handshaking(Protocol):
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply: ...
 
-    async def ask_clock(self, peer: Peer) -> None: ...
-
     def leave(self, connection: Connection) -> None: ...
 
     async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool: ...
@@ -202,11 +200,6 @@ class Peers:
     async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply:
         """Put a question that is answered once there is something to tell. Raises a PeerError."""
         return await self.handshakes.ask(peer, question, question.wait_s + self._config.handshake_timeout_s)
-
-    def read_clock(self, peer: Peer, now_s: float) -> None:
-        """Have a peer's clock read again, once for all who find it due; nobody waits for that."""
-        peer.clock_due_s = now_s + self._config.limits.clock_age_s
-        self._spawn(self.handshakes.ask_clock(peer), name=f"kvflow-clock {peer.address}")
 
     def failed(self, connection: Connection, why: str) -> None:
         """Use a connection for no new load, since a read failed. Idempotent: other reads fail with it."""

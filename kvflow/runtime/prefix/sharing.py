@@ -71,7 +71,6 @@ class SharedPrefixes:
         self._ttl_s = min(_TTL_S, context.config.lease_ttl_s)
         self._spawn = context.spawn
         self._loop = asyncio.get_running_loop()
-        self._now_s = context.clock.now_s
         self._leasing = leasing
         self._shelf = shelf
         self._pinned_max = most
@@ -286,7 +285,7 @@ class SharedPrefixes:
             return self._failed(question, RequestError(f"a Shelf's match: {blocks} blocks for {tokens} tokens"))
         self._counts["found"] += 1
         return messages.Offer(
-            lease=opened.found(self._now_s()),
+            lease=opened.found(),
             num_tokens=run.num_tokens,
             ttl_s=opened.ticket.ttl_s,
             block_ids=opened.ticket.block_tables,

@@ -35,7 +35,6 @@ class Newsroom:
         self, context: RankContext, open_lease: Callable[[str], OpenLease | None], served: Callable[[str], bool]
     ) -> None:
         """`open_lease` finds that of a request; `served` says whether one of it has ended lately."""
-        self._clock = context.clock
         self._open_lease = open_lease
         self._served = served
         self._waiting = WaitingQuestions(context.clock, self._now, _nothing_yet)
@@ -108,7 +107,7 @@ class Newsroom:
         if question.request_id in self._notes:
             return self._notes[question.request_id]
         if found is not None:
-            return _offer(found, found.found(self._clock.now_s()))
+            return _offer(found, found.found())
         if self._served(question.request_id):
             return messages.NoLease(ended=True)
         if question.request_id in self._elsewhere:

@@ -46,13 +46,11 @@ class OpenLease:
             tables = tuple(tuple(ids.tolist()) for ids in self.held.tables)
             yield messages.digest_of(tables if len(tables) > 1 else tables[0])
 
-    def found(self, now_s: float) -> messages.LeaseFound:
+    def found(self) -> messages.LeaseFound:
         """The answer to a reader that does not have the ticket."""
         own, held = self.ticket.first, self.held
         return messages.LeaseFound(
             incarnation=own.incarnation,
-            clock_s=now_s,
-            expires_s=self.entry.expires_s,
             lease_id=own.lease_id,
             seal_index=own.seal_index,
             block_ids=own.block_ids,

@@ -115,7 +115,7 @@ class Serving:
         offered_s = self._clock.now_s()
         if held.computed < held.num_tokens:
             held.history = History(self._clock.now_s, offered_s)
-        ticket = self._tickets.make(request, held, digest, offered_s, holds)
+        ticket = self._tickets.make(request, held, digest, holds)
         entry = self._book.open(
             LeaseTerms(
                 lease_id=held.lease_id,
@@ -192,7 +192,7 @@ class Serving:
         same_blocks = question.blocks_digest in (offer.ticket.blocks_digest, *offer.extended_digest())
         if offer.ticket.num_tokens != question.num_tokens or not same_blocks:
             return messages.NoLease(ended=True)
-        return offer.found(self._clock.now_s())
+        return offer.found()
 
     def known(self, lease_id: str, request_id: str) -> OpenLease | None:
         """An open lease, for a reader that knows its secret."""
@@ -381,7 +381,7 @@ class _Tickets:
             fixed_ports=config.listen_port > 0,
         )
 
-    def make(self, request: ServeRequest, held: HeldBlocks, digest: str, now_s: float, holds: bool) -> Ticket:
+    def make(self, request: ServeRequest, held: HeldBlocks, digest: str, holds: bool) -> Ticket:
         """Make the ticket of a lease that is about to be opened."""
         first, *more = map(tuple, map(np.ndarray.tolist, held.tables))
         host = [*map(tuple, map(np.ndarray.tolist, held.host_tables or ()))]
@@ -389,7 +389,6 @@ class _Tickets:
         own = self._own(
             lease_id=held.lease_id,
             seal_index=held.seal_index,
-            expires_s=now_s + ttl_s,
             block_ids=host[0] if host else None,
             more_block_ids=tuple(host[1:]),
             pending=(len(held.entries) > 0 and held.computed < held.num_tokens) or extends,

@@ -44,7 +44,7 @@ class _File(NamedTuple):
 
 def opened_file() -> Source:
     """The source of a flight that reads an open file: it cannot go meanwhile, and digests prove its bytes."""
-    proof = SealProof(grows=False, not_expired_before_s=0.0, quick_read_max_s=0.0)
+    proof = SealProof(grows=False, quick_read_max_s=0.0)
     proof.heard(0, 0.0)
     return cast("Source", _File(_Folder(STORE), proof, _Disk()))
 

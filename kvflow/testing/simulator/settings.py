@@ -260,7 +260,6 @@ def _draw_base(rng: random.Random) -> Config:
     drawn: dict[str, Any] = {
         "lease_ttl_s": rng.choice((0.05, 0.2, 1.0)),
         "lease_lifetime_s": rng.choice((0.5, 5.0)),
-        "clock_age_s": rng.choice((0.1, 60.0)),
         "load_deadline_s": rng.choice((0.1, 0.5, 2.0)),
         "handshake_timeout_s": rng.choice((0.05, 0.2, 0.5)),
         "lease_wait_s": rng.choice((0.02, 0.1)),

@@ -30,7 +30,6 @@ FACTS = Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attent
 METADATA = messages.Metadata(
     engine_id="prefill-0",
     incarnation="8f14e45fceea167a",
-    clock_s=86400.25,
     cache_shares=(HOLDING,),
     agent_metadata=b"\x00agent\xff",
     agent_metadata_crc32=7,
@@ -45,9 +44,7 @@ OF_REQUEST = {"request_id": "req-1", "num_tokens": 41, "blocks_digest": messages
 OF_LEASE = {"request_id": "req", "lease_id": LEASE_ID}
 REQUEST = messages.MetadataRequest(**ASKED)
 RELEASE = messages.ReleaseRequest(**ASKED, **OF_REQUEST, lease_id=LEASE_ID, cache_shares=(HOLDING,))
-FOUND = messages.LeaseFound(
-    incarnation=INCARNATION, clock_s=86400.25, expires_s=86430.5, lease_id=LEASE_ID, seal_index=17, block_ids=None
-)
+FOUND = messages.LeaseFound(incarnation=INCARNATION, lease_id=LEASE_ID, seal_index=17, block_ids=None)
 PARTS = (messages.DigestPart("", (0, 7), 8, 4, 32, 16, 41), messages.DigestPart("conv.x", (3,), 0, 1, 2, 40, 41))
 DIGESTS = messages.DigestRequest(**ASKED, **OF_LEASE, definition=1, parts=PARTS)
 NEWS_QUESTION = messages.NewsRequest(**ASKED, **OF_LEASE, known=(3, 0), wait_s=9.5)
@@ -63,7 +60,6 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             messages.LeaseRequest(**ASKED, **OF_REQUEST),
             RELEASE,
             replace(RELEASE, lease_id=None),
-            messages.ClockRequest(**ASKED),
             DIGESTS,
             replace(DIGESTS, parts=()),
             messages.OfferRequest(**ASKED, request_id="secret", wait_s=9.5),
@@ -80,7 +76,6 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             FOUND,
             replace(FOUND, block_ids=(3, 1)),
             messages.Released(incarnation=INCARNATION),
-            messages.ClockShown(incarnation=INCARNATION, clock_s=-1.5),
             messages.Digests(values=()),
             messages.Digests(values=(0, (1 << 64) - 1)),
             OFFER,
@@ -319,14 +314,14 @@ def test_no_field_carries_what_could_not_be_said(kind: str) -> None:
                 assert len(told) < 400
 
 
-CLOCK = {"type": "get_clock", "reader": "r"}
+WHO = {"type": "who", "reader": "r"}
 
 
 @each(
     ("decode", "body", "told"),
     [
-        (codec.decode_request, {**CLOCK, "reader": "r" * 5000}, "length <= 4096 - at `$.reader`, got 'rrr"),
-        (codec.decode_request, {**CLOCK, "target": ["e", 0, -7, 0]}, "`$.target.pp_rank`, got -7"),
+        (codec.decode_request, {**WHO, "reader": "r" * 5000}, "length <= 4096 - at `$.reader`, got 'rrr"),
+        (codec.decode_request, {"type": "get_metadata", "target": ["e", 0, -7, 0]}, "`$.target.pp_rank`, got -7"),
         (codec.decode_notification, ["read_done", ["a"], "r", -1, 2], ">= 0 - at `$.numerator`, got -1"),
         (codec.decode_header, ["kvflow", -2, b""], ">= 0 - at `$.version`, got -2"),
         # as of a reader of version 1
@@ -347,11 +342,11 @@ def test_a_refused_lease_id_is_not_repeated() -> None:
     assert "5ec2e7" not in str(caught.value)
 
 
-@each("clock_s", [float("nan"), float("inf"), float("-inf")])
-def test_no_clock_shows_that(clock_s: float) -> None:
-    sent(messages.ClockShown(incarnation="a", clock_s=-1e300))
-    with pytest.raises(codec.WireError, match="clock_s"):
-        sent(messages.ClockShown(incarnation="a", clock_s=clock_s))
+@each("ttl_s", [float("nan"), float("inf"), float("-inf"), 0.0])
+def test_no_lease_lasts_as_long(ttl_s: float) -> None:
+    sent(replace(OFFER, ttl_s=1e300))
+    with pytest.raises(codec.WireError, match="ttl_s"):
+        sent(replace(OFFER, ttl_s=ttl_s))
 
 
 def test_agent_names_are_different_for_every_rank_and_life() -> None:

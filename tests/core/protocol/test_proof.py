@@ -10,9 +10,8 @@ from kvflow.core.protocol.proof import FAILED, SealProof, Step, quick_read_max_s
 HOLD_S = 0.05
 
 
-def freshness(*, staged: bool = False, not_expired_before_s: float = 100.0) -> SealProof:
-    quick_s = quick_read_max_s(HOLD_S)
-    return SealProof(grows=staged, not_expired_before_s=not_expired_before_s, quick_read_max_s=quick_s)
+def freshness(*, staged: bool = False) -> SealProof:
+    return SealProof(grows=staged, quick_read_max_s=quick_read_max_s(HOLD_S))
 
 
 def see(one: SealProof, tokens_missing: int | None) -> None:
@@ -20,15 +19,15 @@ def see(one: SealProof, tokens_missing: int | None) -> None:
     one.heard(tokens_missing, 0.0)
 
 
-def test_a_lease_that_stands_is_read_at_once_and_one_that_may_not_when_its_seal_was_seen() -> None:
-    """The first one's seal is fetched meanwhile."""
-    for ends_s, steps in ((100.0, [Step.POST, Step.POST, Step.POST]), (0.0, [Step.FETCH, Step.WAIT, Step.POST])):
-        one = freshness(not_expired_before_s=ends_s)
-        found = [one.before(0.0)]
+def test_a_lease_is_read_at_once_until_its_seal_is_seen_to_be_broken() -> None:
+    """The seal is fetched meanwhile."""
+    for seen, then, judged in ((0, Step.POST, Step.FRESH), (None, Step.STALE, Step.STALE)):
+        one = freshness()
+        found = [one.before()]
         one.fetching()
-        found.append(one.before(0.0))
-        one.heard(0, 0.0)
-        assert ([*found, one.before(0.0)], one.after(0.001)) == (steps, Step.FRESH)
+        found.append(one.before())
+        one.heard(seen, 0.0)
+        assert ([*found, one.before()], one.after(0.001)) == ([Step.POST, Step.POST, then], judged)
 
 
 def test_of_a_lease_that_grows_only_what_was_seen_to_be_there_is() -> None:
@@ -36,11 +35,11 @@ def test_of_a_lease_that_grows_only_what_was_seen_to_be_there_is() -> None:
     assert (one.there(10), one.over) == (0, False)
     for missing, there in ((7, 3), (0, 10)):
         one.heard(missing, 0.0)
-        assert (one.there(10), one.over, one.before(0.0)) == (there, False, Step.POST)
+        assert (one.there(10), one.over, one.before()) == (there, False, Step.POST)
     one.heard(None, 0.1)
-    assert (one.there(10), one.over, one.before(0.0)) == (0, True, Step.STALE)
+    assert (one.there(10), one.over, one.before()) == (0, True, Step.STALE)
     one.heard(FAILED, 0.2)
-    assert (one.there(10), one.over, one.failed, one.before(0.0)) == (0, True, True, Step.STALE)
+    assert (one.there(10), one.over, one.failed, one.before()) == (0, True, True, Step.STALE)
     assert one.after(None) is Step.STALE
     whole = freshness()
     assert (whole.there(10), whole.over) == (10, False), "nothing has to be seen"
@@ -52,7 +51,7 @@ def test_a_lease_that_was_seen_to_be_over_is_not_open_again() -> None:
     one.heard(3, 0.1)
     one.heard(None, 0.2)
     one.fetching()
-    assert (one.over, one.seen_s, one.there(10), one.before(0.3)) == (True, 0.1, 0, Step.STALE)
+    assert (one.over, one.seen_s, one.there(10), one.before()) == (True, 0.1, 0, Step.STALE)
     one.heard(3, 0.15)  # posted before the one that has found it over, and here after it
     assert (one.over, one.seen_s, one.after(None)) == (True, 0.1, Step.STALE)
     one.heard(FAILED, 0.4)
@@ -91,9 +90,9 @@ def test_a_seal_that_is_broken_stops_the_read(steps: list[int | None], staged: b
     assert one.after(0.0) is Step.STALE, "nothing vouches before a seal was seen"
     over = False
     for seen in steps:
-        one.before(0.0)
+        one.before()
         see(one, seen)
         over = over or seen is None
-        assert (one.before(0.0) is Step.STALE) == over
+        assert (one.before() is Step.STALE) == over
         read_too_early = seen is not None and seen > 0 and not staged
         assert (one.after(0.0) is Step.STALE) == (over or read_too_early)

@@ -30,15 +30,15 @@ WIRE = """{
     "remote_engine_id": "prefill-0", "remote_request_id": "req-1", "remote_block_ids": [3, 7, 9],
     "remote_host": "10.0.0.7", "remote_port": 5601, "tp_size": 2,
     "kvflow": {
-        "version": 5, "num_tokens": 41, "ttl_s": 30.0, "dp_rank": 4, "pp_size": 3, "block_size": 16, "kv_heads": 8,
+        "version": 6, "num_tokens": 41, "ttl_s": 30.0, "dp_rank": 4, "pp_size": 3, "block_size": 16, "kv_heads": 8,
         "model_kv_heads": 16, "fixed_ports": true, "prompt_digest": "77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         "ranks": [
             {"pp_rank": 0, "tp_rank": 1, "lease_id": "0123456789abcdef0123456789abcdef", "seal_index": 17,
-             "incarnation": "8f14e45fceea167a", "expires_s": 86430.5,
+             "incarnation": "8f14e45fceea167a",
              "digest": "5f0dd5f877bd905a2efc47feaf28222a012d"},
             {"pp_rank": 1, "tp_rank": 0, "lease_id": "fedcba9876543210fedcba9876543210", "seal_index": 3,
-             "incarnation": "c9f0f895fb98ab91", "expires_s": -7.0,
+             "incarnation": "c9f0f895fb98ab91",
              "host": "10.0.0.8", "port": 5602, "block_ids": [30, 70, 90],
              "digest": "3112728c5fe53aa7c333fa6784e42c3e2f56"}]}}"""
 """The field names are those that routers forward."""
@@ -67,7 +67,6 @@ def tickets(draw: st.DrawFn) -> Ticket:
         lease_id=st.binary(min_size=16, max_size=16).filter(any).map(bytes.hex),
         seal_index=st.integers(0, 2**24),
         incarnation=names,
-        expires_s=st.floats(allow_nan=False, allow_infinity=False),
         host=st.sampled_from(["127.0.0.1", "::1", "node-7.cluster.local"]),
         port=st.integers(1, 65535),
         block_ids=ids | st.none(),
@@ -145,7 +144,7 @@ class Text(str):
 
 _PARAMS = TICKET.to_params()
 OF_RANKS = [f"kvflow.ranks.{rank}." for rank in (0, 1)]
-RANK_FIELDS = ["pp_rank", "tp_rank", "lease_id", "seal_index", "incarnation", "expires_s"]
+RANK_FIELDS = ["pp_rank", "tp_rank", "lease_id", "seal_index", "incarnation"]
 REQUIRED = [*_PARAMS, *(f"kvflow.{name}" for name in _PARAMS["kvflow"])]
 REQUIRED += [f"{rank}{name}" for rank in OF_RANKS for name in RANK_FIELDS]
 REQUIRED += [f"{OF_RANKS[1]}{name}" for name in ("host", "port")]  # the first one's are where routers look for them
@@ -172,7 +171,7 @@ def test_the_fields_below_are_all_there_are() -> None:
     later = {"more_block_ids", "groups", "more_kinds", "pending", "payload", "held", "digest"}  # not of every ticket
     known = {*_PARAMS, *_PARAMS["kvflow"], *RankLease.__struct_fields__}
     assert {key_of(path) for path in [*REQUIRED, *BLOCK_IDS]} == known - later
-    assert [len(required(kind)) for kind in (int, str, bool, float)] == [16, 10, 3, 3]
+    assert [len(required(kind)) for kind in (int, str, bool, float)] == [16, 10, 3, 1]
 
 
 WRONG: list[tuple[list[str], tuple[object, ...]]] = [
@@ -187,7 +186,7 @@ WRONG: list[tuple[list[str], tuple[object, ...]]] = [
     (["kvflow.ranks"], ("ranks", {"0": {}}, [[]])),
     # values
     (["do_remote_prefill"], (False,)),
-    (["kvflow.version"], (0, 1, 2, 4, 6, -1)),
+    (["kvflow.version"], (0, 1, 2, 4, 5, 7, -1)),
     (["kvflow.ttl_s"], (0, 0.0, -1.0)),
     (PORTS, (0, -1, 65536)),
     (RANK_COUNTS, (0, -1, 1025, 2**63 - 1)),
@@ -237,7 +236,6 @@ def test_what_is_no_dict_of_a_ticket_is_refused(params: Any) -> None:
 
 WRONG_OF_LEASES: dict[str, tuple[object, ...]] = {
     "seal_index": (-1, 1 << 63),
-    "expires_s": (float("nan"), float("inf")),
     "tp_rank": (2,),
     "lease_id": ("0" * 32, "g" * 32),
     "incarnation": ("", "x" * 1025),
@@ -605,7 +603,7 @@ def test_the_blocks_of_windows_and_states_in_the_end() -> None:
 
 
 NOT_DIGESTED = {"do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "kvflow", "ranks", "version"}
-NOT_DIGESTED |= {"ttl_s", "expires_s", "fixed_ports", "traceparent", "host", "port", "digest", "remote_engine_id"}
+NOT_DIGESTED |= {"ttl_s", "fixed_ports", "traceparent", "host", "port", "digest", "remote_engine_id"}
 """Who the engine is and where it listens, which its ranks say themselves, and routers may rewrite; times, which decide
 nothing; traces; and what is checked by itself."""
 OTHER_VALUES: dict[type, Any] = {int: lambda one: one + 1, bool: lambda one: not one, list: lambda one: [*one[:-1], 1]}

@@ -34,9 +34,9 @@ class Watch:
 def test_without_heartbeats_it_is_the_lease_without_the_routers_share() -> None:
     watch = Watch()
     watch.now_s = 124.9
-    assert (watch.proof.before(watch.now_s), watch.proof.after(1.0)) == (Step.POST, Step.FRESH)
+    assert (watch.proof.before(), watch.proof.after(1.0)) == (Step.POST, Step.FRESH)
     watch.now_s = 125.0
-    assert (watch.proof.before(watch.now_s), watch.proof.after(1.0)) == (Step.STALE, Step.STALE)
+    assert (watch.proof.before(), watch.proof.after(1.0)) == (Step.STALE, Step.STALE)
     assert watch.proof.after(None) is Step.STALE, "what it was is what it stays"
 
 
