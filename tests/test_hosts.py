@@ -13,10 +13,10 @@ from kvflow.cli.scrape import check_urls
 from kvflow.config import is_key_name
 from kvflow.connector.asking import source_in
 from kvflow.core.protocol.addresses import PeerAddress
-from kvflow.core.stock.params import read_stock
 from kvflow.errors import ConfigError, RequestError
 from kvflow.hosts import HOST_CHARS_MAX, address_at, bracketed, is_host, plain_host, split_address
 from kvflow.ray.llm import worker_settings
+from kvflow.stock.params import read_stock
 
 SPELLINGS = ["fd00::2", "[fd00::2]", "FD00::2", "[fd00:0:0:0:0:0:0:2]"]
 each = pytest.mark.parametrize

@@ -84,6 +84,7 @@ _PURE_OF_CONNECTORS = ("asking", "consumers", "engine", "paged_groups", "paramet
 _PURE_OF_CONNECTORS += ("scheduling_config", "shelving", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
+    "stock": ("deadline", "hashing", "params", "shape", "texts", "versions", "wire"),
 }
 """Decisions of parts and integrations, as pure as the core's."""
 ALSO_PURE = {f"kvflow/{part}/{name}.py" for part, names in PURE_HALVES.items() for name in names}
@@ -298,7 +299,7 @@ print(*sorted(name for name in ("torch", "zmq", "nixl", "asyncio", "kvflow.trans
 def test_nixl_and_zmq_have_one_home_each() -> None:
     assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl/native.py"}
     channel = ("asking", "connections", "listening", "keyring")
-    others = {"kvflow/stock/asking.py", "kvflow/sglang/manager.py"}  # the wires of other engines
+    others = {"kvflow/stock/metadata.py", "kvflow/sglang/manager.py"}  # the wires of other engines
     others |= {f"kvflow/kv_events/{name}.py" for name in ("following", "publishing", "sockets")}
     assert importers("zmq") == {f"kvflow/runtime/channel/{name}.py" for name in channel} | others
 

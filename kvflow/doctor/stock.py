@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvflow.checks import counted
 from kvflow.core.protocol.codec import WireError
-from kvflow.core.stock.shape import unread
-from kvflow.core.stock.versions import LINES, line_that_shows
-from kvflow.core.stock.wire import Shown, StockMetadata, agent_of
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.errors import KVFlowError
-from kvflow.stock.asking import ask_rank
+from kvflow.stock.metadata import ask_rank
+from kvflow.stock.shape import unread
+from kvflow.stock.versions import LINES, line_that_shows
+from kvflow.stock.wire import Shown, StockMetadata, agent_of
 
 _ENGINE, _CACHE, _READ = "stock engine", "stock cache", "reading it"
 

@@ -4,10 +4,10 @@
 weaker with such peers than among our own: docs/stock.md.
 """
 
-from kvflow.core.stock.deadline import Arrival, Terms
-from kvflow.core.stock.params import StockTicket
-from kvflow.stock.asking import ask_rank
-from kvflow.stock.peers import StockPeers, arrival
-from kvflow.stock.ranks import EngineRanks
+from kvflow.stock.deadline import Arrival, Terms
+from kvflow.stock.engine_ranks import EngineRanks
+from kvflow.stock.metadata import ask_rank
+from kvflow.stock.params import StockTicket
+from kvflow.stock.stock_peers import StockPeers, arrival
 
 __all__ = ["Arrival", "EngineRanks", "StockPeers", "StockTicket", "Terms", "arrival", "ask_rank"]

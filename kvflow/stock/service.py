@@ -19,15 +19,15 @@ from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.notifications import ReadDone, Renew
-from kvflow.core.stock.shape import OurCache
-from kvflow.core.stock.texts import Heartbeat, ReadText, decode_text, is_text
-from kvflow.core.stock.versions import Line
-from kvflow.core.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Leases
-from kvflow.stock.ranks import EngineRanks
+from kvflow.stock.engine_ranks import EngineRanks
+from kvflow.stock.shape import OurCache
+from kvflow.stock.texts import Heartbeat, ReadText, decode_text, is_text
+from kvflow.stock.versions import Line
+from kvflow.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
 
 logger = logger_of(__name__)
 

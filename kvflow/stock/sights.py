@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.latest import Latest
-from kvflow.core.stock.deadline import DeadlineProof, Terms
-from kvflow.core.stock.params import StockTicket
 from kvflow.errors import LeaseExpired
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Peer
+from kvflow.stock.deadline import DeadlineProof, Terms
+from kvflow.stock.params import StockTicket
 
 _Key: TypeAlias = tuple[str, str, str]  # engine, address, request
 _SEEN_MAX = 1 << 16

@@ -1,6 +1,6 @@
 """News of leases for stock producers: heartbeats while they are needed, and one text when they are not.
 
-A producer is sent the texts of `core.stock.texts` and nothing else: anything that it does not expect ends its engine.
+A producer is sent the texts of `stock.texts` and nothing else: anything that it does not expect ends its engine.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflow.core.stock.deadline import DeadlineProof
-from kvflow.core.stock.texts import heartbeat_texts
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Source
+from kvflow.stock.deadline import DeadlineProof
 from kvflow.stock.sights import Sight, Sights
+from kvflow.stock.texts import heartbeat_texts
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

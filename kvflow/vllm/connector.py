@@ -82,7 +82,7 @@ class KVFlowMetadata(KVConnectorMetadata):
 
     step: Step
     cards: tuple[bytes, ...] = ()
-    """Cards of the workers for readers of another make, for whichever of them is asked: see `stock.ranks`."""
+    """Cards of the workers for readers of another make, for whichever of them is asked: see `stock.engine_ranks`."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from kvflow.config import Config
 from kvflow.connector.parameters import Dialect
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.core.stock.params import is_stock, lost_block, read_stock, stock_params
 from kvflow.errors import ConfigError, RequestError
 from kvflow.stock import EngineRanks, StockPeers, Terms, arrival
+from kvflow.stock.params import is_stock, lost_block, read_stock, stock_params
 from kvflow.vllm.settings import Extra
 
 if TYPE_CHECKING:

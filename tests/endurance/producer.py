@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from kvflow import Lease, ServeRequest
-from kvflow.core.stock.params import stock_params
+from kvflow.stock.params import stock_params
 from tests.endurance.caches import Cache
 from tests.endurance.homes import STOCK_LEASE_S, Event, Home, Homes
 from tests.endurance.plans import STOCK_WIRE, End, Plan, draw, prompt_of, tables_upto

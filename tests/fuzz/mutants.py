@@ -12,7 +12,7 @@ import msgspec
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.notifications import ReadDone
-from kvflow.core.stock.wire import encode_question
+from kvflow.stock.wire import encode_question
 
 ODD_NUMBERS = [True, -1, 0, 1, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]
 ODD_NUMBERS += [0.0, 1e308, float("nan"), float("-inf")]

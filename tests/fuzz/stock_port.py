@@ -32,9 +32,9 @@ from tests_support import PATIENT, WAIT_S, limited
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core.protocol.notifications import ReadDone, Renew
-from kvflow.core.stock.params import stock_params
 from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX
 from kvflow.stock import StockPeers, ask_rank
+from kvflow.stock.params import stock_params
 from kvflow.testing import assert_quiet
 from tests.fuzz.attackers import send_messages, send_streams
 from tests.fuzz.mutants import mutant, stock_text

@@ -216,20 +216,20 @@ BUGS: dict[str, Bug] = {
     "a stock lease is believed for its whole time": Bug(
         "self.bound_s = arrived_s + terms.lease_s - terms.router_s",
         "self.bound_s = arrived_s + terms.lease_s",
-        (CORE + "stock/test_deadline.py",),
+        ("tests/stock/test_deadline.py",),
     ),
     "a stock read counts as fresh after its deadline": Bug(
         "return Step.FRESH if self._now_s() < self.surely_until_s() else Step.STALE",
         "return Step.FRESH",
         (
-            CORE + "stock/test_deadline.py",
+            "tests/stock/test_deadline.py",
             STOCK + "own_pairs.py::test_what_is_late_is_refused_and_what_is_in_time_is_sealed",
         ),
     ),
     "regions of a stock peer may reach beyond the address space": Bug(
         "        if stride < size or base + stride * blocks >= 1 << 63:",
         "        if stride < size:",
-        (CORE + "stock/test_wire.py", STOCK + "hostile_producers.py"),
+        ("tests/stock/test_wire.py", STOCK + "hostile_producers.py"),
     ),
     "one stock reader ends a lease of two": Bug(
         'reader=f"stock {tally.told}", numerator=1, denominator=heard.readers',

@@ -13,10 +13,10 @@ from tests_support import PATIENT, TICKET, each
 from wrong_values import Hostile, HostileDict, HostileList
 
 from kvflow import blocking
-from kvflow.core.stock.params import read_stock, stock_params
-from kvflow.core.stock.versions import UnknownLine
 from kvflow.errors import InvalidInput, RequestError
 from kvflow.stock import Arrival, EngineRanks, StockPeers, Terms, ask_rank
+from kvflow.stock.params import read_stock, stock_params
+from kvflow.stock.versions import UnknownLine
 
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,

@@ -15,10 +15,10 @@ from tests_support import any_ticket
 
 from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.stock.params import is_stock, lost_block, needed_blocks, read_stock, stock_params
 from kvflow.errors import ConfigError, KVFlowError, LeaseExpired, PeerIncompatible, RequestError
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.stock import Arrival, StockPeers, arrival, ask_rank
+from kvflow.stock.params import is_stock, lost_block, needed_blocks, read_stock, stock_params
 from kvflow.testing import assert_quiet
 
 CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from stock_engines import LAYERS, TOKENS, stock_producer
 
-from kvflow.core.stock.wire import agent_of
 from kvflow.errors import KVFlowError
+from kvflow.stock.wire import agent_of
 from tests.fuzz.mutants import packed_bent, torn
 from tests.stock.test_reading import CONFIG, Reader, reader
 

@@ -12,10 +12,10 @@ from hand_overs import free_ports
 from stock_engines import TOKENS
 
 from kvflow.core.protocol.spare import MARK
-from kvflow.core.stock.params import StockTicket, read_stock
-from kvflow.core.stock.versions import line_of
 from kvflow.errors import KVFlowError, LeaseExpired, PromptMismatch
 from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.stock.params import StockTicket, read_stock
+from kvflow.stock.versions import line_of
 from tests.stock.test_reading import Reader, reader
 from tests.stock.test_serving import CONFIG, PEERS, Producer, engine, producer, wait_for
 

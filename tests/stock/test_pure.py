@@ -16,12 +16,12 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.regions import map_regions
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.core.stock.params import is_stock, read_stock, stock_params
-from kvflow.core.stock.shape import OurCache, OurSet, Unfit, check_tp_size, expanded, our_cache
-from kvflow.core.stock.versions import LINES
-from kvflow.core.stock.wire import StockMetadata
 from kvflow.doctor.stock import geometry
 from kvflow.errors import RequestError
+from kvflow.stock.params import is_stock, read_stock, stock_params
+from kvflow.stock.shape import OurCache, OurSet, Unfit, check_tp_size, expanded, our_cache
+from kvflow.stock.versions import LINES
+from kvflow.stock.wire import StockMetadata
 
 ROOT = Path(__file__).parents[2]
 CACHE = stock_cache(4)

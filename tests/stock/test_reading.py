@@ -27,12 +27,12 @@ from stock_engines import (
 )
 
 from kvflow import Config, LoadRequest, Runtime, ServeRequest
-from kvflow.core.stock.deadline import Arrival, DeadlineProof
-from kvflow.core.stock.params import read_stock
 from kvflow.errors import KVFlowError, LeaseExpired, PeerError, PeerIncompatible, RequestError, TransferFailed
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.records import LoadRecord
 from kvflow.stock import StockPeers, Terms, arrival
+from kvflow.stock.deadline import Arrival, DeadlineProof
+from kvflow.stock.params import read_stock
 from kvflow.stock.sights import Sight
 from kvflow.testing import assert_quiet
 

@@ -21,13 +21,13 @@ from prometheus_client import CollectorRegistry
 from stock_engines import HASH, MODEL_HEADS, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
 
 from kvflow import Config, LoadRequest, Runtime, ServeRequest, merge_tickets
-from kvflow.core.stock.params import stock_params
-from kvflow.core.stock.wire import encode_question
 from kvflow.errors import ConfigError, PeerUnreachable, RequestError, UsageError
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.stock import EngineRanks, StockPeers, ask_rank
+from kvflow.stock.params import stock_params
 from kvflow.stock.service import _Tally
+from kvflow.stock.wire import encode_question
 from kvflow.testing import assert_quiet
 from tests.fuzz.mutants import torn
 from tests.support.tests_support import each

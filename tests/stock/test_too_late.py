@@ -13,9 +13,9 @@ import torch
 from stock_engines import LAYERS, TOKENS, StockConsumer, StockProducer, stock_producer, value_of
 from tests_support import until
 
-from kvflow.core.stock.params import read_stock
 from kvflow.errors import LeaseExpired
 from kvflow.stock import Arrival, Terms, arrival
+from kvflow.stock.params import read_stock
 from tests.stock.test_reading import PEERS, Reader, reader
 
 TRIES = 200

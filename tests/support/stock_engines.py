@@ -20,7 +20,7 @@ import zmq.asyncio
 from nixl import _bindings as nixl
 
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.stock.hashing import compatibility_hash
+from kvflow.stock.hashing import compatibility_hash
 
 MODEL_HEADS, LAYERS, TOKENS, HEAD = 4, 3, 4, 8
 FACTORS: dict[str, Any] = {

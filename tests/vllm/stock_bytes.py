@@ -1,6 +1,6 @@
-"""Make tests/core/stock/golden.json: what the installed vLLM's own encoders make of known values.
+"""Make tests/stock/golden.json: what the installed vLLM's own encoders make of known values.
 
-`python tests/vllm/stock_bytes.py tests/core/stock/golden.json` in an environment that has vLLM.
+`python tests/vllm/stock_bytes.py tests/stock/golden.json` in an environment that has vLLM.
 """
 
 from __future__ import annotations

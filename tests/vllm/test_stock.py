@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvflow.core.stock.versions import line_of
+from kvflow.stock.versions import line_of
 from tests.vllm.conftest import TEXT, Site
 from tests.vllm.servers import NAME, VERSION, HTTPFailed, Server, Setup, hand_over, prefill, proxied
 from tests.vllm.stock_late import late_round, late_setups

@@ -119,7 +119,7 @@ class Step(enum.StrEnum):
 
 
 class Proof(Protocol):
-    """The proof that a read was fresh: `SealProof`, by a seal, or `core.stock.deadline`, where there is none."""
+    """The proof that a read was fresh: `SealProof`, by a seal, or `stock.deadline`, where there is none."""
 
     asked: bool
     seen_s: float

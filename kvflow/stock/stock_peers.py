@@ -11,10 +11,6 @@ from kvflow import checks
 from kvflow.config import RANKS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol import messages
-from kvflow.core.stock.deadline import Arrival, Terms
-from kvflow.core.stock.hashing import HASH
-from kvflow.core.stock.shape import OurCache, Unfit, our_cache
-from kvflow.core.stock.versions import Line, UnknownLine, line_of
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Leases, Service
@@ -22,11 +18,15 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.stock.handshake import Known, StockHandshakes
-from kvflow.stock.ranks import EngineRanks
-from kvflow.stock.reach import StockReach
+from kvflow.stock.deadline import Arrival, Terms
+from kvflow.stock.engine_ranks import EngineRanks
+from kvflow.stock.hashing import HASH
 from kvflow.stock.service import Pose, StockService
+from kvflow.stock.shape import OurCache, Unfit, our_cache
 from kvflow.stock.sights import Sights
+from kvflow.stock.stock_handshake import Known, StockHandshakes
+from kvflow.stock.stock_reach import StockReach
+from kvflow.stock.versions import Line, UnknownLine, line_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

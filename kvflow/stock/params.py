@@ -15,13 +15,13 @@ from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, Group
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.spare import MARK, with_mark
 from kvflow.core.protocol.ticket import RankLease, Ticket
-from kvflow.core.stock.deadline import Arrival
-from kvflow.core.stock.shape import expanded
-from kvflow.core.stock.texts import can_be_told
-from kvflow.core.stock.versions import UnknownLine, least_line, line_of
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
 from kvflow.limits import REQUEST_ID_CHARS_MAX
+from kvflow.stock.deadline import Arrival
+from kvflow.stock.shape import expanded
+from kvflow.stock.texts import can_be_told
+from kvflow.stock.versions import UnknownLine, least_line, line_of
 
 _BLOCK_MAX = (1 << 31) - 1
 

@@ -15,10 +15,10 @@ from kvflow import checks
 from kvflow.config import RANKS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol.codec import WireError
-from kvflow.core.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
 from kvflow.errors import PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import address_at, loopback_hint, split_address
 from kvflow.runtime.channel.lookups import Lookups
+from kvflow.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
 
 
 async def ask_rank(

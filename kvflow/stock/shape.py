@@ -26,8 +26,8 @@ from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import RegionTable, SealLocation
-from kvflow.core.stock.wire import Shown, StockMetadata
 from kvflow.limits import SEAL_HOLD_S_MAX
+from kvflow.stock.wire import Shown, StockMetadata
 
 HEADS_FIRST = ("LBHNC", "HND")
 TOKENS_FIRST = ("LBNHC", "NHD")

@@ -14,8 +14,9 @@ import pytest
 from tests_support import each
 
 from kvflow.core.protocol.codec import WireError
-from kvflow.core.stock.versions import LINES, Line, line_that_shows
-from kvflow.core.stock.wire import (
+from kvflow.runtime.channel import connections
+from kvflow.stock.versions import LINES, Line, line_that_shows
+from kvflow.stock.wire import (
     METADATA_BYTES_MAX,
     Shown,
     StockMetadata,
@@ -26,7 +27,6 @@ from kvflow.core.stock.wire import (
     encode_metadata,
     encode_question,
 )
-from kvflow.runtime.channel import connections
 from tests.fuzz.mutants import bent, torn
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))

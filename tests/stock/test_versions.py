@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvflow.core.stock.versions import LINES, Counting, UnknownLine, least_line, line_of, line_that_shows
+from kvflow.stock.versions import LINES, Counting, UnknownLine, least_line, line_of, line_that_shows
 
 VERSIONS = [line.version for line in LINES]
 

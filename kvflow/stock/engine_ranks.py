@@ -14,8 +14,8 @@ import msgspec
 
 from kvflow import checks
 from kvflow.config import RANKS_MAX
-from kvflow.core.stock.wire import METADATA_BYTES_MAX, StockMetadata
 from kvflow.errors import RequestError, UsageError
+from kvflow.stock.wire import METADATA_BYTES_MAX, StockMetadata
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 

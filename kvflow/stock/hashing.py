@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from kvflow.core.stock.versions import line_of
+from kvflow.stock.versions import line_of
 
 HASH = re.compile("[0-9a-f]{64}")
 

@@ -16,18 +16,18 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.core.stock.params import StockTicket, is_stock, needed_blocks, read_stock
-from kvflow.core.stock.shape import Unfit, check_stage
-from kvflow.core.stock.texts import read_text
 from kvflow.errors import PeerIncompatible
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Peer, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.stock.handshake import KinConnection, StockConnection, StockHandshakes, Whereabouts
-from kvflow.stock.kin import reach_kin
+from kvflow.stock.own_engines import reach_kin
+from kvflow.stock.params import StockTicket, is_stock, needed_blocks, read_stock
+from kvflow.stock.shape import Unfit, check_stage
 from kvflow.stock.sights import Sight
+from kvflow.stock.stock_handshake import KinConnection, StockConnection, StockHandshakes, Whereabouts
 from kvflow.stock.telling import StockSource
+from kvflow.stock.texts import read_text
 
 
 class StockReach:

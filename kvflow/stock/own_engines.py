@@ -15,12 +15,12 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import RankLease, Ticket
-from kvflow.core.stock.params import StockTicket
 from kvflow.hosts import split_address
 from kvflow.runtime.peers.peer import Connection, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.stock.handshake import KinConnection
+from kvflow.stock.params import StockTicket
+from kvflow.stock.stock_handshake import KinConnection
 
 
 async def reach_kin(

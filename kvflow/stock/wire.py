@@ -17,8 +17,8 @@ from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.messages import REGIONS_MAX
-from kvflow.core.stock.hashing import HASH
-from kvflow.core.stock.versions import Line
+from kvflow.stock.hashing import HASH
+from kvflow.stock.versions import Line
 
 _ASKED = b"get_meta_msg"
 _AGENT = b"nixlSerDes|Agent"
@@ -96,7 +96,7 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
-    """The one question that a stock listener survives, about a rank that it has to have: `core.stock.shape` says which.
+    """The one question that a stock listener survives, about a rank that it has to have: `stock.shape` says which.
 
     ValueError for what is no rank.
     """

@@ -11,11 +11,12 @@ import pytest
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.protocol.codec import WireError, decode_notification
-from kvflow.core.stock.hashing import compatibility_hash
-from kvflow.core.stock.params import is_stock, needed_blocks, read_stock
-from kvflow.core.stock.texts import Heartbeat, ReadText, decode_text, heartbeat_texts, is_text, read_text
-from kvflow.core.stock.versions import line_of
-from kvflow.core.stock.wire import (
+from kvflow.errors import RequestError
+from kvflow.stock.hashing import compatibility_hash
+from kvflow.stock.params import is_stock, needed_blocks, read_stock
+from kvflow.stock.texts import Heartbeat, ReadText, decode_text, heartbeat_texts, is_text, read_text
+from kvflow.stock.versions import line_of
+from kvflow.stock.wire import (
     RankQuestion,
     StockMetadata,
     agent_of,
@@ -25,7 +26,6 @@ from kvflow.core.stock.wire import (
     encode_metadata,
     encode_question,
 )
-from kvflow.errors import RequestError
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
 VALUES = {**GOLDEN["metadata_values"], "agent_metadata": bytes.fromhex(GOLDEN["metadata_values"]["agent_metadata"])}

@@ -13,7 +13,7 @@ from kvflow.config import RANKS_MAX
 from kvflow.core.protocol.codec import WireError, encode
 from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.protocol.spare import MARK, bare_id
-from kvflow.core.stock.texts import (
+from kvflow.stock.texts import (
     HEARD_BYTES_MAX,
     TEXT_BYTES_MAX,
     Heartbeat,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.core.protocol.proof import Step
-from kvflow.core.stock.deadline import DeadlineProof, Terms
 from kvflow.errors import ConfigError
+from kvflow.stock.deadline import DeadlineProof, Terms
 
 TERMS = Terms()
 

@@ -15,17 +15,17 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, life_of
 from kvflow.core.protocol.codec import WireError
-from kvflow.core.stock.shape import OurCache, Unfit, check_tp_size, metadata_of
-from kvflow.core.stock.versions import Counting, Line, line_that_shows
-from kvflow.core.stock.wire import Shown, agent_of
 from kvflow.errors import PeerIncompatible, PeerUnreachable, ProtocolError
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.handshake import Handshakes, block_maps, judge
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
-from kvflow.stock.asking import ask_rank
+from kvflow.stock.metadata import ask_rank
+from kvflow.stock.shape import OurCache, Unfit, check_tp_size, metadata_of
 from kvflow.stock.sights import Sights
 from kvflow.stock.telling import TextTelling
+from kvflow.stock.versions import Counting, Line, line_that_shows
+from kvflow.stock.wire import Shown, agent_of
 from kvflow.transport.base import AgentName, PeerGone, TransportError
 
 logger = logger_of(__name__)

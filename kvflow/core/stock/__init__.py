@@ -1,1 +1,0 @@
-"""Wire of vLLM's own NixlConnector: messages, texts, parameters, regions, and how long offers last."""
