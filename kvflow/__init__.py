@@ -29,7 +29,7 @@ from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
-from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
+from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 __version__ = "0.1.0"
 __public_modules__ = (

@@ -49,8 +49,8 @@ from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.world import World
+from kvflow.storage.files import Files
 from kvflow.testing import BlockShelf, ManualClock, assert_closed, assert_quiet
-from kvflow.transport.files import Files
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.support.storing import HeldMover
 

@@ -60,7 +60,7 @@ _CORE = ("", "checks", "config", "core", "device", "errors", "extras", "hosts", 
 _CORE += ("runtime", "transport")
 RINGS = {
     "core": _CORE,
-    "parts": ("kv_events", "stock"),
+    "parts": ("kv_events", "stock", "storage"),
     "integrations": ("blocking", "connector", "ray", "sglang", "vllm"),
     "tools": ("bench", "cli", "doctor", "observe", "testing"),
 }
@@ -85,6 +85,7 @@ _PURE_OF_CONNECTORS += ("scheduling_config", "shelving", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
     "stock": ("deadline", "hashing", "params", "shape", "texts", "versions", "wire"),
+    "storage": ("entry", "index", "placing"),
 }
 """Decisions of parts and integrations, as pure as the core's."""
 ALSO_PURE = {f"kvflow/{part}/{name}.py" for part, names in PURE_HALVES.items() for name in names}
@@ -253,7 +254,7 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-RUNTIME_PACKAGES = (("channel", "memory"), ("peers",), ("producer", "load"), ("store", "prefix"))
+RUNTIME_PACKAGES = (("channel", "memory"), ("peers",), ("producer", "load"), ("prefix",))
 """Of `kvflow/runtime`, from below: each may import those before its own row."""
 
 

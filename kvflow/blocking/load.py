@@ -15,7 +15,7 @@ from kvflow.runtime.load.load import Load as AsyncLoad
 from kvflow.runtime.load.load import refused_load, request_name
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.prefix.requests import PrefixRequest
-from kvflow.runtime.store.requests import RestoreRequest, SaveRequest
+from kvflow.storage.storage_requests import RestoreRequest, SaveRequest
 
 
 class Load(Pending[LoadReport]):

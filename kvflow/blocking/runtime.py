@@ -38,8 +38,8 @@ from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.statistics import RuntimeStatistics
-from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 from kvflow.runtime.world import World
+from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 

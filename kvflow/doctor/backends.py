@@ -22,12 +22,12 @@ from kvflow.config import STORE_BACKEND, Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol.proof import HOST
-from kvflow.core.storage.placing import FILE
 from kvflow.doctor.findings import Finding, ok, warn
 from kvflow.errors import KVFlowError
+from kvflow.storage.files import Direction
+from kvflow.storage.placing import FILE
 from kvflow.transport.base import Event, MemoryUse, ReadEnded
 from kvflow.transport.factory import make_files
-from kvflow.transport.files import Direction
 from kvflow.transport.nixl.loop import NixlTransport
 
 Memory: TypeAlias = npt.NDArray[np.uint8]

@@ -55,11 +55,11 @@ from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
+from kvflow.storage.files import Files
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
-from kvflow.transport.files import Files
 
 if TYPE_CHECKING:
-    from kvflow.runtime.store.store import BlockStore
+    from kvflow.storage.store import BlockStore
 
 logger = logger_of(__name__)
 
@@ -321,7 +321,7 @@ async def _register(
 
 
 async def _store(context: RankContext, gear: Gear, memory: _RankMemory, local: LocalRank, files: Files) -> BlockStore:
-    from kvflow.runtime.store.store import open_store  # most runtimes have none
+    from kvflow.storage.store import open_store  # most runtimes have none
 
     return await open_store(context, gear, memory.own, memory.shown, memory.staging, local, files)
 

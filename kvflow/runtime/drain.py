@@ -13,7 +13,7 @@ from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.producer.serving import Serving
 
 if TYPE_CHECKING:
-    from kvflow.runtime.store.store import BlockStore
+    from kvflow.storage.store import BlockStore
 
 logger = logger_of(__name__)
 

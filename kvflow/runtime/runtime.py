@@ -39,13 +39,13 @@ from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
-from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.world import World
+from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 if TYPE_CHECKING:
-    from kvflow.runtime.store.jobs import Job
-    from kvflow.runtime.store.store import BlockStore
+    from kvflow.storage.jobs import Job
+    from kvflow.storage.store import BlockStore
 
 _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 

@@ -14,7 +14,7 @@ from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.prefix.requests import PrefixStatistics
 from kvflow.runtime.prefix.shelf import SharingStatistics
 from kvflow.runtime.producer.lease import ServingStatistics
-from kvflow.runtime.store.requests import StoreStatistics
+from kvflow.storage.storage_requests import StoreStatistics
 from kvflow.transport.base import TransportStatistics
 
 PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatistics)

@@ -16,9 +16,9 @@ from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.own_host import own_host
+from kvflow.storage.files import Files
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_files, make_transport
-from kvflow.transport.files import Files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

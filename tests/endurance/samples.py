@@ -34,7 +34,7 @@ BOUNDED = frozenset(
         "kvflow.core.protocol.messages.Offer",  # what late readers are told of (news.py)
         "kvflow.core.protocol.messages.Declined",
         "kvflow.core.protocol.messages.Caller",  # who is told goodbye (Limits.readers_max)
-        "kvflow.core.storage.index.Entry",  # files of the store
+        "kvflow.storage.index.Entry",  # files of the store
         "zmq.constants.Event",  # combinations of flags, which enum keeps
     }
 )

@@ -191,26 +191,26 @@ BUGS: dict[str, Bug] = {
     "an entry that is being read goes": Bug(
         "            if not entry.readers:\n                victims.append(entry)",
         "            if True:\n                victims.append(entry)",
-        (CORE + "storage/test_index.py",),
+        ("tests/storage/test_index.py",),
     ),
     "what was saved is not compared with what is restored": Bug(
         "if await self._digests(job) != header.digests:",
         "if not await self._digests(job):",
-        (RUNTIME + "storing.py::test_what_is_damaged_is_never_good_and_goes",),
+        ("tests/storage/test_storing.py::test_what_is_damaged_is_never_good_and_goes",),
     ),
     "blocks of a restore are free while its bytes may land": Bug(
         "        if stopping and not self._under_way and not (self._end",
         "        if stopping and not (self._end",
         (
-            RUNTIME + "storing.py::test_a_cancelled_restore_waits_for_its_bytes",
-            RUNTIME + "storing.py::test_bytes_that_do_not_stop_are_quarantined",
+            "tests/storage/test_storing.py::test_a_cancelled_restore_waits_for_its_bytes",
+            "tests/storage/test_storing.py::test_bytes_that_do_not_stop_are_quarantined",
         ),
         within="runtime/load",
     ),
     "a damaged header is read": Bug(
         "    if zlib.crc32(body) != expected:",
         "    if False:",
-        (CORE + "storage/test_entry.py",),
+        ("tests/storage/test_entry.py",),
     ),
     # --- the wire of stock engines
     "a stock lease is believed for its whole time": Bug(

@@ -1,30 +1,7 @@
-"""Shell tests run on asyncio and on uvloop, with blocking calls detected."""
+"""These tests run on asyncio and on uvloop, with blocking calls detected."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from both_loops import no_blocking_calls, pair, pytest_asyncio_loop_factories
 
-import pytest
-import uvloop
-from blocking_calls import no_blocking_calls_of_kvflow
-from pairs import EnginePair, open_pair
-
-
-def pytest_asyncio_loop_factories(
-    config: pytest.Config, item: pytest.Item
-) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-
-
-@pytest.fixture(autouse=True)
-def no_blocking_calls() -> Iterator[None]:
-    with no_blocking_calls_of_kvflow():
-        yield
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[EnginePair]:
-    """A registered pair; after the test all blocks are free again (invariant I5)."""
-    async with open_pair() as pair:
-        yield pair
+__all__ = ["no_blocking_calls", "pair", "pytest_asyncio_loop_factories"]

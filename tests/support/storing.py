@@ -14,12 +14,12 @@ import torch
 
 from kvflow import Config, RestoreReport, RestoreRequest, Runtime, SaveReport, SaveRequest
 from kvflow.core.policy.ledger import BlockCounts
-from kvflow.runtime.store.requests import StoreStatistics
 from kvflow.runtime.world import World
+from kvflow.storage.files import Files, PlainMover, Settled
+from kvflow.storage.storage_requests import StoreStatistics
 from kvflow.testing import assert_quiet
 from kvflow.testing.pair import CacheSize, open_engine
 from kvflow.transport.factory import make_files
-from kvflow.transport.files import Files, PlainMover, Settled
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.support.tests_support import PATIENT, until
 

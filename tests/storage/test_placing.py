@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
-from kvflow.core.storage.placing import FILE, data_bytes, plan_file
+from kvflow.storage.placing import FILE, data_bytes, plan_file
 
 START = 4096
 

@@ -34,10 +34,10 @@ from kvflow.errors import (
     StoreFull,
     UsageError,
 )
-from kvflow.runtime.store.disk import EntryFile
+from kvflow.storage.disk import EntryFile
+from kvflow.storage.files import MoveFailed, MoveLost, Settled
 from kvflow.testing.pair import CacheSize
 from kvflow.transport.base import TransportError
-from kvflow.transport.files import MoveFailed, MoveLost, Settled
 from tests.support.storing import StoringEngine, storing
 from tests.support.tests_support import PATIENT, WAIT_S, limited, small_cache, until
 
@@ -432,7 +432,7 @@ async def test_files_that_cannot_be_removed_are_told_of(engine: StoringEngine, m
     for key in "ab":
         await engine.save(key)
     with monkeypatch.context() as broken:
-        broken.setattr("kvflow.runtime.store.disk.os.unlink", failing(errno.EACCES))
+        broken.setattr("kvflow.storage.disk.os.unlink", failing(errno.EACCES))
         with pytest.raises(
             StorageFailed, match=r"files of 2 entries that were dropped may be back .*Permission denied"
         ):
@@ -444,7 +444,7 @@ async def test_a_disk_that_hangs_ends_the_waiting(tmp_path: Path, monkeypatch: p
     gate = threading.Event()
     async with storing(tmp_path, load_deadline_s=0.1) as engine:
         await engine.save("a", deadline_s=WAIT_S)
-        monkeypatch.setattr("kvflow.runtime.store.disk.Directory.sync", lambda _: gate.wait(WAIT_S))
+        monkeypatch.setattr("kvflow.storage.disk.Directory.sync", lambda _: gate.wait(WAIT_S))
         with pytest.raises(StorageFailed, match=r"may be back at the next start: .*: not done within 0\.1 s"):
             await engine.runtime.drop_stored()
         gate.set()

@@ -1,4 +1,4 @@
-"""What every mover promises (`kvflow.transport.files.Mover`), checked on the system's calls and on NIXL's POSIX."""
+"""What every mover promises (`kvflow.storage.files.Mover`), checked on the system's calls and on NIXL's POSIX."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from kvflow import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
-from kvflow.core.storage.placing import FILE
 from kvflow.errors import ConfigError, TransportBroken
+from kvflow.storage.files import Direction, Files, MoveFailed, MoveLost, PlainMover, Settled
+from kvflow.storage.placing import FILE
+from kvflow.storage.posix import PosixMover
 from kvflow.transport.base import TransportError
 from kvflow.transport.factory import make_files
-from kvflow.transport.files import Direction, Files, MoveFailed, MoveLost, PlainMover, Settled
-from kvflow.transport.nixl.posix import PosixMover
 from tests.support.tests_support import WAIT_S
 
 SIZE = 1 << 20

@@ -15,17 +15,17 @@ from typing import NamedTuple
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TransferState
-from kvflow.core.storage.index import Entry
 from kvflow.errors import KVFlowError, RuntimeBroken
 from kvflow.logs import logger_of
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.reads import Read
-from kvflow.runtime.store.disk import EntryFile
-from kvflow.runtime.store.moves import Moves, opened_file
-from kvflow.runtime.store.requests import PHASES, SaveRequest
-from kvflow.runtime.store.shelf import FileShelf
-from kvflow.transport.files import Direction, Files, MoveFailed
+from kvflow.storage.disk import EntryFile
+from kvflow.storage.files import Direction, Files, MoveFailed
+from kvflow.storage.index import Entry
+from kvflow.storage.moves import Moves, opened_file
+from kvflow.storage.rank_files import FileShelf
+from kvflow.storage.storage_requests import PHASES, SaveRequest
 
 logger = logger_of(__name__)
 

@@ -9,8 +9,8 @@ from typing import cast
 
 from kvflow import checks
 from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
-from kvflow.core.storage.entry import checked_key
 from kvflow.limits import Limits
+from kvflow.storage.entry import checked_key
 
 PHASES = ("check", "queued", "move", "sync")
 

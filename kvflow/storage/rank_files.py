@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvflow.config import Config
-from kvflow.core.storage.index import Entry, StoreIndex
 from kvflow.errors import ConfigError
-from kvflow.runtime.store.disk import Directory, InUse
-from kvflow.transport.files import Files
+from kvflow.storage.disk import Directory, InUse
+from kvflow.storage.files import Files
+from kvflow.storage.index import Entry, StoreIndex
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The moves of one save or restore, as its flight posts them: reads of a file, or writes to one.
 
-A move that was lost (`transport.files`) is under way until it is known to have stopped, so the flight holds its blocks
+A move that was lost (`storage.files`) is under way until it is known to have stopped, so the flight holds its blocks
 and its permit, while the save or restore fails at once.
 """
 
@@ -14,8 +14,8 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol.proof import SealProof
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.load.gear import Told
+from kvflow.storage.files import Direction, Files, MoveLost
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
-from kvflow.transport.files import Direction, Files, MoveLost
 
 if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvflow.core.storage.index import Entry, NoRoom, StoreIndex
+from kvflow.storage.index import Entry, NoRoom, StoreIndex
 from tests.support.budgets import examples
 
 BOUND = 100

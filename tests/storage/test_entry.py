@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.storage.entry import (
+from kvflow.errors import RequestError
+from kvflow.storage.entry import (
     KEY_BYTES_MAX,
     START_BYTES,
     EntryHeader,
@@ -17,7 +18,6 @@ from kvflow.core.storage.entry import (
     entry_name,
     fingerprint_of,
 )
-from kvflow.errors import RequestError
 from tests.support.tests_support import each
 
 HEADER = EntryHeader(

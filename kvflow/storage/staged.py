@@ -20,8 +20,8 @@ from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 from kvflow.runtime.memory.pool import give_back_after
-from kvflow.runtime.store.moves import opened_file
-from kvflow.transport.files import Direction
+from kvflow.storage.files import Direction
+from kvflow.storage.moves import opened_file
 
 
 class _Span(NamedTuple):

@@ -15,9 +15,9 @@ import re
 import stat
 from collections.abc import Sequence
 
-from kvflow.core.storage.entry import START_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
-from kvflow.core.storage.index import Entry
-from kvflow.transport.files import MoveFailed, Mover
+from kvflow.storage.entry import START_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
+from kvflow.storage.files import MoveFailed, Mover
+from kvflow.storage.index import Entry
 
 _LOCK = "lock"
 _NAME = re.compile(r"([0-9a-f]{40})-[0-9a-f]{16}")

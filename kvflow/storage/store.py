@@ -20,9 +20,6 @@ from kvflow.core.cache.groups import GroupFacts, LayerSet
 from kvflow.core.cache.regions import Regions, device_of, map_spans
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
 from kvflow.core.protocol.proof import HOST
-from kvflow.core.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
-from kvflow.core.storage.index import Entry, NoRoom
-from kvflow.core.storage.placing import data_bytes, plan_file
 from kvflow.errors import (
     CacheUnregistered,
     ConfigError,
@@ -43,9 +40,15 @@ from kvflow.runtime.load.reads import CopyFailed
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.memory.host_buffers import HostBuffers
 from kvflow.runtime.peers.peer import LocalRank
-from kvflow.runtime.store.disk import EntryFile
-from kvflow.runtime.store.jobs import Job, Jobs, WantedEntry
-from kvflow.runtime.store.requests import (
+from kvflow.storage.disk import EntryFile
+from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
+from kvflow.storage.files import Direction, Files
+from kvflow.storage.index import Entry, NoRoom
+from kvflow.storage.jobs import Job, Jobs, WantedEntry
+from kvflow.storage.placing import data_bytes, plan_file
+from kvflow.storage.rank_files import FileShelf, open_shelf
+from kvflow.storage.staged import StagedBlocks
+from kvflow.storage.storage_requests import (
     RestoreReport,
     RestoreRequest,
     SaveReport,
@@ -53,10 +56,7 @@ from kvflow.runtime.store.requests import (
     StoreStatistics,
     checked,
 )
-from kvflow.runtime.store.shelf import FileShelf, open_shelf
-from kvflow.runtime.store.staged import StagedBlocks
 from kvflow.transport.base import TransportError
-from kvflow.transport.files import Direction, Files
 
 logger = logger_of(__name__)
 

@@ -19,8 +19,8 @@ from kvflow.config import STORE_BACKEND as POSIX
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError
+from kvflow.storage.files import Direction, MoveLost, Settled
 from kvflow.transport.base import TransportError
-from kvflow.transport.files import Direction, MoveLost, Settled
 from kvflow.transport.nixl.native import error_types, import_bindings, new_agent
 
 _AIO_NOTCANCELED = 1  # of <aio.h>
@@ -73,7 +73,7 @@ def _runs_posix_aio(fd: int) -> bool:
 
 
 class PosixMover:
-    """See `transport.files.Mover`."""
+    """See `storage.files.Mover`."""
 
     def __init__(self, name: str, params: Mapping[str, str]) -> None:
         """Raises ConfigError if the backend does not start with these parameters."""

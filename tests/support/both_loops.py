@@ -1,0 +1,30 @@
+"""Tests of what runs on a loop: on asyncio and on uvloop, with blocking calls detected; and a pair of engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import uvloop
+from blocking_calls import no_blocking_calls_of_kvflow
+from pairs import EnginePair, open_pair
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls() -> Iterator[None]:
+    with no_blocking_calls_of_kvflow():
+        yield
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[EnginePair]:
+    """A registered pair; after the test all blocks are free again (invariant I5)."""
+    async with open_pair() as pair:
+        yield pair
