@@ -12,18 +12,18 @@ from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.events import DeviceEvent
-from kvflow.core.prefix.keys import prefix_keys
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.limits import Limits
+from kvflow.prefix.keys import prefix_keys
+from kvflow.prefix.prefix_cache import Run, Shelf
+from kvflow.prefix.prefix_requests import PrefixAnswer, PrefixOffer, PrefixReport, PrefixRequest
+from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.peers.prewarm import Prewarmed
-from kvflow.runtime.prefix.requests import PrefixAnswer, PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.runtime.prefix.sharing import SharedPrefixes
-from kvflow.runtime.prefix.shelf import Run, Shelf
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
@@ -38,10 +38,10 @@ __public_modules__ = (
     "kvflow.connector.parameters",
     "kvflow.connector.scheduler",
     "kvflow.connector.worker",
-    "kvflow.kv_events",
     "kvflow.observe.opentelemetry",
     "kvflow.observe.prometheus",
     "kvflow.observe.timeline",
+    "kvflow.prefix.kv_events",
     "kvflow.ray",
     "kvflow.stock",
     "kvflow.testing",

@@ -60,7 +60,7 @@ _CORE = ("", "checks", "config", "core", "device", "errors", "extras", "hosts", 
 _CORE += ("runtime", "transport")
 RINGS = {
     "core": _CORE,
-    "parts": ("kv_events", "stock", "storage"),
+    "parts": ("prefix", "stock", "storage"),
     "integrations": ("blocking", "connector", "ray", "sglang", "vllm"),
     "tools": ("bench", "cli", "doctor", "observe", "testing"),
 }
@@ -84,6 +84,7 @@ _PURE_OF_CONNECTORS = ("asking", "consumers", "engine", "paged_groups", "paramet
 _PURE_OF_CONNECTORS += ("scheduling_config", "shelving", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
+    "prefix": ("keys", "kv_events/batches", "kv_events/prefix_map"),
     "stock": ("deadline", "hashing", "params", "shape", "texts", "versions", "wire"),
     "storage": ("entry", "index", "placing"),
 }
@@ -254,7 +255,7 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-RUNTIME_PACKAGES = (("channel", "memory"), ("peers",), ("producer", "load"), ("prefix",))
+RUNTIME_PACKAGES = (("channel", "memory"), ("peers",), ("producer", "load"))
 """Of `kvflow/runtime`, from below: each may import those before its own row."""
 
 
@@ -301,7 +302,7 @@ def test_nixl_and_zmq_have_one_home_each() -> None:
     assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl/native.py"}
     channel = ("asking", "connections", "listening", "keyring")
     others = {"kvflow/stock/metadata.py", "kvflow/sglang/manager.py"}  # the wires of other engines
-    others |= {f"kvflow/kv_events/{name}.py" for name in ("following", "publishing", "sockets")}
+    others |= {f"kvflow/prefix/kv_events/{name}.py" for name in ("following", "publishing", "sockets")}
     assert importers("zmq") == {f"kvflow/runtime/channel/{name}.py" for name in channel} | others
 
 

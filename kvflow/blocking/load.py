@@ -10,11 +10,11 @@ from kvflow.blocking.host import LoopHost
 from kvflow.blocking.pending import Pending
 from kvflow.config import Config
 from kvflow.errors import KVFlowError, Quarantine, RuntimeClosed
+from kvflow.prefix.prefix_requests import PrefixRequest
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.load.load import Load as AsyncLoad
 from kvflow.runtime.load.load import refused_load, request_name
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
-from kvflow.runtime.prefix.requests import PrefixRequest
 from kvflow.storage.storage_requests import RestoreRequest, SaveRequest
 
 

@@ -24,6 +24,9 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.prefix.prefix_cache import Shelf
+from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
+from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.foreign import Foreign
@@ -31,9 +34,6 @@ from kvflow.runtime.load.load import checked_load_request
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.peers.prewarm import Prewarmed
-from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.runtime.prefix.sharing import SharedPrefixes
-from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.records import Observer

@@ -24,10 +24,10 @@ from kvflow.core.protocol.prompts import with_marks
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
+from kvflow.prefix.prefix_cache import Run
+from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.runtime.prefix.sharing import SharedPrefixes
-from kvflow.runtime.prefix.shelf import Run
 from kvflow.runtime.runtime import Runtime
 
 logger = logger_of(__name__)

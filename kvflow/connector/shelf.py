@@ -20,7 +20,7 @@ from kvflow.connector.paged_groups import PagedGroup
 from kvflow.connector.step import NO_BLOCK, BlockTables, Shelved
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent, has_happened
-from kvflow.runtime.prefix.shelf import Run
+from kvflow.prefix.prefix_cache import Run
 
 __all__ = ["PagedShelf"]
 

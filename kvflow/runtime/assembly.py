@@ -27,6 +27,10 @@ from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.logs import logger_of
+from kvflow.prefix.prefix_cache import Shelf
+from kvflow.prefix.pull import Means, Prefixes
+from kvflow.prefix.seek import Seeker
+from kvflow.prefix.sharing import Leasing, SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign
@@ -46,10 +50,6 @@ from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.rendezvous import Rendezvous
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.prefix.pull import Means, Prefixes
-from kvflow.runtime.prefix.seek import Seeker
-from kvflow.runtime.prefix.sharing import Leasing, SharedPrefixes
-from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells

@@ -23,6 +23,9 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RequestError, RuntimeUnavailable, UsageError
+from kvflow.prefix.prefix_cache import Shelf
+from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
+from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.errand import seen
@@ -33,9 +36,6 @@ from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
-from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.runtime.prefix.sharing import SharedPrefixes
-from kvflow.runtime.prefix.shelf import Shelf
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvflow.core.policy.ledger import BlockCounts
+from kvflow.prefix.prefix_cache import SharingStatistics
+from kvflow.prefix.prefix_requests import PrefixStatistics
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.peers.table import PeerStatistics
-from kvflow.runtime.prefix.requests import PrefixStatistics
-from kvflow.runtime.prefix.shelf import SharingStatistics
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.storage.storage_requests import StoreStatistics
 from kvflow.transport.base import TransportStatistics

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvflow.core.prefix.keys import prefix_keys
-from kvflow.runtime.prefix.shelf import Run
+from kvflow.prefix.keys import prefix_keys
+from kvflow.prefix.prefix_cache import Run
 
 
 class BlockShelf:

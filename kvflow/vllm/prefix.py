@@ -16,9 +16,9 @@ from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.shelving import GroupTablesOf, Shelving
 from kvflow.connector.step import Found, Step
 from kvflow.core.cache.groups import GroupKind
-from kvflow.core.prefix.keys import prefix_keys
 from kvflow.errors import ConfigError, RequestError
 from kvflow.logs import logger_of
+from kvflow.prefix.keys import prefix_keys
 from kvflow.vllm.asked import Asked
 from kvflow.vllm.layout import Group
 from kvflow.vllm.settings import Extra

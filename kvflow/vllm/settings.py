@@ -20,9 +20,9 @@ from kvflow.connector.settings import PluginSettings, checked_fields
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
 from kvflow.hosts import plain_address
-from kvflow.kv_events import EventSource
 from kvflow.logs import logger_of
-from kvflow.runtime.prefix.requests import PEERS_MAX
+from kvflow.prefix.kv_events import EventSource
+from kvflow.prefix.prefix_requests import PEERS_MAX
 from kvflow.vllm.layout import Group
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from kvflow.bench.clocks import loop_ticker
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import at_most
 from kvflow.core.protocol import codec, messages
-from kvflow.runtime.prefix.sharing import SharedPrefixes
+from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.testing import BlockShelf, CacheSize
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.base import Transport

@@ -20,13 +20,13 @@ from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import Found, Question, Shelved, Step
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.policy.states import ProducerState
-from kvflow.core.prefix.keys import prefix_keys
 from kvflow.core.protocol.messages import PREFIX_OF
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
-from kvflow.kv_events import BlockStored
+from kvflow.prefix.keys import prefix_keys
+from kvflow.prefix.kv_events import BlockStored
+from kvflow.prefix.prefix_requests import PrefixOffer, PrefixRequest
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.prefix.requests import PrefixOffer, PrefixRequest
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
 from kvflow.transport.base import TransportError

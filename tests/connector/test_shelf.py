@@ -14,8 +14,8 @@ from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import NO_BLOCK, Shelved, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.prefix.keys import prefix_keys
-from kvflow.runtime.prefix.shelf import Run
+from kvflow.prefix.keys import prefix_keys
+from kvflow.prefix.prefix_cache import Run
 from tests.support.tests_support import each
 
 SIZE = 4

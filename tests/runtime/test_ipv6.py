@@ -17,7 +17,7 @@ from kvflow import Config
 from kvflow.doctor.findings import Status
 from kvflow.doctor.peer import examine_peer
 from kvflow.hosts import address_at
-from kvflow.kv_events import EventSource, Publisher, Subscriber
+from kvflow.prefix.kv_events import EventSource, Publisher, Subscriber
 from kvflow.runtime.channel import lookups
 
 

@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from kvflow import prefix_keys
-from kvflow.core.prefix.events import decode_batch, encode_batch
-from kvflow.kv_events import EventSource, PrefixMap, Subscriber
+from kvflow.prefix.kv_events import EventSource, PrefixMap, Subscriber
+from kvflow.prefix.kv_events.batches import decode_batch, encode_batch
 from tests.support.ports import free_port
 from tests.support.recorded_events import SGLANG, sglang_batch
 

@@ -12,8 +12,8 @@ import zmq.asyncio
 from tests_support import WAIT_S, until
 
 from kvflow import prefix_keys
-from kvflow.core.prefix.events import BlockStored, KVEvent, encode_batch
-from kvflow.kv_events import EventSource, PrefixMap
+from kvflow.prefix.kv_events import EventSource, PrefixMap
+from kvflow.prefix.kv_events.batches import BlockStored, KVEvent, encode_batch
 
 __all__ = ["END", "WAIT_S", "KnownMap", "ScriptedPublisher", "stored", "until"]
 

@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvflow.core.prefix import keys
 from kvflow.core.protocol import messages
+from kvflow.prefix import keys, pull
+from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest
+from kvflow.prefix.pull import Prefixes
+from kvflow.prefix.seek import Seeker
+from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.peers import reach
-from kvflow.runtime.prefix import pull
-from kvflow.runtime.prefix.pull import Prefixes
-from kvflow.runtime.prefix.requests import PrefixReport, PrefixRequest
-from kvflow.runtime.prefix.seek import Seeker
-from kvflow.runtime.prefix.sharing import SharedPrefixes
 
 
 def believe_a_seal_seen_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event
 from vllm.v1.request import Request
 
 from kvflow import prefix_keys
-from kvflow.core.prefix.events import AllBlocksCleared, BlockStored, decode_batch, encode_batch
 from kvflow.core.protocol.prompts import marked_by_keys
-from kvflow.kv_events import EventSource, PrefixMap, Publisher, Subscriber
+from kvflow.prefix.kv_events import EventSource, PrefixMap, Publisher, Subscriber
+from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockStored, decode_batch, encode_batch
 from kvflow.vllm.asked import Asked
 from tests.support.ports import free_port
 from tests.support.recorded_events import VLLM, vllm_batch

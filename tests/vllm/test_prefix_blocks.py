@@ -31,8 +31,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.shelf import PagedShelf
-from kvflow.core.prefix.keys import prefix_keys
-from kvflow.runtime.prefix.shelf import Run
+from kvflow.prefix.keys import prefix_keys
+from kvflow.prefix.prefix_cache import Run
 from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 

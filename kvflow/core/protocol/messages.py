@@ -44,9 +44,9 @@ from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.state import ROWS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
-from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.limits import PAYLOAD_BYTES_MAX
+from kvflow.prefix.keys import KEY_BYTES
 
 REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
@@ -207,7 +207,7 @@ class SeekRequest(ReaderRequest, frozen=True, kw_only=True, tag="seek"):
     request_id: RequestName
     """Name of the lease that the reader gets, with `PREFIX_OF` before it; the same at every rank of an engine."""
     keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
-    """See `core.prefix.keys`: number i is that of the first (i + 1) * `key_tokens` tokens."""
+    """See `prefix.keys`: number i is that of the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size
     alone: bool = True
     """True if nobody but this rank is to read what is offered."""

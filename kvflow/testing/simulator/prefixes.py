@@ -15,8 +15,8 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError, LoadError, PeerError, RuntimeBroken
+from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.runtime.prefix.requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.testing.simulator.cache import first_token
 from kvflow.testing.simulator.checks import check_conserved
 from kvflow.testing.simulator.network import LOAD

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvflow.core.prefix.keys import prefix_keys
+from kvflow.prefix.keys import prefix_keys
 from kvflow.testing.simulator.cache import TOKENS_MAX, Content
 
 SPAN = 4

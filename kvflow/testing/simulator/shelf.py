@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.errors import RuntimeUnavailable
-from kvflow.runtime.prefix.sharing import SharedPrefixes
-from kvflow.runtime.prefix.shelf import Run
+from kvflow.prefix.prefix_cache import Run
+from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.testing.simulator.prompts import SPAN, Path, SimPrompt
 from kvflow.testing.simulator.work import all_over

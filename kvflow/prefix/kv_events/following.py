@@ -20,12 +20,21 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.checks import count, instance, text
-from kvflow.core.prefix.events import BATCH_BYTES_MAX, decode_batch
-from kvflow.core.prefix.map import PrefixMap
 from kvflow.errors import ConfigError, ProtocolError, UsageError
 from kvflow.hosts import is_v6, meant_address
-from kvflow.kv_events.sockets import END, LIVE, REPLAYED, SEQUENCE_BYTES, host_in, prepare, read_message, sequence_bytes
 from kvflow.logs import logger_of
+from kvflow.prefix.kv_events.batches import BATCH_BYTES_MAX, decode_batch
+from kvflow.prefix.kv_events.prefix_map import PrefixMap
+from kvflow.prefix.kv_events.sockets import (
+    END,
+    LIVE,
+    REPLAYED,
+    SEQUENCE_BYTES,
+    host_in,
+    prepare,
+    read_message,
+    sequence_bytes,
+)
 from kvflow.runtime.channel.lookups import Lookups
 
 logger = logger_of(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.runtime.prefix.requests import PrefixAnswer, PrefixOffer
+from kvflow.prefix.prefix_requests import PrefixAnswer, PrefixOffer
 
 
 @dataclass(slots=True, eq=False)

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from event_publishers import WAIT_S, KnownMap, ScriptedPublisher, stored, until
 
-from kvflow.core.prefix.events import AllBlocksCleared, BlockStored, KVEvent
 from kvflow.errors import ConfigError, UsageError
-from kvflow.kv_events import EventSource, PrefixMap, SourceStatistics, Subscriber
+from kvflow.prefix.kv_events import EventSource, PrefixMap, SourceStatistics, Subscriber
+from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockStored, KVEvent
 
 
 @contextlib.asynccontextmanager
@@ -88,7 +88,7 @@ async def test_what_a_replay_loses_is_asked_for_again() -> None:
 
 
 async def test_a_replay_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflow.kv_events.following.REPLAY_S", 0.0)
+    monkeypatch.setattr("kvflow.prefix.kv_events.following.REPLAY_S", 0.0)
     async with following(answers=False) as (publisher, known, seen):
         await publisher.send(0, stored(1))
         await until(lambda: known.has(1))

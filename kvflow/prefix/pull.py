@@ -19,10 +19,7 @@ from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
-from kvflow.runtime.load.load import Load
-from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.runtime.peers.peer import LocalRank, token_bytes
-from kvflow.runtime.prefix.requests import (
+from kvflow.prefix.prefix_requests import (
     PrefixOffer,
     PrefixReport,
     PrefixRequest,
@@ -30,7 +27,10 @@ from kvflow.runtime.prefix.requests import (
     check_blocks,
     checked_prefix_request,
 )
-from kvflow.runtime.prefix.search import Holder, Search
+from kvflow.prefix.search import Holder, Search
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
+from kvflow.runtime.peers.peer import LocalRank, token_bytes
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from recorded_events import SGLANG, VLLM
 
 from kvflow import prefix_keys
-from kvflow.core.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
-from kvflow.core.prefix.map import PrefixMap
 from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.errors import RequestError
+from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
+from kvflow.prefix.kv_events.prefix_map import PrefixMap
 from tests.support.tests_support import each
 
 PROMPT = list(range(1000, 1096))

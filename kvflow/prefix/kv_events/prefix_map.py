@@ -18,10 +18,10 @@ from itertools import islice
 from typing import TypeAlias
 
 from kvflow.checks import count, shown, text, whole
-from kvflow.core.prefix.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
-from kvflow.core.prefix.keys import key_state
 from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.errors import RequestError
+from kvflow.prefix.keys import key_state
+from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 BLOCKS_MAX = 100_000
 KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")

@@ -12,11 +12,11 @@ from kvflow import checks
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
-from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.limits import Limits
+from kvflow.prefix.keys import KEY_BYTES
 from kvflow.runtime.load.requests import LoadReport
 
 PEERS_MAX = 64

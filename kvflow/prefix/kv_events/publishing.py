@@ -13,9 +13,9 @@ import zmq
 import zmq.asyncio
 
 from kvflow.checks import text, whole
-from kvflow.core.prefix.events import BATCH_BYTES_MAX, KVEvent, encode_batch
 from kvflow.errors import ConfigError, RequestError, UsageError
-from kvflow.kv_events.sockets import END, SEQUENCE_BYTES, prepare, sequence_bytes
+from kvflow.prefix.kv_events.batches import BATCH_BYTES_MAX, KVEvent, encode_batch
+from kvflow.prefix.kv_events.sockets import END, SEQUENCE_BYTES, prepare, sequence_bytes
 
 BATCHES_MAX = 10_000
 _QUESTION_BYTES_MAX = 256

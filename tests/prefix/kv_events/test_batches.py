@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded_events import SGLANG, VLLM
 
-from kvflow.core.prefix.events import (
+from kvflow.errors import ProtocolError
+from kvflow.prefix.kv_events.batches import (
     BATCH_BYTES_MAX,
     BLOCKS_MAX,
     EVENTS_MAX,
@@ -21,8 +22,7 @@ from kvflow.core.prefix.events import (
     decode_batch,
     encode_batch,
 )
-from kvflow.core.prefix.map import PrefixMap
-from kvflow.errors import ProtocolError
+from kvflow.prefix.kv_events.prefix_map import PrefixMap
 from tests.core.plans import traced_bytes
 from tests.support.tests_support import each
 

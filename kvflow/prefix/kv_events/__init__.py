@@ -4,10 +4,10 @@ vLLM and SGLang publish such events (`--kv-events-config`); an engine of one's o
 `Subscriber` feeds a `PrefixMap` with the events of many engines.
 """
 
-from kvflow.core.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvflow.core.prefix.map import PrefixMap
-from kvflow.kv_events.following import EventSource, SourceStatistics, Subscriber
-from kvflow.kv_events.publishing import Publisher
+from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockRemoved, BlockStored
+from kvflow.prefix.kv_events.following import EventSource, SourceStatistics, Subscriber
+from kvflow.prefix.kv_events.prefix_map import PrefixMap
+from kvflow.prefix.kv_events.publishing import Publisher
 
 __all__ = [
     "AllBlocksCleared",

@@ -19,15 +19,15 @@ import numpy.typing as npt
 from kvflow import checks
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
-from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol import messages
 from kvflow.errors import KVFlowError, RequestError, UsageError
 from kvflow.logs import logger_of
+from kvflow.prefix.keys import KEY_BYTES
+from kvflow.prefix.prefix_cache import Run, SharingStatistics, Shelf
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import LocalRank, token_bytes
-from kvflow.runtime.prefix.shelf import Run, SharingStatistics, Shelf
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.open_lease import OpenLease
 

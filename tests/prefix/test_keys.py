@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvflow
-from kvflow.core.prefix.keys import SALT_BYTES_MAX
 from kvflow.core.protocol.prompts import marked
 from kvflow.errors import RequestError
+from kvflow.prefix.keys import SALT_BYTES_MAX
 from tests.support.tests_support import each
 
-PAGE = Path(__file__).parents[3] / "docs" / "prefix.md"
+PAGE = Path(__file__).parents[2] / "docs" / "prefix.md"
 TOKENS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=70)
 
 

@@ -10,9 +10,9 @@ import zmq
 import zmq.asyncio
 from event_publishers import END, WAIT_S, KnownMap, stored, until
 
-from kvflow.core.prefix.events import AllBlocksCleared, BlockStored, decode_batch
 from kvflow.errors import ConfigError, RequestError, UsageError
-from kvflow.kv_events import EventSource, Publisher, Subscriber
+from kvflow.prefix.kv_events import EventSource, Publisher, Subscriber
+from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockStored, decode_batch
 
 ANYWHERE = "tcp://127.0.0.1:0"
 

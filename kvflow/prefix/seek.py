@@ -16,20 +16,20 @@ import msgspec
 
 from kvflow import checks
 from kvflow.core.cache.groups import GroupKind
-from kvflow.core.prefix.keys import KEY_BYTES
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_count, read_ticket
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address
+from kvflow.prefix.keys import KEY_BYTES
+from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest
+from kvflow.prefix.search import AskedPeer, Search
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import Connection, LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.prefix.requests import GivenPeer, PrefixOffer, PrefixRequest
-from kvflow.runtime.prefix.search import AskedPeer, Search
 
 _NAMES_MAX = 1 << 10
 

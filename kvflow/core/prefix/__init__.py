@@ -1,1 +1,0 @@
-"""Prefixes by name: their keys, the events that tell who has them, and a map of both. Pure."""
