@@ -42,7 +42,6 @@ from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.surviving import Surviving
 from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
 from kvflow.runtime.memory.scratch import Scratch
 from kvflow.runtime.peers.handshake import Handshakes
@@ -51,12 +50,13 @@ from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.rendezvous import Rendezvous
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.producer.blocks import OfferedBlocks
-from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
 from kvflow.storage.files import Files
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
+from kvflow.verify.cache_digests import DigestedCache, DigestGear
+from kvflow.verify.lease_digests import DigestAnswers
 
 if TYPE_CHECKING:
     from kvflow.storage.store import BlockStore

@@ -45,7 +45,7 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of each group."""
     data_bytes: int
     digests: bytes
-    """Digests of each layer of each set, 8 bytes each, little-endian: see `core.protocol.digests`."""
+    """Digests of each layer of each set, 8 bytes each, little-endian: see `verify.digests`."""
 
     @property
     def data_start(self) -> int:

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
-from kvflow.core.protocol import digests
 from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
-from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 from kvflow.runtime.memory.pool import give_back_after
 from kvflow.storage.files import Direction
 from kvflow.storage.moves import opened_file
+from kvflow.verify import digests
+from kvflow.verify.cache_digests import Digesting, HeadSpan, TokenBlocks
 
 
 class _Span(NamedTuple):

@@ -37,7 +37,6 @@ from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.reads import CopyFailed
-from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.memory.host_buffers import HostBuffers
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.storage.disk import EntryFile
@@ -57,6 +56,7 @@ from kvflow.storage.storage_requests import (
     checked,
 )
 from kvflow.transport.base import TransportError
+from kvflow.verify.cache_digests import Digesting, HeadSpan, TokenBlocks
 
 logger = logger_of(__name__)
 

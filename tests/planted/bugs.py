@@ -180,12 +180,12 @@ BUGS: dict[str, Bug] = {
     "tokens beyond the prompt are digested": Bug(
         "weights[(tokens < blocks.start) | (tokens >= blocks.stop)] = 0",
         "weights[tokens < blocks.start] = 0",
-        (RUNTIME + "digests.py",),
+        ("tests/verify/test_digests.py",),
     ),
     "heads are digested by their place in the block": Bug(
         "digests.head_weights(heads.of_model, heads.heads)",
         "digests.head_weights(heads.start, heads.heads)",
-        (RUNTIME + "digests.py",),
+        ("tests/verify/test_digests.py",),
     ),
     # --- storage
     "an entry that is being read goes": Bug(

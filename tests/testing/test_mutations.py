@@ -23,7 +23,7 @@ from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferSta
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
 from kvflow.runtime.incarnation import Incarnation
-from kvflow.runtime.load import plan, verifying, whole
+from kvflow.runtime.load import plan, whole
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Poller
 from kvflow.runtime.load.growing import GrowingLoads
@@ -33,9 +33,7 @@ from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.news import News
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.surviving import Surviving, _Course
-from kvflow.runtime.load.verifying import Comparison
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.digests import TokenBlocks
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
@@ -43,6 +41,9 @@ from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import World
 from kvflow.testing.simulator import simulate
 from kvflow.testing.simulator.settings import model_of
+from kvflow.verify import verifying
+from kvflow.verify.cache_digests import TokenBlocks
+from kvflow.verify.verifying import Comparison
 
 SEEDS_MAX = 3000
 

@@ -154,7 +154,7 @@ DigestParts: TypeAlias = Annotated[tuple[DigestPart, ...], Meta(max_length=DIGES
 
 
 class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests"):
-    """Question for the digests of these bytes of an open lease. See `core.protocol.digests`."""
+    """Question for the digests of these bytes of an open lease. See `verify.digests`."""
 
     request_id: RequestName
     lease_id: LeaseId

@@ -11,9 +11,9 @@ from kvflow.errors import ChecksumMismatch, PeerError, TransferFailed
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.requests import VERIFY, Verification
-from kvflow.runtime.load.verifying import LeaseEnded, NotCompared, Verifier
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.peers.peer import Source
+from kvflow.verify.verifying import LeaseEnded, NotCompared, Verifier
 
 logger = logger_of(__name__)
 

@@ -27,9 +27,9 @@ from kvflow.core.protocol.proof import SealTable
 from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.digests import DigestGear
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
+from kvflow.verify.cache_digests import DigestGear
 
 Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback told how a read has ended; RuntimeBroken if that will never be known."""

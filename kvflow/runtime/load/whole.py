@@ -32,9 +32,9 @@ from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.reads import CopyFailed, Read
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.route import Route
-from kvflow.runtime.load.verifying import Verifier
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 from kvflow.transport.base import TransportError
+from kvflow.verify.verifying import Verifier
 
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
 _PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"

@@ -14,9 +14,9 @@ from functools import partial
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
 from kvflow.device.cache_device import CacheDevice
-from kvflow.device.helper import Helper
 from kvflow.device.making import make_device
 from kvflow.transport.thread import OwnerThread
+from kvflow.verify.helper import Helper
 
 _IDLE_S = 3600.0  # nothing has to be done between jobs
 

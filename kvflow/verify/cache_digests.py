@@ -1,4 +1,4 @@
-"""Digests of the blocks of a cache (`core.protocol.digests` defines them), computed where the bytes lie.
+"""Digests of the blocks of a cache (`verify.digests` defines them), computed where the bytes lie.
 
 On the CPU numpy computes, with the GIL released while it reads the bytes, at some 5 to 10 GB/s on one core. On CUDA
 torch does, on the device. Other devices may lack the kernels, so their blocks are copied to the host first. The copy
@@ -27,11 +27,11 @@ from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.tensors import tensors_of
 from kvflow.core.plan.block_map import split_fused
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.protocol import digests
 from kvflow.device.cache_device import CacheDevice
-from kvflow.device.helper import Helper
 from kvflow.errors import LayoutError
 from kvflow.runtime.memory.copies import copy_blocks, to_host
+from kvflow.verify import digests
+from kvflow.verify.helper import Helper
 
 if TYPE_CHECKING:
     import torch

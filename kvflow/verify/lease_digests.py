@@ -1,4 +1,4 @@
-"""Digests of leased blocks, for readers that compare what they have read (`core.protocol.digests`).
+"""Digests of leased blocks, for readers that compare what they have read (`verify.digests`).
 
 A question names a lease by its secret, so its reader has the ticket. The digests are computed on the copy thread, piece
 by piece. The answer is given if the lease is still open afterwards: then its blocks were the lease's all the time.
@@ -16,15 +16,15 @@ from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.plan.topology import CacheShare, heads_held
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.digests import DEFINITION
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RuntimeClosed
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.producer.open_lease import OpenLease
+from kvflow.verify.cache_digests import DigestGear, Digesting, HeadSpan, TokenBlocks
+from kvflow.verify.digests import DEFINITION
 
 logger = logger_of(__name__)
 

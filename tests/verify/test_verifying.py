@@ -32,9 +32,9 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.runtime.load.requests import Verification
-from kvflow.runtime.memory.digests import DigestedCache
-from kvflow.runtime.producer import digests
 from kvflow.runtime.world import World
+from kvflow.verify import lease_digests
+from kvflow.verify.cache_digests import DigestedCache
 from tests.fuzz.mutants import mutant
 
 ALWAYS = replace(PATIENT, verify_share=1.0)
@@ -271,7 +271,7 @@ async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile(
     monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     if whose != "all":
-        monkeypatch.setattr(digests, "OF_READER_MAX", 2)
+        monkeypatch.setattr(lease_digests, "OF_READER_MAX", 2)
     async with open_pair(limited(PATIENT, digests_max=2) if whose == "all" else PATIENT) as pair:
         held = HeldDigests(pair.writer)
         leases = [pair.offer([at], f"req-{at}") for at in range(4)]

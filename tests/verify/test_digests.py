@@ -15,10 +15,10 @@ from tests_support import WAIT_S
 
 from kvflow.core.cache.groups import groups_of, layer_sets
 from kvflow.core.cache.layout import KVStyle
-from kvflow.core.protocol import digests
-from kvflow.device.helper import Helper
-from kvflow.runtime.memory import digests as digesting
-from kvflow.runtime.memory.digests import DigestedCache, Digesting, HeadSpan, TokenBlocks, Undigestible
+from kvflow.verify import cache_digests as digesting
+from kvflow.verify import digests
+from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks, Undigestible
+from kvflow.verify.helper import Helper
 from tests.core.caches import Cache, Recipe, recipes
 from tests.support.budgets import examples
 

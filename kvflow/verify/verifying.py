@@ -20,10 +20,10 @@ from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.core.plan.topology import CacheShare, heads_held, kv_heads_of_model
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.digests import DEFINITION
 from kvflow.errors import PeerError, ProtocolError
-from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
+from kvflow.verify.cache_digests import DigestGear, Digesting, HeadSpan, TokenBlocks
+from kvflow.verify.digests import DEFINITION
 
 _DRAWN_OF = 1 << 32
 
