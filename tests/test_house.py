@@ -60,14 +60,14 @@ _CORE = ("", "checks", "config", "core", "device", "errors", "extras", "hosts", 
 _CORE += ("runtime", "transport")
 RINGS = {
     "core": _CORE,
-    "parts": ("prefix", "stock", "storage", "verify"),
+    "parts": ("prefix", "staging", "stock", "storage", "verify"),
     "integrations": ("blocking", "connector", "ray", "sglang", "vllm"),
     "tools": ("bench", "cli", "doctor", "observe", "testing"),
 }
 """From the inside out, "" being `kvflow` itself. An import is one whether it is to run, to run later, or of a type."""
 RING_OF = {part: ring for ring, parts in RINGS.items() for part in parts}
 
-PARTS_THAT_NEED_PARTS = {"storage": {"verify"}}
+PARTS_THAT_NEED_PARTS = {"storage": {"staging", "verify"}, "verify": {"staging"}}
 """No part imports another one, but for these."""
 
 WITHIN_RINGS = [["errors"], ["checks"], ["extras", "hosts", "limits", "logs"], ["config"], ["core"], ["device"]]
@@ -87,6 +87,7 @@ PURE_HALVES = {
     "prefix": ("keys", "kv_events/batches", "kv_events/prefix_map"),
     "stock": ("deadline", "hashing", "params", "shape", "texts", "versions", "wire"),
     "storage": ("entry", "index", "placing"),
+    "staging": ("whole_blocks",),
     "verify": ("digests",),
 }
 """Decisions of parts and integrations, as pure as the core's."""
@@ -256,7 +257,7 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-RUNTIME_PACKAGES = (("channel", "memory"), ("peers",), ("producer", "load"))
+RUNTIME_PACKAGES = (("channel",), ("peers",), ("producer", "load"))
 """Of `kvflow/runtime`, from below: each may import those before its own row."""
 
 

@@ -32,13 +32,13 @@ from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.load import checked_load_request
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.world import World
+from kvflow.staging.host_buffers import BlockCopier
 from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])

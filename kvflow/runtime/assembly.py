@@ -33,6 +33,7 @@ from kvflow.prefix.seek import Seeker
 from kvflow.prefix.sharing import Leasing, SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.gear import Gear, Poller, Words, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
@@ -41,9 +42,6 @@ from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.surviving import Surviving
 from kvflow.runtime.load.whole import Whole
-from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
-from kvflow.runtime.memory.scratch import Scratch
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
@@ -53,6 +51,8 @@ from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
+from kvflow.staging.host_buffers import BlockCopier, HostBuffers, host_buffers
+from kvflow.staging.scratch import Scratch
 from kvflow.storage.files import Files
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
 from kvflow.verify.cache_digests import DigestedCache, DigestGear

@@ -33,7 +33,6 @@ from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
@@ -41,6 +40,7 @@ from kvflow.runtime.records import Observer, Observers
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.world import World
+from kvflow.staging.host_buffers import BlockCopier
 from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 if TYPE_CHECKING:

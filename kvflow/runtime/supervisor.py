@@ -45,12 +45,12 @@ from kvflow.runtime.drain import DrainReport, busy, drain, end
 from kvflow.runtime.errand import Errand, carry_out
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.incarnation import Incarnation
-from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
 from kvflow.runtime.records import Observers
 from kvflow.runtime.services import Services
 from kvflow.runtime.statistics import Past, RuntimeState, RuntimeStatistics
 from kvflow.runtime.world import World
+from kvflow.staging.host_buffers import BlockCopier
 from kvflow.transport.base import TransportError
 
 logger = logger_of(__name__)

@@ -14,7 +14,7 @@ from kvflow.config import Config
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock, SystemClock
-from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.own_host import own_host
 from kvflow.storage.files import Files
 from kvflow.transport.base import Transport

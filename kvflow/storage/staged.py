@@ -15,9 +15,9 @@ from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
 from kvflow.runtime.load.gear import Gear
+from kvflow.runtime.load.pool import give_back_after
 from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
-from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
-from kvflow.runtime.memory.pool import give_back_after
+from kvflow.staging.host_buffers import CopyDirection, HostBuffers
 from kvflow.storage.files import Direction
 from kvflow.storage.moves import opened_file
 from kvflow.verify import digests

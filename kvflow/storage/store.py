@@ -37,8 +37,8 @@ from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.reads import CopyFailed
-from kvflow.runtime.memory.host_buffers import HostBuffers
 from kvflow.runtime.peers.peer import LocalRank
+from kvflow.staging.host_buffers import HostBuffers
 from kvflow.storage.disk import EntryFile
 from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
 from kvflow.storage.files import Direction, Files

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch
-from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.copy_thread import CopyThread
 
 
 class InlineCopier(CopyThread):

@@ -29,7 +29,7 @@ from kvflow.core.plan.block_map import split_fused
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import LayoutError
-from kvflow.runtime.memory.copies import copy_blocks, to_host
+from kvflow.staging.copies import copy_blocks, to_host
 from kvflow.verify import digests
 from kvflow.verify.helper import Helper
 

@@ -301,8 +301,8 @@ BUGS: dict[str, Bug] = {
         "            places[target_ids] = rows[sources]",
         "            places[target_ids] = rows[: len(target_ids)]",
         (
-            RUNTIME + "copies.py::test_blocks_that_follow_each_other_on_either_side",
-            RUNTIME + "copies.py::test_blocks_are_copied_and_nothing_else",
+            "tests/staging/test_copies.py::test_blocks_that_follow_each_other_on_either_side",
+            "tests/staging/test_copies.py::test_blocks_are_copied_and_nothing_else",
         ),
     ),
     "draining waits for leases only": Bug(

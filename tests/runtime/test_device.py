@@ -20,9 +20,9 @@ from kvflow.device.cache_device import CacheDevice
 from kvflow.device.cuda import DEVICE_ATTRIBUTES, CudaDriver, DriverError
 from kvflow.device.cuda_device import CudaDevice
 from kvflow.errors import ConfigError, TransferFailed, UsageError
-from kvflow.runtime.memory.copies import Ids
-from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.world import World
+from kvflow.staging.copies import Ids
 from kvflow.testing import CacheSize, assert_loaded
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.base import MemoryUse

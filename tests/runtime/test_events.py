@@ -11,7 +11,7 @@ import pytest
 
 from kvflow import LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.errors import DeadlineExceeded, LeaseExpired, PrefillFailed, RequestError, TransferFailed
-from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.testing import (
     CacheSize,
     InprocCluster,

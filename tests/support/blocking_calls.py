@@ -19,5 +19,5 @@ def no_blocking_calls_of_kvflow() -> Iterator[None]:
         for name in ("os.stat", "os.listdir"):  # of /proc, which is no disk
             detector.functions[name].can_block_in("kvflow/runtime/open_files.py", "left")
         for name in ("io.TextIOWrapper.read", "io.BufferedReader.read"):  # a copy thread may be no thread in a test
-            detector.functions[name].can_block_in("kvflow/runtime/memory/host_memory.py", "_lines")
+            detector.functions[name].can_block_in("kvflow/staging/host_memory.py", "_lines")
         yield

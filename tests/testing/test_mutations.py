@@ -22,23 +22,23 @@ from kvflow.core.policy.queue import Permit
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.load import plan, whole
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Poller
 from kvflow.runtime.load.growing import GrowingLoads
-from kvflow.runtime.load.lanes import Lane, PromptSpan
 from kvflow.runtime.load.leases import LeaseIdTelling
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.news import News
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.surviving import Surviving, _Course
-from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import World
+from kvflow.staging.lanes import Lane, PromptSpan
 from kvflow.testing.simulator import simulate
 from kvflow.testing.simulator.settings import model_of
 from kvflow.verify import verifying

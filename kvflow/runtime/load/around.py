@@ -9,9 +9,9 @@ from kvflow.checks import said
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.errors import ChecksumMismatch, PeerError, TransferFailed
 from kvflow.logs import logger_of
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.requests import VERIFY, Verification
-from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.peers.peer import Source
 from kvflow.verify.verifying import LeaseEnded, NotCompared, Verifier
 

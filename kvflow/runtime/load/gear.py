@@ -26,7 +26,7 @@ from kvflow.core.policy.queue import FairQueue
 from kvflow.core.protocol.proof import SealTable
 from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
-from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 from kvflow.verify.cache_digests import DigestGear

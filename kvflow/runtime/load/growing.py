@@ -19,13 +19,13 @@ from kvflow.errors import COMPUTE
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.lanes import GroupSpan, Lane
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.news import Followed, Follower
 from kvflow.runtime.load.plan import Matched
 from kvflow.runtime.load.reads import CopyGroup
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
+from kvflow.staging.lanes import GroupSpan, Lane
 
 LOOK_EVERY_S = 0.1
 _WORTH_S = 1e-3

@@ -24,8 +24,8 @@ from kvflow.core.policy.history import History
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.proof import FAILED, SealTable
 from kvflow.errors import RequestError
-from kvflow.runtime.memory.copy_thread import CopyThread, run_all
-from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
+from kvflow.runtime.copy_thread import CopyThread, run_all
+from kvflow.staging.host_buffers import CopyDirection, HostBuffers
 
 OnError: TypeAlias = "Callable[[BaseException], None]"
 

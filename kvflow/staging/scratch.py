@@ -1,6 +1,6 @@
 """Scratch memory: whole blocks of a peer are read there and permuted into the cache.
 
-`core.plan.whole_blocks` has the reading side and the rule when this pays. Here are the buffers, registered when the
+`staging.whole_blocks` has the reading side and the rule when this pays. Here are the buffers, registered when the
 first load needs them, and the writing side: which tokens and heads of a scratch block go to which chunk of which of our
 blocks.
 """
@@ -18,9 +18,10 @@ from kvflow.core.cache.regions import Span
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors
-from kvflow.core.plan.whole_blocks import WholeBlocks
 from kvflow.device.cache_device import CacheDevice
-from kvflow.runtime.memory.copies import (
+from kvflow.runtime.copy_thread import CopyThread
+from kvflow.runtime.load.pool import Pool
+from kvflow.staging.copies import (
     CacheTensors,
     View,
     canonical_parts,
@@ -30,8 +31,7 @@ from kvflow.runtime.memory.copies import (
     spread_on_device,
     spread_on_host,
 )
-from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.pool import Pool
+from kvflow.staging.whole_blocks import WholeBlocks
 from kvflow.transport.base import MemoryUse, Transport, TransportError
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError
-from kvflow.runtime.memory.copies import (
+from kvflow.runtime.load.pool import Pool
+from kvflow.staging.copies import (
     CacheTensors,
     LayerTensors,
     Way,
@@ -31,8 +32,7 @@ from kvflow.runtime.memory.copies import (
     to_device,
     to_host,
 )
-from kvflow.runtime.memory.host_memory import host_memory_bytes
-from kvflow.runtime.memory.pool import Pool
+from kvflow.staging.host_memory import host_memory_bytes
 
 if TYPE_CHECKING:
     import torch

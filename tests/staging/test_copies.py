@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, map_regions
 from kvflow.device.cache_device import CacheDevice
-from kvflow.runtime.memory import copies
-from kvflow.runtime.memory.copies import (
+from kvflow.staging import copies
+from kvflow.staging.copies import (
     allocate_host_caches,
     block_rows,
     canonical_parts,

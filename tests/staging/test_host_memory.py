@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests_support import each
 
-from kvflow.runtime.memory import host_buffers
-from kvflow.runtime.memory.host_memory import host_memory_bytes
+from kvflow.staging import host_buffers
+from kvflow.staging.host_memory import host_memory_bytes
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 V2 = "29 23 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
-from kvflow.runtime.memory.host_buffers import HostBuffers
-from kvflow.runtime.memory.scratch import Permutation
 from kvflow.runtime.peers.peer import Source
+from kvflow.staging.host_buffers import HostBuffers
+from kvflow.staging.scratch import Permutation
 
 
 class Part(NamedTuple):

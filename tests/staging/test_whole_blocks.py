@@ -8,7 +8,7 @@ import pytest
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
-from kvflow.core.plan.whole_blocks import COSTS, WholeBlocks, prefer_scratch
+from kvflow.staging.whole_blocks import COSTS, WholeBlocks, prefer_scratch
 from tests.support.tests_support import each
 
 TOKENS, LAYERS = 16, 4

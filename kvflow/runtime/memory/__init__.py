@@ -1,1 +1,0 @@
-"""The way of bytes to where they belong: routes, scratch memory, host buffers, copies."""
