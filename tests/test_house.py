@@ -60,14 +60,14 @@ _CORE = ("", "checks", "config", "core", "device", "errors", "extras", "hosts", 
 _CORE += ("runtime", "transport")
 RINGS = {
     "core": _CORE,
-    "parts": ("prefix", "staging", "stock", "storage", "verify"),
+    "parts": ("growing", "prefix", "staging", "stock", "storage", "verify"),
     "integrations": ("blocking", "connector", "ray", "sglang", "vllm"),
     "tools": ("bench", "cli", "doctor", "observe", "testing"),
 }
 """From the inside out, "" being `kvflow` itself. An import is one whether it is to run, to run later, or of a type."""
 RING_OF = {part: ring for ring, parts in RINGS.items() for part in parts}
 
-PARTS_THAT_NEED_PARTS = {"storage": {"staging", "verify"}, "verify": {"staging"}}
+PARTS_THAT_NEED_PARTS = {"growing": {"staging"}, "storage": {"staging", "verify"}, "verify": {"staging"}}
 """No part imports another one, but for these."""
 
 WITHIN_RINGS = [["errors"], ["checks"], ["extras", "hosts", "limits", "logs"], ["config"], ["core"], ["device"]]
@@ -84,6 +84,7 @@ _PURE_OF_CONNECTORS = ("asking", "consumers", "engine", "paged_groups", "paramet
 _PURE_OF_CONNECTORS += ("scheduling_config", "shelving", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
+    "growing": ("room",),
     "prefix": ("keys", "kv_events/batches", "kv_events/prefix_map"),
     "stock": ("deadline", "hashing", "params", "shape", "texts", "versions", "wire"),
     "storage": ("entry", "index", "placing"),
@@ -102,7 +103,7 @@ LOOKING_AGAIN = {
     "kvflow/runtime/channel/asking.py": "a listener drops all connections when it has too many",
     "kvflow/runtime/channel/listening.py": "nobody tells that open files are used up, or that there are some again",
     "kvflow/runtime/peers/lease_questions.py": "a rank may open its lease a moment after the reader asked for it",
-    "kvflow/runtime/peers/rendezvous.py": "a rank may have no room for one more question that waits",
+    "kvflow/growing/pending_tickets.py": "a rank may have no room for one more question that waits",
     "kvflow/ray/peers.py": "Serve tells its own routers only when replicas come and go",
     "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
 }
@@ -119,13 +120,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log
 # Tests whose subject is time itself, each with the reason.
 _LANDED = ("growing", "growing_failed", "growing_progress", "growing_looks", "extending")
 SLEEPING_TESTS = {
-    **{f"tests/runtime/test_{name}.py": "virtual time: what has landed when some has passed" for name in _LANDED},
+    **{f"tests/growing/test_{name}.py": "virtual time: what has landed when some has passed" for name in _LANDED},
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/testing/test_cancel.py": "virtual time: what is cancelled waits while it passes",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
     "tests/runtime/test_standing.py": "virtual time: loads stand still while it passes",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
-    "tests/runtime/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
+    "tests/growing/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
     "tests/test_logs.py": "virtual time: leases run out, and questions find nothing, while it passes",
     "tests/observe/observed.py": "virtual time: what is observed is when tokens were computed and when they landed",
     "tests/runtime/test_cancelled_everywhere.py": "virtual time: a prompt is computed in steps, and questions run out",

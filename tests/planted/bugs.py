@@ -143,28 +143,28 @@ BUGS: dict[str, Bug] = {
     "blocks that follow overwrite those that were known": Bug(
         "all_ids = [*table[:known].tolist(), *ids]",
         "all_ids = [*ids, *table[:known].tolist()]",
-        (RUNTIME + "extending.py::test_blocks_come_with_the_chunks",),
+        ("tests/growing/test_extending.py::test_blocks_come_with_the_chunks",),
     ),
     "tokens may be taken back": Bug(
         "        if not held.told <= tokens <= held.num_tokens:",
         "        if not tokens <= held.num_tokens:",
-        (RUNTIME + "growing.py::test_advances_that_cannot_be",),
+        ("tests/growing/test_growing.py::test_advances_that_cannot_be",),
     ),
     "a partly computed unit is read whole": Bug(
         "return self.end if there >= self._last else there // self._unit * self._unit",
         "return self.end if there >= self._last else -(-there // self._unit) * self._unit",
-        (RUNTIME + "growing.py::test_what_is_computed_is_read_as_it_comes",),
+        ("tests/growing/test_growing.py::test_what_is_computed_is_read_as_it_comes",),
     ),
     "ranks that offer different things are believed": Bug(
         "                if ours != theirs:\n                    both =",
         "                if False:\n                    both =",
-        (RUNTIME + "rendezvous.py::test_ranks_that_differ_or_decline",),
-        within="runtime/peers/rendezvous.py",
+        ("tests/growing/test_rendezvous.py::test_ranks_that_differ_or_decline",),
+        within="growing/pending_tickets.py",
     ),
     "any number of questions may wait": Bug(
         "        if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:",
         "        if not question.wait_s:",
-        (RUNTIME + "rendezvous.py::test_questions_of_strangers_keep_no_honest_one_from_its_answer",),
+        ("tests/growing/test_rendezvous.py::test_questions_of_strangers_keep_no_honest_one_from_its_answer",),
     ),
     "a payload is told before the prompt is complete": Bug(
         "            if one.source.lease.payload:\n                if await asyncio.shield(one.end)"
@@ -172,8 +172,8 @@ BUGS: dict[str, Bug] = {
         "            if one.source.lease.payload:\n",
         (
             RUNTIME + "turns.py::test_both_turns_of_a_conversation",
-            RUNTIME + "rendezvous.py::test_either_leg_may_come_first",
-            RUNTIME + "rendezvous.py::test_a_payload_without_blocks",
+            "tests/growing/test_rendezvous.py::test_either_leg_may_come_first",
+            "tests/growing/test_rendezvous.py::test_a_payload_without_blocks",
         ),
     ),
     # --- digests

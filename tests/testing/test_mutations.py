@@ -22,15 +22,15 @@ from kvflow.core.policy.queue import Permit
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
+from kvflow.growing.growing_loads import GrowingLoads
+from kvflow.growing.load_news import News
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.load import plan, whole
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Poller
-from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.leases import LeaseIdTelling
 from kvflow.runtime.load.load import Load, Work
-from kvflow.runtime.load.news import News
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.surviving import Surviving, _Course
 from kvflow.runtime.peers import peer

@@ -16,8 +16,8 @@ from kvflow.core.policy.events import checked_event
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import COMPUTE, KVFlowError, LoadError, RequestError, UsageError
+from kvflow.growing.load_news import News
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.news import News
 from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source

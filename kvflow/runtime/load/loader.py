@@ -29,13 +29,13 @@ from kvflow.errors import (
     RuntimeUnavailable,
     UsageError,
 )
+from kvflow.growing.pending_loads import check_expected
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work, checked_load_request, request_name, said_priority
-from kvflow.runtime.load.meeting import check_expected
 from kvflow.runtime.load.never_read import NeverRead
 from kvflow.runtime.load.requests import (
     PHASES,

@@ -38,6 +38,7 @@ from kvflow.errors import (
     RequestError,
     TransferFailed,
 )
+from kvflow.growing.pending_loads import Meeting, check_expected
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
@@ -45,7 +46,6 @@ from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work
-from kvflow.runtime.load.meeting import Meeting, check_expected
 from kvflow.runtime.load.requests import VERIFY, LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import Reaching
 from kvflow.runtime.records import LOADED, Attempt

@@ -19,15 +19,15 @@ from kvflow.errors import (
     RequestError,
     TransferFailed,
 )
+from kvflow.growing.growing_loads import GrowingLoads
+from kvflow.growing.load_news import LeaseOver
+from kvflow.growing.pending_loads import check_offered
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.around import Verifying, held, until
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import TURN_S, Gate, Gear
-from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load, Work
-from kvflow.runtime.load.meeting import check_offered
-from kvflow.runtime.load.news import LeaseOver
 from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.reads import CopyFailed, Read
 from kvflow.runtime.load.requests import LoadReport

@@ -41,14 +41,14 @@ from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError, UsageError
+from kvflow.growing.growing_leases import GrowingLeases
+from kvflow.growing.lease_news import Newsroom
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
-from kvflow.runtime.producer.growing import GrowingLeases
 from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics, checked_serve_request
-from kvflow.runtime.producer.news import Newsroom
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 from kvflow.runtime.records import LeaseRecord
 

@@ -27,8 +27,8 @@ from kvflow.errors import (
     ProtocolError,
     RequestError,
 )
+from kvflow.growing import waiting_questions
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.producer import waiting as waiting_questions
 from kvflow.runtime.producer.serving import OpenLease
 from kvflow.runtime.records import LoadRecord
 from kvflow.testing import (
@@ -42,7 +42,7 @@ from kvflow.testing import (
     nixl_pair,
 )
 from kvflow.testing.pair import Pair
-from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
+from tests.growing.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
 from tests.runtime.test_ranks import Engines, engines
 from tests.support.pairs import cache_of, known
 from tests.support.scripted import scripted_pair

@@ -16,11 +16,11 @@ from heapq import merge
 
 from kvflow.core.policy.history import History
 from kvflow.errors import COMPUTE
+from kvflow.growing.load_news import Followed, Follower
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Load, Work
-from kvflow.runtime.load.news import Followed, Follower
 from kvflow.runtime.load.plan import Matched
 from kvflow.runtime.load.reads import CopyGroup
 from kvflow.runtime.load.route import Route

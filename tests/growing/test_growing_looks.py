@@ -11,12 +11,12 @@ import pytest
 
 from kvflow import Lease, LeaseOutcome, Limits, Load, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, TransferFailed
-from kvflow.runtime.load import growing
-from kvflow.runtime.load.growing import LOOK_EVERY_S
-from kvflow.runtime.load.news import Follower
+from kvflow.growing import growing_loads
+from kvflow.growing.growing_loads import LOOK_EVERY_S
+from kvflow.growing.load_news import Follower
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
-from tests.runtime.test_growing import pair_of
+from tests.growing.test_growing import pair_of
 from tests.support.tests_support import in_virtual_time
 
 COUNT = 6
@@ -86,7 +86,7 @@ async def test_small_steps_are_not_read_one_by_one() -> None:
 @in_virtual_time
 async def test_a_producer_tells_at_once_that_a_lease_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds that not all is there asks for news, also if what is there is not worth a read."""
-    monkeypatch.setattr(growing, "LOOK_EVERY_S", 10.0)
+    monkeypatch.setattr(growing_loads, "LOOK_EVERY_S", 10.0)
     async with flowing() as (pair, lease, load):
         await asyncio.sleep(1.0)
         lease.advance(16)

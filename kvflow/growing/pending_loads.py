@@ -11,10 +11,10 @@ from functools import partial
 from kvflow.checks import count
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.plan.room import check_place, check_room
 from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import COMPUTE, PromptMismatch, RequestError
+from kvflow.growing.room import check_place, check_room
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
@@ -83,7 +83,7 @@ def check_offered(
     tables: Sequence[BlockIds],
     kind: type[RequestError] = RequestError,
 ) -> None:
-    """Raise `kind` unless the local blocks are for just the tokens that a known offer has; see `core.plan.room`."""
+    """Raise `kind` unless the local blocks are for just the tokens that a known offer has; see `growing.room`."""
     if not ticket.has_blocks:
         return  # nothing is read
     told = request.num_tokens

@@ -30,9 +30,9 @@ from kvflow import (
 from kvflow.core.protocol import messages
 from kvflow.errors import BlocksBusy, PeerError, ProtocolError, RequestError
 from kvflow.testing import InprocCluster, InprocPair, assert_quiet, inproc_pair, run_virtual
+from tests.growing.test_growing import BLOCKS, CONFIG, TAKEN, Cleared, landed, pair_of
 from tests.runtime.test_events import Event
 from tests.runtime.test_groups import FAMILIES, split_groups
-from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, Cleared, landed, pair_of
 from tests.support.budgets import examples
 from tests.support.hand_overs import HandOver, Part, run
 from tests.support.pairs import known
