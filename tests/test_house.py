@@ -60,14 +60,19 @@ _CORE = ("", "checks", "config", "core", "device", "errors", "extras", "hosts", 
 _CORE += ("runtime", "transport")
 RINGS = {
     "core": _CORE,
-    "parts": ("growing", "prefix", "staging", "stock", "storage", "verify"),
+    "parts": ("failover", "growing", "prefix", "staging", "stock", "storage", "verify"),
     "integrations": ("blocking", "connector", "ray", "sglang", "vllm"),
     "tools": ("bench", "cli", "doctor", "observe", "testing"),
 }
 """From the inside out, "" being `kvflow` itself. An import is one whether it is to run, to run later, or of a type."""
 RING_OF = {part: ring for ring, parts in RINGS.items() for part in parts}
 
-PARTS_THAT_NEED_PARTS = {"growing": {"staging"}, "storage": {"staging", "verify"}, "verify": {"staging"}}
+PARTS_THAT_NEED_PARTS = {
+    "failover": {"growing"},
+    "growing": {"staging"},
+    "storage": {"staging", "verify"},
+    "verify": {"staging"},
+}
 """No part imports another one, but for these."""
 
 WITHIN_RINGS = [["errors"], ["checks"], ["extras", "hosts", "limits", "logs"], ["config"], ["core"], ["device"]]
@@ -124,7 +129,7 @@ SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/testing/test_cancel.py": "virtual time: what is cancelled waits while it passes",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
-    "tests/runtime/test_standing.py": "virtual time: loads stand still while it passes",
+    "tests/failover/test_standing.py": "virtual time: loads stand still while it passes",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
     "tests/growing/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
     "tests/test_logs.py": "virtual time: leases run out, and questions find nothing, while it passes",

@@ -12,12 +12,12 @@ from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.messages import PREFIX_OF
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
+from kvflow.failover.several_tickets import SOURCES_MAX
 from kvflow.logs import logger_of
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.kv_events import EventSource, PrefixMap, Subscriber
 from kvflow.prefix.prefix_requests import PEERS_MAX, PrefixOffer, PrefixRequest
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.load.surviving import SOURCES_MAX
 from kvflow.runtime.runtime import Runtime
 
 __all__ = ["PrefixOutcome", "PrefixPeers"]

@@ -26,6 +26,7 @@ from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, RequestError, UsageError
+from kvflow.failover.several_tickets import Surviving
 from kvflow.growing.pending_loads import Meeting
 from kvflow.growing.pending_tickets import Rendezvous
 from kvflow.logs import logger_of
@@ -41,7 +42,6 @@ from kvflow.runtime.load.gear import Gear, Poller, Words, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Carriers, Loader
 from kvflow.runtime.load.route import Route
-from kvflow.runtime.load.surviving import Surviving
 from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank

@@ -22,6 +22,7 @@ from kvflow.core.policy.queue import Permit
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
+from kvflow.failover.several_tickets import Surviving, _Course
 from kvflow.growing.growing_loads import GrowingLoads
 from kvflow.growing.load_news import News
 from kvflow.runtime.copy_thread import CopyThread
@@ -32,7 +33,6 @@ from kvflow.runtime.load.gear import Poller
 from kvflow.runtime.load.leases import LeaseIdTelling
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.load.surviving import Surviving, _Course
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks

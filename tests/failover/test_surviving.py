@@ -28,8 +28,8 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.failover.several_tickets import LATE_LEAST_S, LATE_TIMES, SOURCES_MAX
 from kvflow.runtime.load.requests import LoadingStatistics
-from kvflow.runtime.load.surviving import LATE_LEAST_S, LATE_TIMES, SOURCES_MAX
 from kvflow.runtime.peers.peer import Peer
 from kvflow.testing import InprocCluster, InprocTransport, TestEngine, assert_loaded, assert_quiet
 from kvflow.transport.base import TransportError
