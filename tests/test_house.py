@@ -56,7 +56,7 @@ TESTS = Trees(
 APART = Trees(path for name in OTHER_ENGINES for path in (ROOT / "tests" / name).rglob("*.py"))
 PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
-_CORE = ("", "checks", "config", "core", "device", "errors", "extras", "hosts", "limits", "logs")
+_CORE = ("", "checks", "config", "core", "errors", "extras", "hosts", "limits", "logs")
 _CORE += ("runtime", "transport")
 RINGS = {
     "core": _CORE,
@@ -75,7 +75,7 @@ PARTS_THAT_NEED_PARTS = {
 }
 """No part imports another one, but for these."""
 
-WITHIN_RINGS = [["errors"], ["checks"], ["extras", "hosts", "limits", "logs"], ["config"], ["core"], ["device"]]
+WITHIN_RINGS = [["errors"], ["checks"], ["extras", "hosts", "limits", "logs"], ["config"], ["core"]]
 WITHIN_RINGS += [["transport"], ["runtime"], [""]]
 WITHIN_RINGS += [["blocking"], ["connector"], ["ray", "sglang", "vllm"]]
 WITHIN_RINGS += [["observe", "testing"], ["bench"], ["doctor"], ["cli"]]

@@ -24,7 +24,6 @@ from kvflow.core.protocol.addresses import UNKNOWN_ENGINE
 from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST, SealTable
-from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.failover.several_tickets import Surviving
 from kvflow.growing.pending_loads import Meeting
@@ -55,6 +54,7 @@ from kvflow.staging.host_buffers import BlockCopier, HostBuffers, host_buffers
 from kvflow.staging.scratch import Scratch
 from kvflow.storage.files import Files
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
+from kvflow.transport.device.cache_device import CacheDevice
 from kvflow.verify.cache_digests import DigestedCache, DigestGear
 from kvflow.verify.lease_digests import DigestAnswers
 

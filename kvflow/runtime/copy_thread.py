@@ -13,8 +13,8 @@ from functools import partial
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
-from kvflow.device.cache_device import CacheDevice
-from kvflow.device.making import make_device
+from kvflow.transport.device.cache_device import CacheDevice
+from kvflow.transport.device.making import make_device
 from kvflow.transport.thread import OwnerThread
 from kvflow.verify.helper import Helper
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.device.foreign import bytes_at
 from kvflow.errors import ConfigError
+from kvflow.transport.device.foreign_memory import bytes_at
 
 _WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 _DRAFTS = 1 << 13

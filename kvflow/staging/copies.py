@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import memory_of
-from kvflow.device.cache_device import CacheDevice
+from kvflow.transport.device.cache_device import CacheDevice
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,6 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError
 from kvflow.runtime.load.pool import Pool
 from kvflow.staging.copies import (
@@ -33,6 +32,7 @@ from kvflow.staging.copies import (
     to_host,
 )
 from kvflow.staging.host_memory import host_memory_bytes
+from kvflow.transport.device.cache_device import CacheDevice
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,6 @@ from kvflow.core.cache.regions import Span
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors
-from kvflow.device.cache_device import CacheDevice
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load.pool import Pool
 from kvflow.staging.copies import (
@@ -33,6 +32,7 @@ from kvflow.staging.copies import (
 )
 from kvflow.staging.whole_blocks import WholeBlocks
 from kvflow.transport.base import MemoryUse, Transport, TransportError
+from kvflow.transport.device.cache_device import CacheDevice
 
 if TYPE_CHECKING:
     import torch

@@ -27,9 +27,9 @@ from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.tensors import tensors_of
 from kvflow.core.plan.block_map import split_fused
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import LayoutError
 from kvflow.staging.copies import copy_blocks, to_host
+from kvflow.transport.device.cache_device import CacheDevice
 from kvflow.verify import digests
 from kvflow.verify.helper import Helper
 

@@ -44,9 +44,9 @@ from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.device.events import record_event
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
+from kvflow.transport.device.device_events import record_event
 from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.copies import CopyOperation, PlatformCopies, platform_copies
 from kvflow.vllm.failing import fail

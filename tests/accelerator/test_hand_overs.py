@@ -16,8 +16,6 @@ import torch
 
 from kvflow import CacheGroup, CacheLayout, Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
-from kvflow.device import cache_device
-from kvflow.device.accelerator import AcceleratorDevice
 from kvflow.errors import (
     ConfigError,
     PrefillFailed,
@@ -27,6 +25,8 @@ from kvflow.errors import (
 from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import assert_loaded, assert_quiet
+from kvflow.transport.device import cache_device
+from kvflow.transport.device.accelerator import AcceleratorDevice
 from tests.accelerator.sides import (
     BLOCK_SIZE,
     HEAD_SIZE,

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvflow import LoadRequest, Runtime, ServeRequest
-from kvflow.device.foreign import bytes_at
 from kvflow.errors import ConfigError
 from kvflow.runtime.world import World
 from kvflow.sglang.pools import Buffers
+from kvflow.transport.device.foreign_memory import bytes_at
 from tests.accelerator.sides import HERE, OURS, THEIRS, THERE, Site
 from tests.accelerator.standin import StandIn
 from tests.support.tests_support import PATIENT, until

@@ -22,8 +22,8 @@ import torch
 from kvflow.bench.child import BenchError, Environment, call_in_child
 from kvflow.bench.targets import percentile
 from kvflow.bench.ucx import ucx_log
-from kvflow.device.cuda import DriverError, load_driver
 from kvflow.doctor.version import installed
+from kvflow.transport.device.cuda import DriverError, load_driver
 from tests.gpu.conftest import Found
 from tests.gpu.pair import Pair, engines, request, specs
 from tests.gpu.raw import Moved, RawRank, raw_pair

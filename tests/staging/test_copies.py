@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, map_regions
-from kvflow.device.cache_device import CacheDevice
 from kvflow.staging import copies
 from kvflow.staging.copies import (
     allocate_host_caches,
@@ -25,6 +24,7 @@ from kvflow.staging.copies import (
     copy_blocks,
     scatter_tokens,
 )
+from kvflow.transport.device.cache_device import CacheDevice
 from tests.core.caches import Cache, Recipe, recipes
 from tests.support.budgets import examples
 
@@ -221,7 +221,7 @@ def test_blocks_go_to_a_device_and_back(
         name: tuple(part.cuda() for part in layer) if isinstance(layer, tuple) else layer.cuda()
         for name, layer in cache.tensors.items()
     }
-    from kvflow.device.cuda_device import CudaDevice
+    from kvflow.transport.device.cuda_device import CudaDevice
 
     monkeypatch.setattr(CudaDevice, "piece_bytes_min", piece_bytes_min)
     cuda = CudaDevice(Device("cuda", 0))

@@ -13,8 +13,8 @@ import pytest
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
-from kvflow.device import cuda
 from kvflow.transport.base import Event, MemoryUse, ReadEnded, TransportError
+from kvflow.transport.device import cuda
 from kvflow.transport.nixl.defaults import POLLING, backend_params
 from kvflow.transport.nixl.loop import NixlTransport
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from kvflow.bench.ucx import ReadPath
-from kvflow.device.cuda import WRITES_ORDERING_OWNER
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda
 from kvflow.doctor.cuda.nvidia import NEAR
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.doctor.host import Host
 from kvflow.doctor.transfer import silent
+from kvflow.transport.device.cuda import WRITES_ORDERING_OWNER
 
 _GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 _OFF = ("n", "no", "off", "0")

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import cast
 
 from kvflow.bench.child import BenchError, call_in_child
-from kvflow.device.cuda import DriverError, load_driver
 from kvflow.doctor.cuda.nvidia import Gpu, InstalledDriver, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.host import entries
 from kvflow.doctor.version import installed
+from kvflow.transport.device.cuda import DriverError, load_driver
 
 VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",

@@ -33,7 +33,6 @@ from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.queue import ShortestFirst
-from kvflow.device import cuda
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.transport.base import (
@@ -47,6 +46,7 @@ from kvflow.transport.base import (
     ReadEnded,
     TransportError,
 )
+from kvflow.transport.device import cuda
 from kvflow.transport.nixl.defaults import POLLING
 from kvflow.transport.nixl.native import Agent, error_types, import_bindings, prefault, translated
 

@@ -9,7 +9,6 @@ from functools import partial
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
-from kvflow.device import cuda
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,
@@ -22,6 +21,7 @@ from kvflow.transport.base import (
     TransportStatistics,
     usually_reached,
 )
+from kvflow.transport.device import cuda
 from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
 from kvflow.transport.nixl.mailbox import Mailbox
 from kvflow.transport.nixl.reach import found_kinds

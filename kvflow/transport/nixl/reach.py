@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvflow.device.cuda import is_rocm
+from kvflow.transport.device.cuda import is_rocm
 
 _MAPS = Path("/proc/self/maps")
 

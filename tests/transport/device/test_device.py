@@ -16,9 +16,6 @@ import torch
 
 from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.core.cache.regions import Device, Span
-from kvflow.device.cache_device import CacheDevice
-from kvflow.device.cuda import DEVICE_ATTRIBUTES, CudaDriver, DriverError
-from kvflow.device.cuda_device import CudaDevice
 from kvflow.errors import ConfigError, TransferFailed, UsageError
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.world import World
@@ -26,6 +23,9 @@ from kvflow.staging.copies import Ids
 from kvflow.testing import CacheSize, assert_loaded
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.base import MemoryUse
+from kvflow.transport.device.cache_device import CacheDevice
+from kvflow.transport.device.cuda import DEVICE_ATTRIBUTES, CudaDriver, DriverError
+from kvflow.transport.device.cuda_device import CudaDevice
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 QUICK = Config(engine_id="any", drain_timeout_s=1.0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvflow.core.cache.regions import Device
-from kvflow.device.cache_device import CacheDevice
-from kvflow.device.cuda import is_rocm
 from kvflow.errors import ConfigError
+from kvflow.transport.device.cache_device import CacheDevice
+from kvflow.transport.device.cuda import is_rocm
 
 _WITHOUT_STREAMS = (
     "a cache on {name}: this torch ({version}) has no streams and events for {kind!r}, so kvflow cannot copy its "
@@ -28,11 +28,11 @@ def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
     import torch
 
     if where.kind == "cuda" and not is_rocm():
-        from kvflow.device.cuda_device import CudaDevice  # loads the driver
+        from kvflow.transport.device.cuda_device import CudaDevice  # loads the driver
 
         return CudaDevice(where)
     try:
-        from kvflow.device.accelerator import AcceleratorDevice
+        from kvflow.transport.device.accelerator import AcceleratorDevice
 
         return AcceleratorDevice(where)
     except (RuntimeError, AttributeError, TypeError) as error:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvflow.core.cache.regions import Device
-from kvflow.device.cache_device import CacheDevice
+from kvflow.transport.device.cache_device import CacheDevice
 
 _INDEX_TYPES = (torch.int64, torch.int32)
 

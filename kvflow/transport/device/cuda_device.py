@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from kvflow.core.cache.regions import Span
-from kvflow.device.accelerator import AcceleratorDevice
-from kvflow.device.cuda import CudaDriver, driver, make_current
 from kvflow.errors import ConfigError
+from kvflow.transport.device.accelerator import AcceleratorDevice
+from kvflow.transport.device.cuda import CudaDriver, driver, make_current
 
 _PIECE_BYTES_MIN = 1 << 10  # half the time of kernels from here on, on an H100; smaller ones were not measured
 _HIGH_PRIORITY = -1  # of streams: ahead of what the engine has queued on ordinary ones

@@ -1,8 +1,8 @@
 """The device that a cache is on, as copies need it: whose calls go there, in which order, and memory of their own.
 
-One is made per registration (`device.making`). The CPU's memory is copied at once. A device with streams and events has
-a stream of its own for copies (`device.accelerator`), CUDA some things more (`device.cuda_device`). A device without
-them is reached by an engine's own function only. Nothing of a device is loaded where there is none.
+One is made per registration (`making`). The CPU's memory is copied at once. A device with streams and events has a
+stream of its own for copies (`accelerator`), CUDA some things more (`cuda_device`). A device without them is reached by
+an engine's own function only. Nothing of a device is loaded where there is none.
 """
 
 from __future__ import annotations

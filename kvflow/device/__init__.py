@@ -1,1 +1,0 @@
-"""The device that a cache is on: the CPU, or one with streams and memory of its own. A second thread for digests."""
