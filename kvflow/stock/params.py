@@ -63,7 +63,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
 def is_stock(params: Mapping[str, Any]) -> bool:
     """True if a request's parameters ask for a load, and none of a kvflow engine's."""
     request_id = params.get("remote_request_id")
-    ours = "kvflow" in params or (isinstance(request_id, str) and MARK in request_id)
+    ours = params.get("kvflow") is not None or (isinstance(request_id, str) and MARK in request_id)
     return not ours and "remote_block_ids" in params
 
 

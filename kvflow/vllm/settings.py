@@ -150,6 +150,16 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
         )
 
 
+def _check_outputs(vllm_config: VllmConfig) -> None:
+    """Refuse auxiliary outputs: those of a prompt's tokens stay at the engine that has computed them. ConfigError."""
+    holders = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
+    if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):
+        raise ConfigError(
+            "--enable-return-routed-experts: KVFlowConnector moves blocks, and not the experts of their tokens: a "
+            "prompt that was received would be answered without them"
+        )
+
+
 def _staging(buffer_device: str) -> dict[str, str]:
     """vLLM's own setting: a buffer on the CPU for a cache that is not."""
     on_cpu = buffer_device == "cpu" and current_platform.device_type != "cpu"
@@ -165,6 +175,7 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
     """PluginSettings of the scheduler's half. Raises ConfigError."""
+    _check_outputs(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     recycles = any(group.recycles for group in groups)
     has_state = any(group.facts.kind is GroupKind.STATE for group in groups)

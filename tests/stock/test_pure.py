@@ -58,8 +58,11 @@ def test_params_have_what_their_line_has_and_ours(line: Any) -> None:
     known = {key: value for key, value in params.items() if key != "kvflow"}
     assert not is_stock(known), "whatever a router drops"
     assert Ticket.from_params(known) == ticket
+    assert not is_stock({**params, "kvflow": None})
+    assert not is_stock({**known, "kvflow": None})
     foreign = {**known, "remote_request_id": "secret"}
     assert is_stock(foreign)
+    assert is_stock({**foreign, "kvflow": None})
     read = read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=100)
     assert (read.block_ids, read.num_tokens, read.request_id) == (ticket.block_ids, 7, "secret")
 

@@ -56,6 +56,12 @@ def in_multi(setup: Setup) -> Setup:
     return replace(setup, connector=(("kv_connector", "MultiConnector"),), extra=(("connectors", [ours]),))
 
 
+def as_nixl(pair: tuple[Setup, Setup]) -> tuple[Setup, Setup]:
+    """Under the name that Dynamo looks for, by which vLLM decides some things, too."""
+    name = (("kv_connector", "NixlConnector"), ("kv_connector_module_path", "kvflow.vllm.named_nixl"))
+    return replace(pair[0], connector=name), replace(pair[1], connector=name)
+
+
 ROWS = {
     "full attention": pair_of("full"),
     "windows": pair_of("gemma3"),
@@ -75,6 +81,8 @@ ROWS = {
     "linear attention, TP 2 to 1": pair_of("qwen3-next", (*BF16, *TP2), BF16),
     "windows, blocks split by kernels": pair_of("gemma3", SPLIT, ()),
     "windows, blocks split at decode": pair_of("gemma3", (), SPLIT),
+    "named NixlConnector": as_nixl(pair_of("gemma3")),
+    "state, named NixlConnector": as_nixl(pair_of("falcon-h1", NO_CACHE, NO_CACHE)),
     "in MultiConnector": (in_multi(pair_of("full")[0]), in_multi(pair_of("full")[1])),
 }
 

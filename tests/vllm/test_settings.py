@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -147,6 +149,28 @@ def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have()
 def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         scheduling_of(vllm_config(**extra), [FULL])
+
+
+@pytest.mark.parametrize("holder", ["aux_output_config", "model_config"])  # of vLLM 0.32, and of 0.28
+def test_routed_experts_are_refused_as_vllm_does_for_its_own_connectors(holder: str) -> None:
+    config = vllm_config()
+    found = config.__dict__.setdefault(holder, SimpleNamespace())
+    found.enable_return_routed_experts = False
+    scheduling_of(config, [FULL])
+    found.enable_return_routed_experts = True
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+        scheduling_of(config, [FULL])
+
+
+def test_the_name_by_which_routers_know_vllms_own_connector() -> None:
+    """Found as vLLM finds it: by the name in the module that the configuration names, not by its registry."""
+    given = KVTransferConfig(
+        kv_connector="NixlConnector", kv_connector_module_path="kvflow.vllm.named_nixl", kv_role="kv_both"
+    )
+    found = KVConnectorFactory.get_connector_class(given)
+    assert issubclass(found, KVFlowConnector)
+    assert found.__name__ == "NixlConnector"
+    assert KVConnectorFactory.supports_hma_config(given)
 
 
 def prefixes(role: str = "kv_both", policy: str = "recompute", spec: KVCacheSpec | None = None, **extra: Any) -> Any:

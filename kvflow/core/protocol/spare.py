@@ -1,8 +1,9 @@
 """Spare of a ticket's field "kvflow", for routers that forward only the fields they know.
 
-Routers of this field pass `remote_request_id` on as it is. A spare of the field "kvflow" is written behind the id, and
-taken off where the ticket is read; it counts only where the field itself is gone. A dict that engines of another make
-read as well would pass for one of theirs without the field, so there the id is marked whatever there is room for.
+Routers of this field pass `remote_request_id` on as it is. A spare of the fields "kvflow" and "tp_size" is written
+behind the id, and taken off where the ticket is read; it counts only where a field itself is gone, or null. A dict that
+engines of another make read as well would pass for one of theirs without the field, so there the id is marked whatever
+there is room for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CHARS_MAX = 4096
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     """A ticket's dict, with the spare behind its request id."""
-    packed = _packed(params["kvflow"])
+    packed = _packed({**params["kvflow"], **_size(params)})
     return _marked(params, packed) if len(packed) <= CHARS_MAX else dict(params)
 
 
@@ -31,7 +32,8 @@ def with_mark(params: Mapping[str, Any]) -> dict[str, Any]:
     Then it names one of the ranks, or nothing: who reads no more than that refuses the ticket.
     """
     extra = params["kvflow"]
-    spares = map(_packed, (extra, {**extra, "ranks": extra["ranks"][:1]}, {}))
+    whole = {**extra, **_size(params)}
+    spares = map(_packed, (whole, {**whole, "ranks": extra["ranks"][:1]}, {}))
     return _marked(params, next(packed for packed in spares if len(packed) <= CHARS_MAX))
 
 
@@ -44,15 +46,24 @@ def _marked(params: Mapping[str, Any], packed: str) -> dict[str, Any]:
     return {**params, "remote_request_id": f"{params['remote_request_id']}{MARK}{packed}"}
 
 
+def _size(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The field "tp_size" for a spare. Routers leave it out, and engines of another make take its absence for 1."""
+    return {"tp_size": params["tp_size"]} if "tp_size" in params else {}
+
+
 def _packed(extra: Mapping[str, Any]) -> str:
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(extra)).decode()
 
 
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
-    """Take the spare off the id, and use it where the field "kvflow" is gone. A dict without a spare stays as it is."""
+    """Take the spare off the id, and use it for fields that are gone. A dict without a spare stays as it is."""
     bare, _, packed = request_id.rpartition(MARK)
     try:
         spare = msgspec.msgpack.decode(base64.b64decode(packed, altchars=b"-_", validate=True))
     except (binascii.Error, ValueError, RecursionError, msgspec.DecodeError):
         return params
-    return {"kvflow": spare, **params, "remote_request_id": bare} if isinstance(spare, dict) else params
+    if not isinstance(spare, dict):
+        return params
+    size = {"tp_size": spare.pop("tp_size")} if "tp_size" in spare else {}
+    kept = {name: value for name, value in params.items() if value is not None or name not in ("kvflow", "tp_size")}
+    return {"kvflow": spare, **size, **kept, "remote_request_id": bare}

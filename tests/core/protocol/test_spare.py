@@ -13,12 +13,23 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from tests.support.tests_support import any_ticket
 
-TICKET = any_ticket().without_leases(request_id="r~kvflow~1#secret", block_ids=[3, 4], num_tokens=5, ttl_s=9.0)
+TICKET = any_ticket(tp_size=2).without_leases(request_id="r~kvflow~1#secret", block_ids=[3, 4], num_tokens=5, ttl_s=9.0)
 PARAMS = with_spare(TICKET.to_params())
 COMMON = {name: value for name, value in PARAMS.items() if name != "kvflow"}
+FEWER = {name: value for name, value in COMMON.items() if name != "tp_size"}
+NULLS = {**PARAMS, "kvflow": None, "tp_size": None}
+GIVEN = {
+    "whole": PARAMS,
+    "common": COMMON,
+    "without": TICKET.to_params(),
+    "without tp_size": FEWER,
+    "tp_size alone is gone": {**FEWER, "kvflow": PARAMS["kvflow"]},
+    "null kvflow": {**PARAMS, "kvflow": None},
+    "nulls": NULLS,
+}
 
 
-@pytest.mark.parametrize("given", [PARAMS, COMMON, TICKET.to_params()], ids=["whole", "common", "without"])
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_a_ticket_is_read_with_and_without_its_own_field(given: dict[str, Any]) -> None:
     assert Ticket.from_params(given) == TICKET
 
@@ -48,6 +59,18 @@ def test_what_is_no_spare_is_a_request_error(spare: str) -> None:
 def test_a_dict_of_very_many_fields_is_refused_before_it_is_copied() -> None:
     with pytest.raises(RequestError, match="fields in one dict"):
         Ticket.from_params(COMMON | {str(number): number for number in range(300)})
+
+
+def test_another_size_than_the_spares_is_a_changed_ticket() -> None:
+    with pytest.raises(RequestError, match="changed on its way"):
+        Ticket.from_params({**COMMON, "tp_size": 4})
+
+
+@pytest.mark.parametrize("size", [[2], "2", 0, 1 << 40])
+def test_a_spare_of_a_size_that_cannot_be_is_a_request_error(size: object) -> None:
+    packed = base64.urlsafe_b64encode(msgspec.msgpack.encode({**PARAMS["kvflow"], "tp_size": size})).decode()
+    with pytest.raises(RequestError, match="tp_size"):
+        Ticket.from_params({**FEWER, "remote_request_id": f"{TICKET.request_id}~kvflow~{packed}"})
 
 
 def test_an_engine_of_very_many_ranks_has_no_spare() -> None:
