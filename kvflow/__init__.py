@@ -23,13 +23,13 @@ from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
+from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
-from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 __version__ = "0.1.0"
 __public_modules__ = (
@@ -38,10 +38,10 @@ __public_modules__ = (
     "kvflow.connector.parameters",
     "kvflow.connector.scheduler",
     "kvflow.connector.worker",
+    "kvflow.prefix.kv_events",
     "kvflow.observe.opentelemetry",
     "kvflow.observe.prometheus",
     "kvflow.observe.timeline",
-    "kvflow.prefix.kv_events",
     "kvflow.ray",
     "kvflow.stock",
     "kvflow.testing",
@@ -66,6 +66,7 @@ __all__ = [
     "LoadReport",
     "LoadRequest",
     "Observer",
+    "Part",
     "PeerAddress",
     "PrefixAnswer",
     "PrefixOffer",
@@ -74,14 +75,10 @@ __all__ = [
     "Prewarmed",
     "Progress",
     "Rank",
-    "RestoreReport",
-    "RestoreRequest",
     "Run",
     "Runtime",
     "RuntimeState",
     "RuntimeStatistics",
-    "SaveReport",
-    "SaveRequest",
     "Segment",
     "ServeRequest",
     "SharedPrefixes",

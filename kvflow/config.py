@@ -137,11 +137,6 @@ class Config:
     """Host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB, at most an
     eighth of the memory of host or container, shared by the engine's ranks."""
 
-    store_dir: str | PathLike[str] | None = None
-    """Folder for saved blocks (`Runtime.save_blocks`). Each rank has a folder in it, for one runtime at a time."""
-    store_bytes_max: int = 16 << 30
-    """Bytes of a rank's files; the least recently used entries make room for new ones."""
-
     limits: Limits = field(default_factory=Limits)
     """Bounds that are seldom changed: below. A dict of them is taken, too."""
 
@@ -230,7 +225,7 @@ def _backends(value: object, name: str) -> str:
         if meant:
             raise ConfigError(f"{name}: {shown(one)} is no backend that NIXL comes with{meant}")
     if names == [STORE_BACKEND]:
-        raise ConfigError(f"{name}: {STORE_BACKEND} reaches files only, no peers: it is what store_dir uses")
+        raise ConfigError(f"{name}: {STORE_BACKEND} reaches files only, no peers: it is what kvflow.storage uses")
     return plain
 
 

@@ -25,9 +25,7 @@ from kvflow import (
     LoadReport,
     LoadRequest,
     PrefixRequest,
-    RestoreRequest,
     RuntimeState,
-    SaveRequest,
     ServeRequest,
     prefix_keys,
 )
@@ -49,6 +47,7 @@ from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.world import World
+from kvflow.storage import RestoreReport, RestoreRequest, SaveReport, SaveRequest, Storage
 from kvflow.storage.files import Files
 from kvflow.testing import BlockShelf, ManualClock, assert_closed, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -437,8 +436,6 @@ WAITS: dict[str, Callable[[Pair, Lease, Load], object]] = {
     "Load.wait_done": lambda _, __, load: load.wait_done(),
     "Load.settled": lambda _, __, load: load.settled(),
     "Load.__iter__": lambda _, __, load: next(iter(load)),
-    "Runtime.is_stored": lambda pair, *_: pair.producer.is_stored("key"),
-    "Runtime.drop_stored": lambda pair, *_: pair.producer.drop_stored(),
     "Runtime.decline": lambda pair, *_: pair.producer.decline("other"),
     "Runtime.drain": lambda pair, *_: pair.producer.drain(),
     "Runtime.close": lambda pair, *_: pair.producer.close(),
@@ -492,7 +489,6 @@ def test_a_stuck_loop_keeps_nobody_waiting() -> None:
             "fail": lambda: lease.fail("broken"),
             "serve_blocks": lambda: pair.producer.serve_blocks(replace(OFFER, block_ids=[4, 5])),
             "decline": lambda: pair.producer.decline("other"),
-            "is_stored": lambda: pair.producer.is_stored("key"),
             "statistics": lambda: pair.producer.statistics(),
             "keep_leases": lambda: pair.producer.keep_leases(lease.ticket).__enter__(),
         }
@@ -574,27 +570,49 @@ def test_a_forgotten_runtime_does_not_keep_the_process() -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "False"])
 
 
+class StoredBlocks:
+    """A part's verbs in threads: each is a coroutine on the runtime's loop."""
+
+    def __init__(self, runtime: Runtime, storage: Storage) -> None:
+        self._runtime, self._storage = runtime, storage
+
+    def save(self, request: SaveRequest) -> SaveReport:
+        return self._runtime.start(lambda _: self._storage.save(request)).result(WAIT_S)
+
+    def restore(self, request: RestoreRequest) -> RestoreReport:
+        return self._runtime.start(lambda _: self._storage.restore(request)).result(WAIT_S)
+
+    def drop(self, keys: list[str] | None = None) -> int:
+        return self._runtime.start(lambda _: self._storage.drop(keys)).result(WAIT_S)
+
+    def has(self, key: str) -> bool:
+        async def ask(_: object) -> bool:
+            return self._storage.has(key)
+
+        return self._runtime.start(ask).result(WAIT_S)
+
+
 @pytest.fixture
-def stored(tmp_path: Path) -> Iterator[tuple[Runtime, dict[str, torch.Tensor], HeldMover]]:
-    """A runtime with a store, its cache full of 3, and what moves its blocks."""
+def stored(tmp_path: Path) -> Iterator[tuple[StoredBlocks, dict[str, torch.Tensor], HeldMover]]:
+    """A storage, its runtime's cache full of 3, and what moves its blocks."""
     (cache, layout), mover, network = small_cache(fill=3.0), HeldMover(), InprocNetwork()
-    world = World(
-        transport=lambda _, name: InprocTransport(name, network), files=lambda _, name: Files(name, lambda: mover)
-    )
-    with Runtime(replace(PLAIN, store_dir=tmp_path, cancel_grace_s=0.01), world=world) as runtime:
+    world = World(transport=lambda _, name: InprocTransport(name, network))
+    storage = Storage(tmp_path, files=lambda _, name: Files(name, lambda: mover))
+    with Runtime(replace(PLAIN, cancel_grace_s=0.01), world=world, parts=[storage]) as runtime:
         runtime.register_kv_caches(cache, layout)
-        assert runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8)).blocks == 2
-        yield runtime, cache, mover
+        blocks = StoredBlocks(runtime, storage)
+        assert blocks.save(SaveRequest("s", "key", [1, 2], 8)).blocks == 2
+        yield blocks, cache, mover
     assert_closed(runtime.statistics())
 
 
 def test_a_restore_whose_bytes_do_not_stop_is_waited_for(
-    stored: tuple[Runtime, dict[str, torch.Tensor], HeldMover],
+    stored: tuple[StoredBlocks, dict[str, torch.Tensor], HeldMover],
 ) -> None:
-    runtime, _, mover = stored
+    blocks, _, mover = stored
     mover.gate.clear()
     with pytest.raises(DeadlineExceeded) as caught:
-        runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8, deadline_s=0.05))
+        blocks.restore(RestoreRequest("r", "key", [5, 4], 8, deadline_s=0.05))
     held = caught.value.quarantine
     assert held is not None
     assert (held.request_id, held.block_ids, held.safe) == ("r", (5, 4), False)
@@ -603,16 +621,16 @@ def test_a_restore_whose_bytes_do_not_stop_is_waited_for(
     assert held.safe
 
 
-def test_blocks_are_saved_and_restored(stored: tuple[Runtime, dict[str, torch.Tensor], HeldMover]) -> None:
-    runtime, cache, _ = stored
-    assert runtime.is_stored("key")
+def test_blocks_are_saved_and_restored(stored: tuple[StoredBlocks, dict[str, torch.Tensor], HeldMover]) -> None:
+    blocks, cache, _ = stored
+    assert blocks.has("key")
     for tensor in cache.values():
         tensor.zero_()
-    assert runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8)).tokens == 8
+    assert blocks.restore(RestoreRequest("r", "key", [5, 4], 8)).tokens == 8
     assert all((tensor[:, [4, 5]] == 3.0).all() and not tensor[:, :4].any() for tensor in cache.values())
     with pytest.raises(NotStored):
-        runtime.restore_blocks(RestoreRequest("r", "other", [5, 4], 8))
-    assert [runtime.drop_stored(["other"]), runtime.drop_stored(), runtime.drop_stored()] == [0, 1, 0]
-    assert not runtime.is_stored("key")
+        blocks.restore(RestoreRequest("r", "other", [5, 4], 8))
+    assert [blocks.drop(["other"]), blocks.drop(), blocks.drop()] == [0, 1, 0]
+    assert not blocks.has("key")
     with pytest.raises(RequestError, match="deadline_s"):
-        runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8, deadline_s=-1.0))
+        blocks.save(SaveRequest("s", "key", [1, 2], 8, deadline_s=-1.0))

@@ -13,9 +13,10 @@ from pairs import virtual_pair
 from storing import storing
 from tests_support import PATIENT, each, in_virtual_time, limited
 
-from kvflow import Lease, LoadRequest, SaveRequest, ServeRequest, Ticket
+from kvflow import Lease, LoadRequest, ServeRequest, Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
+from kvflow.storage import SaveRequest
 
 # --- the filter
 
@@ -154,5 +155,5 @@ async def test_a_store_does_not_let_requests_and_files_forge(written: Written, t
             with pytest.raises(KVFlowError):
                 await engine.restore(FORGED)
         with pytest.raises(KVFlowError):
-            await engine.runtime.save_blocks(SaveRequest(f"{FORGED} save", FORGED, [1], 1 << 40))
+            await engine.storage.save(SaveRequest(f"{FORGED} save", FORGED, [1], 1 << 40))
     written.assert_plain("store ", "entries", "removing the damaged file", "failed in phase")

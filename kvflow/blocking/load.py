@@ -15,7 +15,6 @@ from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.load.load import Load as AsyncLoad
 from kvflow.runtime.load.load import refused_load, request_name
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
-from kvflow.storage.storage_requests import RestoreRequest, SaveRequest
 
 
 class Load(Pending[LoadReport]):
@@ -136,7 +135,7 @@ class QuarantinedBlocks:
         await self._held.settled()
 
 
-def loading_s(config: Config, request: LoadRequest | SaveRequest | RestoreRequest | PrefixRequest) -> float:
+def loading_s(config: Config, request: LoadRequest | PrefixRequest) -> float:
     """Seconds that a request may take, with the grace of a cancel."""
     asked_s = checks.answer(lambda: request.deadline_s)
     deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")

@@ -32,6 +32,7 @@ from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.load import checked_load_request
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
+from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
@@ -39,13 +40,12 @@ from kvflow.runtime.records import Observer
 from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.world import World
 from kvflow.staging.host_buffers import BlockCopier
-from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 
 
-def _storing_s(config: Config, request: SaveRequest | RestoreRequest | PrefixRequest) -> float:
-    """Seconds that a save, a restore or a pull may take."""
+def _pulling_s(config: Config, request: PrefixRequest) -> float:
+    """Seconds that a pull may take."""
     return loading_s(config, request) + config.cancel_grace_s
 
 
@@ -103,6 +103,7 @@ class Runtime:
         observers: are told, on the loop's thread, how every load and lease has ended.
         world: clock, network and the like, for tests.
         foreign: engines of another make, as for `kvflow.Runtime`.
+        parts: capabilities beside the core, as for `kvflow.Runtime`; `start` calls what is theirs.
         call_timeout_s: how long a call waits for the loop's thread, in seconds, beyond the time that what it asks for
             may take. It passes only if that thread is stuck, and then the call raises TimeoutError.
 
@@ -117,10 +118,12 @@ class Runtime:
         observers: Sequence[Observer] = (),
         world: World | None = None,
         foreign: Foreign | None = None,
+        parts: Sequence[Part] = (),
         call_timeout_s: float = 10.0,
     ) -> None:
         bound_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
-        self._host = LoopHost(asynchronous.Runtime(config, observers=observers, world=world, foreign=foreign), bound_s)
+        runtime = asynchronous.Runtime(config, observers=observers, world=world, foreign=foreign, parts=parts)
+        self._host = LoopHost(runtime, bound_s)
         self.config = config
         self._shared: SharedPrefixes | None = None
         self._drop = weakref.finalize(self, dropped, self._host)
@@ -343,7 +346,7 @@ class Runtime:
         """
         self._host.call_at_once(lambda _: self._require_shared().close())
 
-    @_verb(_storing_s)
+    @_verb(_pulling_s)
     def seek_prefix(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
         """Ask peers for a prefix, and read nothing: see `kvflow.Runtime.seek_prefix`.
 
@@ -357,7 +360,7 @@ class Runtime:
             RequestError, RuntimeUnavailable: as `kvflow.Runtime.seek_prefix` has it.
         """
 
-    @_verb(_storing_s)
+    @_verb(_pulling_s)
     def pull_prefix(self, request: PrefixRequest) -> PrefixReport:
         """Fill blocks with as much of a prefix as some peer has: see `kvflow.Runtime.pull_prefix`.
 
@@ -372,73 +375,6 @@ class Runtime:
         Raises:
             RequestError, PeerError, LoadError, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.pull_prefix` has
                 it.
-        """
-
-    @_verb(_storing_s)
-    def save_blocks(self, request: SaveRequest) -> SaveReport:
-        """Save blocks to a file: see `kvflow.Runtime.save_blocks`. Bounded by the request's deadline.
-
-        An interrupt in the calling thread cancels it.
-
-        Args:
-            request: the blocks, and the key to find them by.
-
-        Returns:
-            How much was saved, and how long it took.
-
-        Raises:
-            RequestError, StoreFull, StorageFailed, UsageError: as `kvflow.Runtime.save_blocks` has it.
-            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
-        """
-
-    @_verb(_storing_s)
-    def restore_blocks(self, request: RestoreRequest) -> RestoreReport:
-        """Fill blocks with what was saved: see `kvflow.Runtime.restore_blocks`. Bounded by the request's deadline.
-
-        An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
-
-        Args:
-            request: the key, and the local blocks to fill.
-
-        Returns:
-            How much was restored, and how long it took.
-
-        Raises:
-            NotStored, EntryDamaged, StorageFailed, RequestError, UsageError: as `kvflow.Runtime.restore_blocks` has it.
-                The `quarantine` of an error can be waited for in any thread but the loop's.
-            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
-        """
-
-    @_verb()
-    def is_stored(self, key: bytes | str) -> bool:
-        """True if there is an entry under a key: see `kvflow.Runtime.is_stored`.
-
-        Args:
-            key: as it was given to `save_blocks`.
-
-        Returns:
-            False also for an entry of a cache with another layout.
-
-        Raises:
-            RequestError: it cannot be a key.
-            UsageError: Config names no store.
-        """
-
-    @_verb(lambda config, *_, **__: config.load_deadline_s)
-    def drop_stored(self, keys: Sequence[bytes | str] | None = None) -> int:
-        """Drop entries of the store: see `kvflow.Runtime.drop_stored`. Bounded by Config.load_deadline_s.
-
-        An interrupt in the calling thread stops the waiting; what was dropped stays dropped.
-
-        Args:
-            keys: those to drop; None for all entries of this rank's folder.
-
-        Returns:
-            How many entries were dropped.
-
-        Raises:
-            RequestError, UsageError, StorageFailed, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.drop_stored`
-                has it.
         """
 
     def prewarm(
@@ -508,7 +444,10 @@ class Runtime:
         return self._host.runtime.statistics()
 
     def start(self, work: Work[ResultT]) -> Pending[ResultT]:
-        """Run a coroutine of your own on the runtime's loop; returns at once.
+        """Run a coroutine of your own on the runtime's loop, such as a part's verb; returns at once.
+
+            saving = rt.start(lambda _: storage.save(request))
+            report = saving.result(60)
 
         Args:
             work: called on the loop with the `kvflow.Runtime` there; the coroutine that it returns must never block.
@@ -520,4 +459,13 @@ class Runtime:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
             UsageError: it has not been opened.
         """
-        return self._host.start(work)
+
+        async def run(runtime: asynchronous.Runtime) -> ResultT:
+            try:
+                return await work(runtime)
+            except KVFlowError as error:
+                if error.quarantine is not None:
+                    error.quarantine = QuarantinedBlocks(error.quarantine, self._host)
+                raise
+
+        return self._host.start(run)

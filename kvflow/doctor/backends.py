@@ -26,8 +26,8 @@ from kvflow.doctor.findings import Finding, ok, warn
 from kvflow.errors import KVFlowError
 from kvflow.storage.files import Direction
 from kvflow.storage.placing import FILE
+from kvflow.storage.storage import make_files
 from kvflow.transport.base import Event, MemoryUse, ReadEnded
-from kvflow.transport.factory import make_files
 from kvflow.transport.nixl.loop import NixlTransport
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
@@ -67,7 +67,7 @@ def judge_backends(found: Mapping[str, str]) -> Finding:
     text = "; ".join([*moving, f"not here: {', '.join(others)}"] if others else moving)
     if STORE_BACKEND in others or STORE_BACKEND not in found:
         why = found.get(STORE_BACKEND, _FAILED + "there is no such plugin").removeprefix(_FAILED)
-        return warn("backends", text, f"only Config.store_dir needs {STORE_BACKEND}, which does not work: {why}")
+        return warn("backends", text, f"only kvflow.storage needs {STORE_BACKEND}, which does not work: {why}")
     return ok("backends", text)
 
 

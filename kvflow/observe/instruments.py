@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvflow.core.plan.topology import Rank
 from kvflow.runtime.records import CANCELLED, LeaseRecord, LoadRecord
@@ -21,11 +21,16 @@ _BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
+def _counts(now: RuntimeStatistics, part: str) -> Any:
+    """Counts of a part, or of what the core counts by itself; None where a runtime has no such part."""
+    return now.parts.get(part) or getattr(now, part, None)
+
+
 def _one(part: str, field: str, without: float | None = None) -> Values:
     """Field of a part of the statistics; `without`, if given, where a runtime has no such part."""
 
     def values(now: RuntimeStatistics) -> Mapping[str, float]:
-        found = getattr(now, part)
+        found = _counts(now, part)
         if found is not None:
             return {"": getattr(found, field)}
         return {} if without is None else {"": without}
@@ -37,7 +42,7 @@ def _each(part: str, *fields: str) -> Values:
     """Fields of a part of the statistics, by their names; none where a runtime has no such part."""
 
     def values(now: RuntimeStatistics) -> Mapping[str, float]:
-        found = getattr(now, part)
+        found = _counts(now, part)
         return {} if found is None else {field: getattr(found, field) for field in fields}
 
     return values
@@ -49,7 +54,8 @@ def _dropped(now: RuntimeStatistics) -> Mapping[str, float]:
 
 
 def _store_bytes(now: RuntimeStatistics) -> Mapping[str, float]:
-    return {} if now.store is None else {"used": now.store.bytes, "max": now.store.bytes_max}
+    store = _counts(now, "storage")
+    return {} if store is None else {"used": store.bytes, "max": store.bytes_max}
 
 
 def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
@@ -59,7 +65,7 @@ def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
 
 _BLOCKS = _each("blocks", "free", "leased", "in_flight", "quarantined")
 _MESSAGES = _each("listener", "answered", "refused", "dropped")
-_STORED = _each("store", "saved", "restored", "missed", "damaged", "failed")
+_STORED = _each("storage", "saved", "restored", "missed", "damaged", "failed")
 _QUESTIONS = _each("sharing", "found", "missed", "busy", "failed", "reclaimed")
 _LISTENERS_LOST = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
 _NEVER_READ = "Engines whose tickets come, and that no load has ever read from."
@@ -78,7 +84,7 @@ GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
     ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _store_bytes),
     ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _one("sharing", "pinned_blocks")),
-    ("kvflow_store_entries", "Entries stored.", "", _one("store", "entries")),
+    ("kvflow_store_entries", "Entries stored.", "", _one("storage", "entries")),
 )
 COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_read_bytes", "Bytes that reads have brought.", "", _one("transport", "bytes_read")),
@@ -93,7 +99,7 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
     ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _one("prefixes", "tokens")),
     ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _STORED),
-    ("kvflow_store_evictions", "Entries that made room for others.", "", _one("store", "evicted")),
+    ("kvflow_store_evictions", "Entries that made room for others.", "", _one("storage", "evicted")),
 )
 
 

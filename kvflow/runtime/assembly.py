@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,6 +42,7 @@ from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Carriers, Loader
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.whole import Whole
+from kvflow.runtime.part import Part
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
@@ -52,14 +53,10 @@ from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
 from kvflow.staging.host_buffers import BlockCopier, HostBuffers, host_buffers
 from kvflow.staging.scratch import Scratch
-from kvflow.storage.files import Files
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
 from kvflow.transport.device.cache_device import CacheDevice
 from kvflow.verify.cache_digests import DigestedCache, DigestGear
 from kvflow.verify.lease_digests import DigestAnswers
-
-if TYPE_CHECKING:
-    from kvflow.storage.store import BlockStore
 
 logger = logger_of(__name__)
 
@@ -78,7 +75,7 @@ class Equipment(NamedTuple):
     gear: Gear
     route: Route
     offered: OfferedBlocks
-    store: BlockStore | None
+    memory: RankMemory
 
 
 class RegisteredCache:
@@ -91,9 +88,13 @@ class RegisteredCache:
         metadata: messages.Metadata,
         equipment: Equipment,
         foreign: Foreign | None,
+        parts: Sequence[Part],
     ) -> None:
         """`metadata`: this rank as readers are told of it."""
-        gear, route, offered, self.store = equipment
+        self.gear, route, offered, self.memory = equipment
+        gear = self.gear
+        self.context = context
+        self.parts = parts
         self.local = local
         self.metadata = metadata
         self.ledger = gear.ledger
@@ -130,7 +131,6 @@ class RegisteredCache:
             leases.release_soon,
         )
         self.prefixes = Prefixes(context.config, local, means)
-        self._context = context
         self._config = context.config
         self._rank = context.identity.rank
 
@@ -150,7 +150,7 @@ class RegisteredCache:
             self.serving.serve(request, holds=False, alone=alone)
 
         leasing = Leasing(serve, self.serving.open_lease, self.serving.revoke)
-        self.sharing = SharedPrefixes(self._context, leasing, shelf, self.ledger, self.local, pinned_blocks_max)
+        self.sharing = SharedPrefixes(self.context, leasing, shelf, self.ledger, self.local, pinned_blocks_max)
         self.sharing.on_close = forget
         return self.sharing
 
@@ -200,10 +200,14 @@ class RegisteredCache:
                 if request.caller is not None:
                     self.readers.remember(request.caller)
                 return self.metadata
+        for part in self.parts:
+            if (answer := part.answers.get(type(request))) is not None:
+                return answer(request)
+        return refusal(f"engine {ours.engine_id!r} has no part that answers {type(request).__name__}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RankMemory:
+class RankMemory:
     """Memory of a cache that is being registered: the engine's layers, and those that peers read and loads fill."""
 
     groups: Sequence[CacheGroup]
@@ -227,9 +231,9 @@ async def register(
     groups: Sequence[CacheGroup],
     copy_blocks: BlockCopier | None,
     foreign: Foreign | None,
-    files: Files | None,
+    parts: Sequence[Part],
 ) -> RegisteredCache:
-    """See `Runtime.register_kv_caches`. With `files` blocks are saved by them."""
+    """See `Runtime.register_kv_caches`."""
     config = context.config
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
@@ -243,7 +247,7 @@ async def register(
         context = replace(context, config=config_on(config, memory.filled.where.kind))
         scratch = await _scratch(context, copy_thread, memory.filled)
         gear = _gear(context, poller, copy_thread, memory, grows=config.limits.peer_in_flight_bytes_max == 0)
-        registered = await _register(context, gear, memory, scratch, foreign, files)
+        registered = await _register(context, gear, memory, scratch, foreign, parts)
     except (TransportError, RuntimeError) as error:
         raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
     for group in groups:
@@ -274,7 +278,7 @@ async def _prepared(
     sets: tuple[LayerSet, ...],
     staged: bool,
     copy_blocks: BlockCopier | None,
-) -> _RankMemory:
+) -> RankMemory:
     """The memory that peers read: checked, or host blocks for it."""
     shown = sets
     staging: list[HostBuffers] = []
@@ -286,16 +290,16 @@ async def _prepared(
     elif not device.on_host:
         spans = map_spans([layer for one in sets for layer in one.caches.items()])
         await copy_thread.run(lambda: device.check(spans))
-    return _RankMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
+    return RankMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
 
 
 async def _register(
     context: RankContext,
     gear: Gear,
-    memory: _RankMemory,
+    memory: RankMemory,
     scratch: Scratch,
     foreign: Foreign | None,
-    files: Files | None,
+    parts: Sequence[Part],
 ) -> RegisteredCache:
     config, limits, transport, seals = context.config, context.config.limits, context.transport, context.seals
     groups, sets = memory.groups, memory.shown
@@ -316,17 +320,10 @@ async def _register(
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
     route = Route(config, sets, scratch, memory.staging, gear.copy_thread)
     offered = OfferedBlocks(local.groups, gear.ledger, seals, memory.staging, gear.copy_thread, limits.slice_bytes_max)
-    store = None if files is None else await _store(context, gear, memory, local, files)  # nothing after it may wait
-    return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, store), foreign)
+    return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, memory), foreign, parts)
 
 
-async def _store(context: RankContext, gear: Gear, memory: _RankMemory, local: LocalRank, files: Files) -> BlockStore:
-    from kvflow.storage.store import open_store  # most runtimes have none
-
-    return await open_store(context, gear, memory.own, memory.shown, memory.staging, local, files)
-
-
-def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _RankMemory, *, grows: bool) -> Gear:
+def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: RankMemory, *, grows: bool) -> Gear:
     def run(job: Callable[[], None]) -> Awaitable[None]:
         return copy_thread.run(partial(_copying, memory.device, job))
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.logs import logger_of
 from kvflow.runtime.load.loader import Loader
+from kvflow.runtime.part import Ending, Part
 from kvflow.runtime.producer.serving import Serving
-
-if TYPE_CHECKING:
-    from kvflow.storage.store import BlockStore
 
 logger = logger_of(__name__)
 
@@ -41,13 +39,18 @@ class Registration(Protocol):
     @property
     def loader(self) -> Loader: ...
     @property
-    def store(self) -> BlockStore | None: ...
+    def parts(self) -> Sequence[Part]: ...
 
 
 def busy(work: Registration) -> bool:
-    """True if a lease or a load is open, or something is saved or restored, or blocks are quarantined."""
-    loading, storing = work.loader.statistics, work.store is not None and work.store.open_requests
-    return bool(work.serving.statistics.open_leases or loading.open_loads or loading.quarantines or storing)
+    """True if a lease or a load is open, or a part has work under way, or blocks are quarantined."""
+    loading, parts = work.loader.statistics, any(open_of(part) for part in work.parts)
+    return bool(work.serving.statistics.open_leases or loading.open_loads or loading.quarantines or parts)
+
+
+def open_of(part: Part) -> int:
+    """Requests that a part has under way."""
+    return 0 if (now := part.statistics) is None else now.open_requests
 
 
 async def drain(work: Registration, config: Config, deadline_s: float) -> DrainReport:
@@ -55,10 +58,10 @@ async def drain(work: Registration, config: Config, deadline_s: float) -> DrainR
 
     The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
     """
-    serving, loader, store = work.serving, work.loader, work.store
+    serving, loader = work.serving, work.loader
     serving.news.turn_away(f"engine {config.engine_id!r} is draining")
     leases, loads = serving.statistics, loader.statistics
-    waits = [serving.drained(), loader.drained()] + ([] if store is None else [store.drained()])
+    waits = [serving.drained(), loader.drained(), *(part.drained() for part in work.parts)]
     finished = await _all_within(waits, deadline_s)
     if not finished:
         what = f"leases of {_some(serving.open_requests)}, loads of {_some(loader.open_requests)}"
@@ -76,17 +79,17 @@ async def drain(work: Registration, config: Config, deadline_s: float) -> DrainR
 
 
 async def end(work: Registration, config: Config, *, broken: bool = False) -> None:
-    """Revoke leases, end loads and what is saved or restored.
+    """Revoke leases, end loads and what parts have under way.
 
     In a broken runtime it may never be known when the last bytes of loads have landed.
     """
-    serving, loader, store = work.serving, work.loader, work.store
+    serving, loader = work.serving, work.loader
     serving.close()
     loader.close()
+    for part in work.parts:
+        part.end(Ending.CLOSED)
     waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
-    if store is not None:
-        store.close()
-        waits.append(store.drained())
+    waits += [part.drained() for part in work.parts]
     bound_s = config.ending_s
     if not await _all_within(waits, bound_s):
         what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"

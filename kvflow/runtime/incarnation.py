@@ -26,8 +26,6 @@ class Incarnation:
         self.name: str = world.token_hex(8)
         self.agent_name = agent_name(config.engine_id, Rank.of(config), self.name)
         self.transport = world.transport(config, self.agent_name)
-        self.files = None if config.store_dir is None else world.files(config, self.agent_name)
-        """Mover of blocks to files; opened when a cache is registered."""
         self._owner = f"{config.engine_id!r} ({Rank.of(config)})"
         self.poller = Poller(self.transport, on_notification)
         self._tasks: dict[asyncio.Task[None], None] = {}

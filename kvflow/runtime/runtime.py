@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from kvflow import checks
 from kvflow.config import Config
@@ -34,6 +34,7 @@ from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.own_loop import require_loop
+from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
@@ -41,11 +42,6 @@ from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.world import World
 from kvflow.staging.host_buffers import BlockCopier
-from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
-
-if TYPE_CHECKING:
-    from kvflow.storage.jobs import Job
-    from kvflow.storage.store import BlockStore
 
 _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 
@@ -59,6 +55,7 @@ class Runtime:
         config: settings of the rank.
         observers: are told how every load and lease has ended.
         world: clock, network and the like, for tests.
+        parts: capabilities beside the core, such as `kvflow.storage.Storage`, in the order in which they begin and end.
         foreign: engines of another make to read from, and to be read by, such as `kvflow.stock.StockPeers`.
 
     Raises:
@@ -72,13 +69,14 @@ class Runtime:
         observers: Sequence[Observer] = (),
         world: World | None = None,
         foreign: Foreign | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         checks.instance(config, Config, "config", error=ConfigError)
         world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
         self._observers = Observers(observers, forgiven=world.forgives)
         if foreign is not None and not checks.answer(lambda: isinstance(foreign, Foreign)):
             raise ConfigError(f"foreign: expected such as StockPeers, got {checks.shown(foreign)}")
-        self._supervisor = Supervisor(config, self._observers, world, foreign)
+        self._supervisor = Supervisor(config, self._observers, world, foreign, _checked(parts))
         self._drop = weakref.finalize(self, _dropped, self._supervisor)
         self._drop.atexit = False
         if not world.real:
@@ -106,12 +104,10 @@ class Runtime:
         return self._supervisor.address
 
     @property
-    def quarantines(self) -> tuple[Load | Job, ...]:
-        """Loads and restores that have ended and in whose blocks bytes may still land: await their `settled()`."""
+    def quarantines(self) -> tuple[Load, ...]:
+        """Loads that have ended and in whose blocks bytes may still land: await their `settled()`."""
         cache = self._supervisor.held
-        if cache is None or cache.store is None:
-            return cache.loader.quarantines if cache else ()
-        return (*cache.loader.quarantines, *cache.store.quarantines)
+        return cache.loader.quarantines if cache else ()
 
     async def __aenter__(self) -> Self:
         """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had.
@@ -400,90 +396,6 @@ class Runtime:
         """
         return await self._require_cache("pull_prefix").prefixes.pull(request)
 
-    async def save_blocks(self, request: SaveRequest) -> SaveReport:
-        """Save blocks to a file of the store that Config.store_dir names, to be restored by their key.
-
-        The blocks are leased meanwhile: they may be read, not written. When this returns the entry is complete and on
-        disk; entries that were not used for longest have made room for it. Cancelling returns within
-        Config.cancel_grace_s and leaves no entry, or a complete one; bytes of the blocks may be read for longer if the
-        disk hangs, and they stay leased until then.
-
-        Args:
-            request: the blocks, and the key to find them by.
-
-        Returns:
-            How much was saved, and how long it took.
-
-        Raises:
-            RequestError: it cannot be right, or takes more than Config.store_bytes_max. BlocksBusy if a block is being
-                loaded or restored.
-            StoreFull: what would have to make room is being read or written.
-            StorageFailed: the disk has failed, or is full.
-            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
-            UsageError: Config names no store.
-        """
-        return await self._require_store("save_blocks").save(request)
-
-    async def restore_blocks(self, request: RestoreRequest) -> RestoreReport:
-        """Fill local blocks with what was saved under a key, by this runtime or one before it with an equal cache.
-
-        Returns only if every byte is the one that was saved. The blocks are claimed meanwhile, as by a load. Cancelling
-        returns within Config.cancel_grace_s; if bytes may still land then the restore is in `quarantines`, and the
-        `quarantine` of an error that it ends with.
-
-        Args:
-            request: the key, and the local blocks to fill.
-
-        Returns:
-            How much was restored, and how long it took.
-
-        Raises:
-            NotStored: there is nothing under the key, or no more.
-            EntryDamaged: what was there is torn, or not what was saved; it is removed. The blocks may hold anything.
-            StorageFailed: the disk has failed.
-            RequestError: it cannot be right, or asks for other numbers of tokens or blocks than were saved. BlocksBusy
-                if a block is leased or being written.
-            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
-            UsageError: Config names no store.
-        """
-        return await self._require_store("restore_blocks").restore(request)
-
-    def is_stored(self, key: bytes | str) -> bool:
-        """True if there is an entry under a key, as far as is known without looking at its file.
-
-        Args:
-            key: as it was given to `save_blocks`.
-
-        Returns:
-            False also for an entry of a cache with another layout.
-
-        Raises:
-            RequestError: it cannot be a key.
-            UsageError: Config names no store.
-        """
-        return self._require_store("is_stored", new_work=False).has(key)
-
-    async def drop_stored(self, keys: Sequence[bytes | str] | None = None) -> int:
-        """Drop entries of the store: nobody finds them from now on, and their files are removed.
-
-        Restores under way go on, and get what they have begun to read. A save under way becomes an entry when it is
-        complete: let it end first if it should not. Cancelling stops the waiting; what was dropped stays dropped.
-
-        Args:
-            keys: those to drop, as they were given to `save_blocks`; others stay. None for all entries of this rank's
-                folder, those of caches before it, of other models and layouts, included.
-
-        Returns:
-            How many entries were dropped; their files are gone.
-
-        Raises:
-            RequestError: `keys` is no list of keys; nothing was dropped.
-            StorageFailed: files could not be removed: nobody finds them in this run, the next one may.
-            UsageError: Config names no store.
-            RuntimeUnavailable, RuntimeBroken: as for loads.
-        """
-        return await self._require_store("drop_stored", new_work=False).drop(keys)
-
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
 
@@ -559,11 +471,7 @@ class Runtime:
         return self._supervisor.statistics()
 
     def _require(self, what: str, *, new_work: bool) -> None:
-        """Raise unless the runtime runs, this is its loop and, with `new_work`, it takes new work."""
-        self._supervisor.require_running()
-        require_loop(self._supervisor.loop, what)
-        if new_work:
-            self._supervisor.require_running(new_work=True)
+        self._supervisor.require(what, new_work=new_work)
 
     def _require_cache(self, what: str, *, new_work: bool = True) -> RegisteredCache:
         supervisor = self._supervisor
@@ -572,12 +480,6 @@ class Runtime:
             return supervisor.cache  # the usual case, in few steps
         self._require(what, new_work=new_work)
         return supervisor.require_cache()
-
-    def _require_store(self, what: str, *, new_work: bool = True) -> BlockStore:
-        store = self._require_cache(what, new_work=new_work).store
-        if store is None:
-            raise UsageError(f"{what}: there is no store: Config.store_dir names none")
-        return store
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
         """The loader that takes loads now. Observers are told of loads that come while the runtime drains."""
@@ -597,6 +499,18 @@ class Runtime:
         require_loop(self._supervisor.loop, "keep_leases")
         with kept:
             yield
+
+
+def _checked(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts as they were given, none of them twice. ConfigError for what is no part."""
+    given = checks.answer(lambda: tuple(parts))
+    if given is None:
+        raise ConfigError(f"parts: expected a list, got {checks.shown(parts)}")
+    found = tuple(checks.instance(one, Part, f"parts[{at}]", error=ConfigError) for at, one in enumerate(given))
+    names = [part.name for part in found]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"parts: {', '.join(twice)} is there more than once")
+    return found
 
 
 def _dropped(supervisor: Supervisor) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvflow.core.policy.ledger import BlockCounts
@@ -12,9 +12,9 @@ from kvflow.prefix.prefix_cache import SharingStatistics
 from kvflow.prefix.prefix_requests import PrefixStatistics
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.load.requests import LoadingStatistics
+from kvflow.runtime.part import PartStatistics
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.producer.lease import ServingStatistics
-from kvflow.storage.storage_requests import StoreStatistics
 from kvflow.transport.base import TransportStatistics
 
 PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatistics)
@@ -63,8 +63,8 @@ class RuntimeStatistics:
     """Readers that were refused because too few open files were left."""
     early_notifications: int
     """Notifications that came before a cache was registered, when no lease could exist."""
-    store: StoreStatistics | None = None
-    """Counts of the store, anew with each registration; None also where Config names none."""
+    parts: Mapping[str, PartStatistics] = field(default_factory=dict)
+    """Counts of the parts by name, such as "storage", anew with each registration."""
     sharing: SharingStatistics | None = None
     """Counts of the shared cache, anew with each `Runtime.share`; None where it is not shared."""
     prefixes: PrefixStatistics | None = None

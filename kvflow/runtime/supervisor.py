@@ -41,11 +41,13 @@ from kvflow.runtime import open_files
 from kvflow.runtime.assembly import RegisteredCache, register
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import Identity, RankContext
-from kvflow.runtime.drain import DrainReport, busy, drain, end
+from kvflow.runtime.drain import DrainReport, busy, drain, end, open_of
 from kvflow.runtime.errand import Errand, carry_out
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.open_files import ReaderAdmission
+from kvflow.runtime.own_loop import require_loop
+from kvflow.runtime.part import Ending, Part
 from kvflow.runtime.records import Observers
 from kvflow.runtime.services import Services
 from kvflow.runtime.statistics import Past, RuntimeState, RuntimeStatistics
@@ -59,7 +61,14 @@ logger = logger_of(__name__)
 class Supervisor:
     """Everything of one runtime but its handle."""
 
-    def __init__(self, config: Config, observers: Observers, world: World, foreign: Foreign | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        observers: Observers,
+        world: World,
+        foreign: Foreign | None = None,
+        parts: Sequence[Part] = (),
+    ) -> None:
         self.config = config
         self.rank = Rank.of(config)
         self.state = RuntimeState.NEW
@@ -70,6 +79,7 @@ class Supervisor:
         self._observers = observers
         self._world = world
         self._foreign = foreign
+        self.parts = tuple(parts)
         self._host = config.advertise_host or config.listen_host
         self._incarnation: Incarnation | None = self._new_incarnation()
         self._side_channel = world.side_channel(config)
@@ -163,15 +173,14 @@ class Supervisor:
             return
         logger.warning("runtime %s was abandoned: its event loop ended, or Python did, before it was closed", self)
         self.state = RuntimeState.CLOSED
-        store = None if self.held is None else self.held.store
         self.cache = self.held = None
         atexit.unregister(self.abandon)
         self._listener.close()
         self._side_channel.abandon()
         if self._incarnation is not None:
             self._incarnation.transport.abandon(wait_s)
-        if store is not None:
-            store.abandon(wait_s)
+        for part in self.parts:
+            part.end(Ending.ABANDONED, wait_s)
         self._copier.abandon(wait_s)
 
     async def drain(self, deadline_s: float) -> DrainReport:
@@ -189,7 +198,7 @@ class Supervisor:
             serving=past.with_serving(cache.serving.statistics if cache else None),
             loading=past.with_loading(cache.loader.statistics if cache else None),
             peers=cache.peers.statistics if cache else (),
-            store=cache.store.statistics if cache and cache.store else None,
+            parts={part.name: now for part in self.parts if (now := part.statistics) is not None},
             sharing=cache.sharing.statistics if cache and cache.sharing else None,
             prefixes=cache.prefixes.statistics if cache else None,
             readers=cache.readers.count if cache else 0,
@@ -211,6 +220,13 @@ class Supervisor:
         if self._cause is not None:
             raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
+
+    def require(self, what: str, *, new_work: bool) -> None:
+        """Raise unless the runtime runs, this is its loop and, with `new_work`, it takes new work."""
+        self.require_running()
+        require_loop(self.loop, what)
+        if new_work:
+            self.require_running(new_work=True)
 
     def require_cache(self) -> RegisteredCache:
         """The cache that takes work. UsageError if none was registered ever, CacheUnregistered if none is now."""
@@ -245,8 +261,8 @@ class Supervisor:
         if self.cache is not None:
             self.cache.serving.close()
             self.cache.loader.close(unregistered=True)
-            if self.cache.store is not None:
-                self.cache.store.close(unregistered=True)
+            for part in self.parts:
+                part.end(Ending.UNREGISTERED)
             self.cache = None
         if self.held is not None:
             await self._unregistering.done()
@@ -262,8 +278,10 @@ class Supervisor:
                 incarnation.run(services)
             context, foreign = self._context(incarnation), self._foreign
             cache = self.held = await register(
-                context, incarnation.poller, self._copier, groups, copy_blocks, foreign, incarnation.files
+                context, incarnation.poller, self._copier, groups, copy_blocks, foreign, self.parts
             )
+            for part in self.parts:
+                await part.registered(self, cache)
             self.require_running(new_work=True)
         except BaseException:
             await self._unregistering.done()
@@ -303,8 +321,8 @@ class Supervisor:
         if self.held:
             self.held.serving.close()
             self.held.loader.close()
-            if self.held.store is not None:
-                self.held.store.close()
+            for part in self.parts:
+                part.end(Ending.CLOSED)
 
     async def _unregister(self) -> None:
         """Body of the errand: end a registration, also one that is half done."""
@@ -380,8 +398,8 @@ class Supervisor:
         incarnation.poller.settle(stopped=stopped)
         if cache and stopped:
             cache.loader.all_stopped()
-        if cache and cache.store is not None:
-            problem = await cache.store.aclose(bound_s) or problem
+        for part in self.parts:
+            problem = await part.closed(bound_s) or problem
         return problem
 
     async def _end_copies_of(self, cache: RegisteredCache) -> str:
@@ -393,8 +411,10 @@ class Supervisor:
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = cache.loader.open_requests, cache.serving.open_requests
-        loads += [] if cache.store is None else cache.store.open_requests
-        return f"bytes of loads {loads} may still land, leases {leases} hold their blocks" if loads or leases else ""
+        parts = {part.name: count for part in self.parts if (count := open_of(part))}
+        if not (loads or leases or parts):
+            return ""
+        return f"bytes of loads {loads} may still land, leases {leases} hold their blocks, requests of parts: {parts}"
 
     async def _end_copies(self) -> str:
         bound_s = self.config.limits.transport_close_timeout_s
@@ -433,8 +453,8 @@ class Supervisor:
     def _describe(self) -> str:
         config = self.config
         backend = f" ({config.nixl_backend}, NIXL {_NIXL_VERSION})" if config.transport == "nixl" else ""
-        store = "" if config.store_dir is None else f", store {config.store_dir}"
-        transport = f"kvflow {_VERSION}, transport {config.transport}{backend}{store}"
+        parts = "".join(f", {part.name}" for part in self.parts)
+        transport = f"kvflow {_VERSION}, transport {config.transport}{backend}{parts}"
         return f"{transport}, CURVE {'off' if config.curve_secret_key_file is None else 'on'}"
 
 

@@ -16,9 +16,8 @@ from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.own_host import own_host
-from kvflow.storage.files import Files
 from kvflow.transport.base import Transport
-from kvflow.transport.factory import make_files, make_transport
+from kvflow.transport.factory import make_transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +26,6 @@ class World:
 
     transport: Callable[[Config, str], Transport] = make_transport
     """Maker of the transport, from the config and the agent's name."""
-    files: Callable[[Config, str], Files] = make_files
-    """Maker of the mover of blocks to files, from config and agent's name; asked for where Config names a store."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     own_host: Callable[[Config], Awaitable[str]] = own_host
     """Finds the host that tickets name."""

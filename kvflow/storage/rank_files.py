@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvflow.config import Config
+from kvflow.core.plan.topology import Rank
 from kvflow.errors import ConfigError
 from kvflow.storage.disk import Directory, InUse
 from kvflow.storage.files import Files
@@ -22,23 +22,22 @@ class FileShelf:
     files: Files
 
 
-async def open_shelf(config: Config, files: Files) -> FileShelf:
+async def open_shelf(rank: Rank, files: Files, folder: str, bytes_max: int) -> FileShelf:
     """Start the thread, and find the files that are there. Raises ConfigError; cancelling leaves nothing open."""
-    assert config.store_dir is not None, "Config names a store"
-    path = os.path.join(os.fspath(config.store_dir), f"dp{config.dp_rank}-pp{config.pp_rank}-tp{config.tp_rank}")
+    path = os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}")
     directory = Directory(path)
     try:
         await files.open()
         found = await files.call(directory.open)
-        index = StoreIndex(config.store_bytes_max, found)
+        index = StoreIndex(bytes_max, found)
         victims = index.make_room(0)  # the bound may have been larger
         await files.call(_removing(directory, victims))
     except InUse:
         files.abandon(directory.close, 0.0)
-        raise ConfigError(f"store_dir: {path!r} is in use by another runtime, here or in another process") from None
+        raise ConfigError(f"storage: {path!r} is in use by another runtime, here or in another process") from None
     except OSError as error:
         files.abandon(directory.close, 0.0)
-        raise ConfigError(f"store_dir: {path!r} cannot be used: {error}") from error
+        raise ConfigError(f"storage: {path!r} cannot be used: {error}") from error
     except BaseException:
         files.abandon(directory.close, 0.0)
         raise

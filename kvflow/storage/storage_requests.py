@@ -10,6 +10,7 @@ from typing import cast
 from kvflow import checks
 from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
 from kvflow.limits import Limits
+from kvflow.runtime.part import PartStatistics
 from kvflow.storage.entry import checked_key
 
 PHASES = ("check", "queued", "move", "sync")
@@ -74,15 +75,16 @@ class RestoreReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStatistics:
-    """The store's contents now, and its counts since the cache was registered."""
+class StoreStatistics(PartStatistics):
+    """The store's contents now, and its counts since the cache was registered.
+
+    A save or restore is open until its file is put away.
+    """
 
     entries: int
     bytes: int
     """Size of all files, those being written and those still read included."""
     bytes_max: int
-    open_requests: int
-    """Saves and restores under way, and those that have ended and whose files are not put away yet."""
     quarantines: int
     saved: int
     restored: int
@@ -92,7 +94,7 @@ class StoreStatistics:
     """Restores that have found a torn file, or other bytes than were saved."""
     evicted: int
     dropped: int
-    """Entries that `Runtime.drop_stored` has dropped."""
+    """Entries that `Storage.drop` has dropped."""
     failed: int
     """Saves and restores that have ended otherwise, cancelled ones included."""
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvflow import checks
-from kvflow.core.cache.groups import GroupFacts, LayerSet
+from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions, device_of, map_spans
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
 from kvflow.core.protocol.proof import HOST
@@ -30,15 +30,15 @@ from kvflow.errors import (
     Overloaded,
     RequestError,
     RuntimeClosed,
+    RuntimeUnavailable,
     StorageFailed,
     StoreFull,
 )
 from kvflow.logs import logger_of
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.reads import CopyFailed
-from kvflow.runtime.peers.peer import LocalRank
-from kvflow.staging.host_buffers import HostBuffers
 from kvflow.storage.disk import EntryFile
 from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
 from kvflow.storage.files import Direction, Files
@@ -89,7 +89,7 @@ class BlockStore:
         self._directory, self._index, self._files = shelf.directory, shelf.index, shelf.files
         self._cache = cache
         self._jobs = Jobs(shelf, gear.ledger)
-        self._closed = self._unregistered = False
+        self._closed: type[RuntimeUnavailable] | None = None
         self._evicted = self._dropped = 0
 
     @property
@@ -115,11 +115,11 @@ class BlockStore:
         return self._jobs.quarantines
 
     def has(self, key: object) -> bool:
-        """See `Runtime.is_stored`."""
+        """See `Storage.has`."""
         return self._index.find(entry_name(self._cache.fingerprint, checked_key(key, "key"))) is not None
 
     async def drop(self, keys: Sequence[bytes | str] | None) -> int:
-        """See `Runtime.drop_stored`."""
+        """See `Storage.drop`."""
         names = None
         if keys is not None:
             checks.count(keys, "keys")
@@ -144,18 +144,18 @@ class BlockStore:
         return len(files)
 
     async def save(self, request: SaveRequest) -> SaveReport:
-        """See `Runtime.save_blocks`."""
-        given = checks.instance(request, SaveRequest, "save_blocks")
+        """See `Storage.save`."""
+        given = checks.instance(request, SaveRequest, "save")
         return await self._carry_out(self._accept(given, Direction.SAVE), self._save)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
-        """See `Runtime.restore_blocks`."""
-        given = checks.instance(request, RestoreRequest, "restore_blocks")
+        """See `Storage.restore`."""
+        given = checks.instance(request, RestoreRequest, "restore")
         return await self._carry_out(self._accept(given, Direction.RESTORE), self._restore)
 
-    def close(self, *, unregistered: bool = False) -> None:
-        """Make everything under way end soon, with RuntimeClosed; with CacheUnregistered if that is why."""
-        self._closed, self._unregistered = True, self._unregistered or unregistered
+    def close(self, error: type[RuntimeUnavailable]) -> None:
+        """Make everything under way end soon, with that error: RuntimeClosed or CacheUnregistered, of two the first."""
+        self._closed = self._closed or error
         self._jobs.hurry()
 
     async def drained(self) -> None:
@@ -262,7 +262,7 @@ class BlockStore:
         what = f"request {job.request.request_id!r}"
         most = self._index.bytes_max
         if header.file_bytes > most:
-            raise RequestError(f"{what}: it takes {header.file_bytes} bytes, store_bytes_max is {most}")
+            raise RequestError(f"{what}: it takes {header.file_bytes} bytes, bytes_max is {most}")
         digests = await self._digests(job)
         header = msgspec.structs.replace(header, digests=digests)
         evicted = self._make_room(job, header)
@@ -393,51 +393,42 @@ class BlockStore:
 
     def _closed_error(self, job: Job) -> KVFlowError:
         what = f"request {job.request.request_id!r}"
-        if self._unregistered:
+        if self._closed is CacheUnregistered:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {job.phase!r}")
         return RuntimeClosed(f"{what}: the runtime was closed, or had drained, in phase {job.phase!r}")
 
 
-async def open_store(
-    context: RankContext,
-    gear: Gear,
-    own: Sequence[LayerSet],
-    shown: Sequence[LayerSet],
-    staging: Sequence[HostBuffers],
-    local: LocalRank,
-    files: Files,
-) -> BlockStore:
+async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_max: int) -> BlockStore:
     """The store of a cache that is being registered. Cancelling leaves nothing open.
 
     Args:
-        context: the rank's.
-        gear: tools of its loads.
-        own: sets of layers of the engine.
-        shown: sets of layers that peers see: with `staging` those of the host buffers.
-        staging: host buffers of each group, if the cache is staged.
-        local: what peers are told of the rank.
+        cache: whose blocks are saved.
         files: moves the bytes.
+        folder: for the files of all ranks.
+        bytes_max: bytes of this rank's files.
 
     Raises:
         ConfigError: blocks of such a cache cannot be saved.
         TransportError: the memory or the folder cannot be used.
     """
+    context, gear, local, memory = cache.context, cache.gear, cache.local, cache.memory
+    own, shown = memory.own, memory.shown
     where = device_of([layer for one in own for layer in one.caches.items()])
     through = where != HOST  # what is on the host needs no host buffers, though peers read them
-    if through and not staging:
+    if through and not memory.staging:
         raise ConfigError(
-            f"store_dir: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
+            f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
         )
     saved, digested = (shown, gear.digests.shown) if through else (own, gear.digests.own)
     if problem := digested.problem:
-        raise ConfigError(f"store_dir: blocks cannot be saved without digests: {problem}")
+        raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
     found = [(one.group, one.regions) for one in saved]
     sets = [(group, regions.distinct) for group, regions in found]
     shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
     shared = [regions.first_of for _, regions in found if len(regions.distinct) < len(regions)]
     facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
     layers_once = [regions.distinct_layers for _, regions in found]
-    shelf = await open_shelf(context.config, files)
+    shelf = await open_shelf(context.identity.rank, files, folder, bytes_max)
     layers = [layer for one in saved for layer in one.caches.items()]
     try:
         await files.call(lambda: files.mover.register(map_spans(layers), layers))
@@ -447,7 +438,8 @@ async def open_store(
     count, used = len(shelf.index), shelf.index.used_bytes
     logger.info("store %s: %s entries, %s bytes of %s", shelf.directory.path, count, used, shelf.index.bytes_max)
     span_bytes_max = context.config.limits.slice_bytes_max
-    cache = StoredCache(sets, layers_once, local.groups, fingerprint_of(facts))
+    stored = StoredCache(sets, layers_once, local.groups, fingerprint_of(facts))
     if through:
-        cache = cache._replace(staged=StagedBlocks(sets, layers_once, local.groups, staging, gear, span_bytes_max))
-    return BlockStore(context, gear, shelf, cache)
+        staged = StagedBlocks(sets, layers_once, local.groups, memory.staging, gear, span_bytes_max)
+        stored = stored._replace(staged=staged)
+    return BlockStore(context, gear, shelf, stored)

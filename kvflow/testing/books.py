@@ -72,8 +72,8 @@ def assert_quiet(statistics: RuntimeStatistics) -> None:
     if loading is not None:
         assert (loading.open_loads, loading.quarantines) == (0, 0), f"open loads: {loading}"
         assert (sum(loading.in_flight), loading.waiting_reads, loading.peers) == (0, 0, {}), f"in flight: {loading}"
-    store = statistics.store
-    assert store is None or not store.open_requests, f"open saves and restores: {store}"
+    for name, part in statistics.parts.items():
+        assert not part.open_requests, f"open requests of {name}: {part}"
     assert statistics.transport.open_reads == 0, f"open reads: {statistics.transport}"
 
 

@@ -12,6 +12,7 @@ import torch
 from kvflow.config import Config
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.runtime.load.requests import LoadRequest
+from kvflow.runtime.part import Part
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
@@ -240,6 +241,7 @@ async def open_engine(
     world: World = _WORLD,
     observers: Sequence[Observer] = (),
     size: CacheSize = _SIZE,
+    parts: Sequence[Part] = (),
 ) -> AsyncIterator[Engine[TransportT]]:
     """An open runtime on a transport of its own, its registered cache full of its pattern; after a clean exit nothing
     may be left.
@@ -253,7 +255,7 @@ async def open_engine(
         return made[-1]
 
     strict = replace(world, transport=make_and_keep, forgives=False)
-    async with Runtime(config, observers=observers, world=strict) as runtime:
+    async with Runtime(config, observers=observers, world=strict, parts=parts) as runtime:
         await runtime.register_kv_caches(kv_caches, cache.layout)
         yield Engine(runtime=runtime, transports=made, kv_caches=kv_caches, layout=cache.layout, cache=cache)
     assert_closed(runtime.statistics())

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from kvflow.config import STORE_BACKEND, Config, params_of
+from kvflow.config import Config
 from kvflow.errors import ConfigError
-from kvflow.storage.files import Files, PlainMover
 from kvflow.transport.base import Transport
 from kvflow.transport.inproc import InprocTransport
 from kvflow.transport.nixl.loop import NixlTransport
-
-
-def make_files(config: Config, name: str) -> Files:
-    """Make the mover of blocks between memory and files beside the transport that `config` names, not opened yet."""
-    if config.transport != "nixl":
-        return Files(f"kvflow-store {name}", PlainMover)
-    from kvflow.storage.posix import PosixMover
-
-    return Files(f"kvflow-store {name}", lambda: PosixMover(f"{name}/store", params_of(config, STORE_BACKEND)))
 
 
 def make_transport(config: Config, agent_name: str) -> Transport:

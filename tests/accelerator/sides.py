@@ -14,6 +14,7 @@ import torch
 from kvflow import CacheLayout, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
+from kvflow.runtime.part import Part
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.world import World
 from kvflow.testing import PatternCache, assert_closed, assert_loaded
@@ -89,6 +90,7 @@ class Engine:
     kv_caches: dict[str, Any]
     layout: CacheLayout
     device: str
+    parts: Sequence[Part]
 
     def seen(self) -> PatternCache:
         """Return the cache as a kernel sees it that is launched now, on a stream of its own."""
@@ -136,8 +138,8 @@ class Site:
     async def __aexit__(self, *details: Any) -> None:
         await self._stack.__aexit__(*details)
 
-    async def engine(self, engine_id: str, side: Side) -> Engine:
-        return await self._stack.enter_async_context(open_engine(engine_id, side, self.make_transport))
+    async def engine(self, engine_id: str, side: Side, parts: Sequence[Part] = ()) -> Engine:
+        return await self._stack.enter_async_context(open_engine(engine_id, side, self.make_transport, parts))
 
     async def pair(self, producer: Side, consumer: Side) -> tuple[Engine, Engine]:
         return await self.engine("producer", producer), await self.engine("consumer", consumer)
@@ -153,7 +155,7 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def open_engine(engine_id: str, side: Side, make: Any) -> AsyncIterator[Engine]:
+async def open_engine(engine_id: str, side: Side, make: Any, parts: Sequence[Part] = ()) -> AsyncIterator[Engine]:
     """An engine with its pattern in its registered cache; after a clean exit nothing is left of it."""
     host_caches, layout = side.make(engine_id)
     kv_caches = moved(host_caches, side.device)
@@ -161,10 +163,18 @@ async def open_engine(engine_id: str, side: Side, make: Any) -> AsyncIterator[En
     config = limited(
         replace(PATIENT, engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc"), **side.limits
     )
-    async with Runtime(replace(config, **side.settings), world=World(transport=make, forgives=False)) as runtime:
+    world = World(transport=make, forgives=False)
+    async with Runtime(replace(config, **side.settings), world=world, parts=parts) as runtime:
         copier = EngineCopier(kv_caches, side.style) if side.engine_copies else None
         await runtime.register_kv_caches(kv_caches, layout, copy_blocks=copier)
-        yield Engine(engine_id=engine_id, runtime=runtime, kv_caches=kv_caches, layout=layout, device=side.device)
+        yield Engine(
+            engine_id=engine_id,
+            runtime=runtime,
+            kv_caches=kv_caches,
+            layout=layout,
+            device=side.device,
+            parts=parts,
+        )
     assert_closed(runtime.statistics())
 
 

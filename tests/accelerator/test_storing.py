@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow import RestoreRequest, SaveRequest
 from kvflow.errors import ConfigError, EntryDamaged, KVFlowError, StorageFailed
+from kvflow.storage import RestoreRequest, SaveRequest, Storage
 from kvflow.testing import assert_quiet
 from tests.accelerator.sides import (
     BLOCK_SIZE,
@@ -49,17 +49,22 @@ async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
 
 
 async def opened(site: Site, folder: Path, device: str = THERE, **side: Any) -> Engine:
-    settings = {"store_dir": str(folder), "transport": site.transport, **side.pop("settings", {})}
-    return await site.engine("engine", Side(device=device, settings=settings, **side))
+    settings = {"transport": site.transport, **side.pop("settings", {})}
+    return await site.engine("engine", Side(device=device, settings=settings, **side), parts=[Storage(folder)])
+
+
+def storage(engine: Engine) -> Any:
+    (part,) = engine.parts
+    return part
 
 
 def save(engine: Engine, **options: Any) -> Any:
-    return engine.runtime.save_blocks(SaveRequest("save", key="prompt", block_ids=SAVED, num_tokens=TOKENS, **options))
+    return storage(engine).save(SaveRequest("save", key="prompt", block_ids=SAVED, num_tokens=TOKENS, **options))
 
 
 def restore(engine: Engine, **options: Any) -> Any:
     request = RestoreRequest("restore", key="prompt", block_ids=RESTORED, num_tokens=TOKENS, **options)
-    return engine.runtime.restore_blocks(request)
+    return storage(engine).restore(request)
 
 
 def rows(engine: Engine, ids: list[int]) -> list[torch.Tensor]:
@@ -71,7 +76,7 @@ def rows(engine: Engine, ids: list[int]) -> list[torch.Tensor]:
 
 async def put_away(engine: Engine) -> None:
     """Until the files of saves and restores that have ended early are closed."""
-    await until(lambda: not engine.runtime.statistics().store.open_requests)
+    await until(lambda: not storage(engine).statistics.open_requests)
 
 
 def overwrite(engine: Engine) -> None:
@@ -157,7 +162,7 @@ async def test_one_that_is_cancelled_anywhere_leaves_nothing(
         task.cancel()
         await asyncio.wait([task])
         await put_away(engine)
-        await until(lambda: not engine.runtime.quarantines and not engine.runtime.statistics().buffers_used)
+        await until(lambda: not storage(engine).quarantines and not engine.runtime.statistics().buffers_used)
         overwrite(engine)
         await restore(engine)
         assert all(map(torch.equal, rows(engine, RESTORED), saved))
@@ -175,7 +180,7 @@ async def test_a_restore_that_is_cancelled_while_the_device_is_held(standin: Sta
             await held_up(standin, task)
             task.cancel()
             await asyncio.wait([task])
-            (quarantined,) = engine.runtime.quarantines
+            (quarantined,) = storage(engine).quarantines
             with pytest.raises(KVFlowError, match="quarantined"):
                 engine.serve(RESTORED)
         await quarantined.settled()
@@ -186,7 +191,7 @@ async def test_a_restore_that_is_cancelled_while_the_device_is_held(standin: Sta
 
 async def test_a_device_that_is_read_directly_says_what_to_set(standin: StandIn, tmp_path: Path) -> None:
     async with Site("direct") as site:
-        with pytest.raises(ConfigError, match=r"store_dir: .* the cache is on 'standin': set staging='always'"):
+        with pytest.raises(ConfigError, match=r"storage: .* the cache is on 'standin': set staging='always'"):
             await opened(site, tmp_path, settings={"transport": "inproc"})
         engine = await opened(site, tmp_path, settings={"transport": "inproc", "staging": "always"})
         await save(engine)

@@ -170,7 +170,7 @@ def test_backends_say_what_they_move_and_only_the_stores_is_missed() -> None:
     moving = {"UCX": "memory", "POSIX": "files", "GDS": "!NIXL_ERR_NOT_FOUND"}
     assert judge_backends(moving) == ok("backends", "UCX moves memory; POSIX moves files; not here: GDS")
     for broken in ({**moving, "POSIX": "!no io_uring"}, {"UCX": "memory"}):
-        assert_found([judge_backends(broken)], "backends", WARN, "", "Config.store_dir needs POSIX")
+        assert_found([judge_backends(broken)], "backends", WARN, "", "kvflow.storage needs POSIX")
 
 
 def ucx_log(owner: str, operation: str, *rows: str) -> str:

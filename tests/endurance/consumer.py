@@ -12,8 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from kvflow import Load, LoadReport, LoadRequest, RestoreRequest, SaveRequest, Ticket
+from kvflow import Load, LoadReport, LoadRequest, Ticket
 from kvflow.errors import KVFlowError
+from kvflow.storage import RestoreRequest, SaveRequest
 from tests.endurance.caches import Cache
 from tests.endurance.homes import Event, Home, Homes
 from tests.endurance.plans import STOCK_WIRE, End, Plan, draw, prompt_of
@@ -228,11 +229,11 @@ class Consumer:
         """Save what was loaded, and restore it elsewhere a little later, if it was not evicted meanwhile."""
         key, count = plan.name, len(tables[0])
         tokens = plan.tokens - _first(home, tables, plan.tokens)
-        await home.runtime.save_blocks(SaveRequest(plan.name, key, tables[0], tokens))
+        await home.storage.save(SaveRequest(plan.name, key, tables[0], tokens))
         await asyncio.sleep(plan.soon_s)
         fresh = home.cache.take(count * home.cache.sizes[0])
         try:
-            await home.runtime.restore_blocks(RestoreRequest(plan.name, key, fresh[0], tokens))
+            await home.storage.restore(RestoreRequest(plan.name, key, fresh[0], tokens))
             self._compare(home.cache, fresh, plan.number, plan.tokens, whole=True)
             self._outcomes["restored"] += 1
         finally:

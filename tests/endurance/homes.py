@@ -15,6 +15,7 @@ import psutil
 from kvflow import Config, Limits, Runtime
 from kvflow.runtime.runtime import RuntimeStatistics
 from kvflow.stock import StockPeers, Terms
+from kvflow.storage import Storage
 from kvflow.testing import assert_closed, assert_quiet
 from tests.endurance.caches import Cache
 from tests.support.stock_engines import HASH, NAMES
@@ -63,6 +64,7 @@ class Home:
     cache: Cache
     config: Config
     runtime: Runtime
+    storage: Storage
 
     async def open(self) -> None:
         await self.runtime.__aenter__()
@@ -73,8 +75,9 @@ class Home:
         await self.runtime.register_kv_caches(kv_caches, layout)  # type: ignore[arg-type]
 
 
-def _new_runtime(config: Config) -> Runtime:
-    return Runtime(config, foreign=_STOCK if config.model == "/m" else None)
+def _new_runtime(config: Config, storage: Storage) -> Runtime:
+    parts = [storage] if storage.folder != "unused" else []
+    return Runtime(config, foreign=_STOCK if config.model == "/m" else None, parts=parts)
 
 
 class Homes:
@@ -93,13 +96,12 @@ class Homes:
                 drain_timeout_s=0.5,
                 cancel_grace_s=0.5,
                 handshake_timeout_s=10.0,
-                store_dir=store_dir if name == "plain" else None,
-                store_bytes_max=4 << 20,
                 limits=_LIMITS,
             )
             if name == "stock":
                 config = replace(config, num_kv_heads=4)
-            self._homes[name] = Home(cache, config, _new_runtime(config))
+            storage = Storage(store_dir if name == "plain" and store_dir else "unused", bytes_max=4 << 20)
+            self._homes[name] = Home(cache, config, _new_runtime(config, storage), storage)
 
     def __getitem__(self, name: str) -> Home:
         return self._homes[name]
@@ -124,7 +126,7 @@ class Homes:
                 await home.runtime.drain(0.1)
                 await home.runtime.aclose()
                 self._note(name, _wrong(assert_closed, home))
-                home.runtime = _new_runtime(home.config)
+                home.runtime = _new_runtime(home.config, home.storage)
                 await home.open()
             case _:
                 raise ValueError(how)

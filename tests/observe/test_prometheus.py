@@ -93,7 +93,7 @@ async def test_what_is_stored_is_shown(scraped: Scraped, tmp_path: Path) -> None
     expected = {
         ("kvflow_store_entries", name): 1,
         ("kvflow_store_bytes", name, "used"): entry_bytes,
-        ("kvflow_store_bytes", name, "max"): engine.runtime.config.store_bytes_max,
+        ("kvflow_store_bytes", name, "max"): 16 << 30,
         **{("kvflow_store_requests_total", name, outcome): count for outcome, count in requests.items()},
         ("kvflow_store_evictions_total", name): 0,
     }

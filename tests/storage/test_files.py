@@ -19,8 +19,8 @@ from kvflow.errors import ConfigError, TransportBroken
 from kvflow.storage.files import Direction, Files, MoveFailed, MoveLost, PlainMover, Settled
 from kvflow.storage.placing import FILE
 from kvflow.storage.posix import PosixMover
+from kvflow.storage.storage import make_files
 from kvflow.transport.base import TransportError
-from kvflow.transport.factory import make_files
 from tests.support.tests_support import WAIT_S
 
 SIZE = 1 << 20
@@ -59,7 +59,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def open_bench(transport: str, tmp_path: Path, params: Mapping[str, str] | None = None) -> AsyncIterator[Bench]:
-    config = Config(engine_id="files", transport=transport, store_dir=tmp_path, nixl_backend_params=params or {})
+    config = Config(engine_id="files", transport=transport, nixl_backend_params=params or {})
     files = make_files(config, "files")
     await files.open()
     buffer = (np.arange(SIZE) % 251).astype(np.uint8)
@@ -218,7 +218,7 @@ async def test_memory_that_is_not_registered_is_refused_by_nixl(tmp_path: Path) 
 @pytest.mark.nixl
 @pytest.mark.parametrize("params", [{}, {"POSIX.use_posix_aio": "true"}, {"POSIX.ios_pool_size": "1024"}])
 async def test_the_backend_gets_its_parameters(tmp_path: Path, params: dict[str, str]) -> None:
-    config = Config(engine_id="files", store_dir=tmp_path, nixl_backend_params=params)
+    config = Config(engine_id="files", nixl_backend_params=params)
     files = make_files(config, "files")
     await files.open()
     await files.aclose(lambda: None)

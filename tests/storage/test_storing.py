@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow import CacheGroup, CacheLayout, RestoreRequest, Runtime, SaveRequest, ServeRequest
+from kvflow import CacheGroup, CacheLayout, Runtime, ServeRequest
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.errors import (
     BlocksBusy,
@@ -34,6 +34,7 @@ from kvflow.errors import (
     StoreFull,
     UsageError,
 )
+from kvflow.storage import RestoreRequest, SaveRequest, Storage
 from kvflow.storage.disk import EntryFile
 from kvflow.storage.files import MoveFailed, MoveLost, Settled
 from kvflow.testing.pair import CacheSize
@@ -77,7 +78,7 @@ async def test_what_was_saved_comes_back(tmp_path: Path, transport: str, changes
         report = await engine.save("a", [7, 1, 2])
         assert (report.blocks, report.tokens, report.evicted) == (3, 12, 0)
         assert [path.stat().st_size for path in engine.files] == [report.bytes]
-        assert [engine.runtime.is_stored(key) for key in ("a", b"a", "b")] == [True, True, False]
+        assert [engine.storage.has(key) for key in ("a", b"a", "b")] == [True, True, False]
         engine.fill([7, 1, 2], 0)
         back = await engine.restore("a", [11, 5, 10])
         assert (back.bytes, back.blocks, back.tokens) == (3 * 3 * 2 * 256, 3, 12)
@@ -104,20 +105,20 @@ def groups() -> list[CacheGroup]:
 
 
 async def test_groups_windows_and_state_come_back(tmp_path: Path) -> None:
-    config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0", store_dir=tmp_path)
-    caches = groups()
+    config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0")
+    caches, storage = groups(), Storage(tmp_path)
     full, window, state = (next(iter(group.layers.values())) for group in caches)
-    async with Runtime(config) as runtime:
+    async with Runtime(config, parts=[storage]) as runtime:
         await runtime.register_kv_caches(caches)
-        await runtime.save_blocks(SaveRequest("s", b"k", {"full": [1, 2, 3], "window": [4, 5], "state": [3]}, 11))
-        await runtime.restore_blocks(RestoreRequest("r", b"k", [[5, 6, 7], [0, 1], [1]], 11))
+        await storage.save(SaveRequest("s", b"k", {"full": [1, 2, 3], "window": [4, 5], "state": [3]}, 11))
+        await storage.restore(RestoreRequest("r", b"k", [[5, 6, 7], [0, 1], [1]], 11))
         assert torch.equal(full[:, [5, 6, 7]], full[:, [1, 2, 3]])
         assert torch.equal(window[:, [0, 1]], window[:, [4, 5]])
         assert torch.equal(state[0][1], state[0][3])
         with pytest.raises(RequestError, match=r"group 'full', num_tokens 11 take 3"):
-            await runtime.restore_blocks(RestoreRequest("r", b"k", {"full": [5, 6]}, 11))
+            await storage.restore(RestoreRequest("r", b"k", {"full": [5, 6]}, 11))
         with pytest.raises(RequestError, match=r"asked for 11 and \[3, 1, 1\], saved 11 and \[3, 2, 1\]"):
-            await runtime.restore_blocks(RestoreRequest("r", b"k", [[5, 6, 7], [0], [1]], 11))
+            await storage.restore(RestoreRequest("r", b"k", [[5, 6, 7], [0], [1]], 11))
 
 
 async def test_the_next_runtime_finds_it_and_one_with_another_cache_does_not(tmp_path: Path) -> None:
@@ -272,13 +273,13 @@ async def test_a_folder_has_one_owner_and_is_one(tmp_path: Path) -> None:
 
     async with storing(tmp_path / "named") as engine:
         await engine.save("a")
-        await refused(real, r"store_dir: .* is in use by another runtime")
+        await refused(real, r"storage: .* is in use by another runtime")
         async with storing(real, tp_rank=1, tp_size=2):
             pass
         await engine.runtime.unregister()
         async with storing(real) as engine:
             await engine.restore("a")
-    await refused(file, r"store_dir: .* cannot be used")
+    await refused(file, r"storage: .* cannot be used")
     for lock in real.rglob("lock"):
         lock.unlink()
         lock.symlink_to(other)
@@ -291,7 +292,7 @@ async def test_a_file_that_somebody_has_removed_is_not_stored(engine: StoringEng
     engine.files[0].unlink()
     with pytest.raises(NotStored, match="its file was removed"):
         await engine.restore("a")
-    assert (engine.store.missed, engine.store.bytes, engine.runtime.is_stored("a")) == (1, 0, False)
+    assert (engine.store.missed, engine.store.bytes, engine.storage.has("a")) == (1, 0, False)
     assert engine.store.failed == 0, "it is counted once"
 
 
@@ -316,31 +317,31 @@ async def test_what_a_crash_has_left_is_removed_and_what_is_not_ours_stays(tmp_p
 
 
 async def test_the_bound_holds_and_who_was_not_used_for_longest_goes(tmp_path: Path) -> None:
-    async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES + 100) as engine:
+    async with storing(tmp_path, bytes_max=2 * ENTRY_BYTES + 100) as engine:
         await engine.save("a")
         await engine.save("b")
         await engine.restore("a")
         assert (await engine.save("c")).evicted == 1
-        assert [engine.runtime.is_stored(key) for key in "abc"] == [True, False, True]
+        assert [engine.storage.has(key) for key in "abc"] == [True, False, True]
         assert sum(path.stat().st_size for path in engine.files) == engine.store.bytes == 2 * ENTRY_BYTES
-        with pytest.raises(RequestError, match=r"it takes \d+ bytes, store_bytes_max is \d+"):
+        with pytest.raises(RequestError, match=r"it takes \d+ bytes, bytes_max is \d+"):
             await engine.save("d", list(range(16)))
         assert engine.store.entries == 2, "nobody had to go for it"
         await engine.restore("a")
-    async with storing(tmp_path, store_bytes_max=ENTRY_BYTES) as engine:
+    async with storing(tmp_path, bytes_max=ENTRY_BYTES) as engine:
         assert engine.store.entries == len(engine.files) == 1
-        assert engine.runtime.is_stored("a"), "it was used last"
+        assert engine.storage.has("a"), "it was used last"
 
 
 async def test_what_is_read_or_written_does_not_go(tmp_path: Path) -> None:
-    async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES) as engine:
+    async with storing(tmp_path, bytes_max=2 * ENTRY_BYTES) as engine:
         await engine.save("a")
         restoring = await engine.held("a")
         saving = asyncio.create_task(engine.save("b"))
         await until(lambda: engine.moves == 2)
         with pytest.raises(StoreFull, match="all entries that are left are being read or written"):
             await engine.save("c")
-        assert not engine.runtime.is_stored("b"), "it counts, but is not there yet"
+        assert not engine.storage.has("b"), "it counts, but is not there yet"
         engine.mover.gate.set()
         await asyncio.gather(restoring, saving)
         engine.assert_equal([4, 5, 6], engine.bytes_of([1, 2, 3]))
@@ -356,7 +357,7 @@ async def test_what_is_read_or_written_does_not_go(tmp_path: Path) -> None:
         await until(lambda: engine.moves > 1 or saving.done())
         engine.mover.gate.set()
         await asyncio.gather(restoring, saving)
-        assert [engine.runtime.is_stored(key) for key in "abcd"] == [False, True, False, True]
+        assert [engine.storage.has(key) for key in "abcd"] == [False, True, False, True]
 
 
 # --- what is dropped
@@ -367,17 +368,17 @@ async def test_what_is_dropped_is_gone_and_counted(tmp_path: Path, transport: st
     async with storing(tmp_path, transport=transport) as engine:
         for key in "abc":
             await engine.save(key)
-        assert await engine.runtime.drop_stored(["b", b"b", "never"]) == 1
-        assert [engine.runtime.is_stored(key) for key in "abc"] == [True, False, True]
+        assert await engine.storage.drop(["b", b"b", "never"]) == 1
+        assert [engine.storage.has(key) for key in "abc"] == [True, False, True]
         assert (len(engine.files), engine.store.entries, engine.store.bytes) == (2, 2, 2 * ENTRY_BYTES)
         with pytest.raises(NotStored):
             await engine.restore("b")
         await engine.save("b")
-        assert await engine.runtime.drop_stored() == 3
-        assert await engine.runtime.drop_stored() == await engine.runtime.drop_stored([]) == 0
+        assert await engine.storage.drop() == 3
+        assert await engine.storage.drop() == await engine.storage.drop([]) == 0
         assert (engine.files, engine.store.entries, engine.store.bytes, engine.store.dropped) == ([], 0, 0, 4)
     async with storing(tmp_path) as engine:
-        assert not engine.runtime.is_stored("a")
+        assert not engine.storage.has("a")
 
 
 async def test_entries_of_former_caches_are_dropped_with_all(tmp_path: Path) -> None:
@@ -385,8 +386,8 @@ async def test_entries_of_former_caches_are_dropped_with_all(tmp_path: Path) -> 
     async with storing(tmp_path, model="before") as engine:
         await engine.save("a")
     async with storing(tmp_path, model="after") as engine:
-        assert await engine.runtime.drop_stored(["a"]) == 0
-        assert await engine.runtime.drop_stored() == 1
+        assert await engine.storage.drop(["a"]) == 0
+        assert await engine.storage.drop() == 1
         assert engine.files == []
 
 
@@ -397,7 +398,7 @@ async def test_a_restore_under_way_ends_well_though_its_entry_is_dropped(tmp_pat
         restoring = await engine.held("a")
         begun = asyncio.create_task(engine.restore("a", [7, 8, 9]))  # before its file was opened
         await asyncio.sleep(0)
-        assert await engine.runtime.drop_stored(["a"]) == 1
+        assert await engine.storage.drop(["a"]) == 1
         assert engine.files == []
         assert engine.store.bytes == ENTRY_BYTES, "of who reads it still"
         with pytest.raises(NotStored):
@@ -407,24 +408,24 @@ async def test_a_restore_under_way_ends_well_though_its_entry_is_dropped(tmp_pat
         await asyncio.gather(restoring, begun, saving)
         engine.assert_equal([4, 5, 6], saved)
         engine.assert_equal([7, 8, 9], saved)
-        assert engine.runtime.is_stored("a"), "it was saved since"
+        assert engine.storage.has("a"), "it was saved since"
         assert (engine.store.entries, engine.store.bytes, len(engine.files)) == (1, ENTRY_BYTES, 1)
 
 
 async def test_an_entry_that_makes_room_in_vain_is_not_put_back_once_it_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with storing(tmp_path, store_bytes_max=ENTRY_BYTES) as engine:
+    async with storing(tmp_path, bytes_max=ENTRY_BYTES) as engine:
         await engine.save("a")
         with monkeypatch.context() as broken:
             broken.setattr(EntryFile, "create", failing(errno.EIO))
             saving = asyncio.create_task(engine.save("b"))
-            await until(lambda: not engine.runtime.is_stored("a"))
-            assert await engine.runtime.drop_stored() == 0
+            await until(lambda: not engine.storage.has("a"))
+            assert await engine.storage.drop() == 0
             with pytest.raises(StorageFailed):
                 await saving
         await engine.save("c")
-        assert not engine.runtime.is_stored("a")
+        assert not engine.storage.has("a")
         assert (len(engine.files), engine.store.entries) == (1, 1)
 
 
@@ -436,8 +437,8 @@ async def test_files_that_cannot_be_removed_are_told_of(engine: StoringEngine, m
         with pytest.raises(
             StorageFailed, match=r"files of 2 entries that were dropped may be back .*Permission denied"
         ):
-            await engine.runtime.drop_stored()
-    assert not engine.runtime.is_stored("a"), "nobody finds it in this run"
+            await engine.storage.drop()
+    assert not engine.storage.has("a"), "nobody finds it in this run"
 
 
 async def test_a_disk_that_hangs_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +447,7 @@ async def test_a_disk_that_hangs_ends_the_waiting(tmp_path: Path, monkeypatch: p
         await engine.save("a", deadline_s=WAIT_S)
         monkeypatch.setattr("kvflow.storage.disk.Directory.sync", lambda _: gate.wait(WAIT_S))
         with pytest.raises(StorageFailed, match=r"may be back at the next start: .*: not done within 0\.1 s"):
-            await engine.runtime.drop_stored()
+            await engine.storage.drop()
         gate.set()
 
 
@@ -454,8 +455,8 @@ async def test_a_disk_that_hangs_ends_the_waiting(tmp_path: Path, monkeypatch: p
 async def test_what_are_no_keys_drops_nothing(engine: StoringEngine, keys: Any) -> None:
     await engine.save("a")
     with pytest.raises(RequestError, match=r"^keys: expected"):
-        await engine.runtime.drop_stored(keys)
-    assert engine.runtime.is_stored("a")
+        await engine.storage.drop(keys)
+    assert engine.storage.has("a")
 
 
 # --- the books
@@ -548,7 +549,7 @@ async def test_bytes_that_do_not_stop_are_quarantined(tmp_path: Path, end: str) 
         if end != "late":
             restoring.cancel()
         await asyncio.wait([restoring])
-        (held,) = engine.runtime.quarantines
+        (held,) = engine.storage.quarantines
         assert (held.request_id, held.block_ids, held.safe) == ("restore a", (4, 5, 6), False)
         assert (engine.blocks.quarantined, engine.store.quarantines) == (3, 1)
         if end == "late":
@@ -562,7 +563,7 @@ async def test_bytes_that_do_not_stop_are_quarantined(tmp_path: Path, end: str) 
         await held.settled()
         assert held.safe
         await engine.quiet()
-        assert engine.runtime.is_stored("a") == (end != "failed"), "a file that cannot be read is set aside"
+        assert engine.storage.has("a") == (end != "failed"), "a file that cannot be read is set aside"
 
 
 async def test_a_move_that_fails_fails_its_request(engine: StoringEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -585,7 +586,7 @@ async def test_a_move_that_fails_fails_its_request(engine: StoringEngine, monkey
             await engine.restore("a")
         assert caught.value.quarantine is None
         await engine.quiet()
-        assert not engine.runtime.is_stored("a"), "a file that cannot be read is set aside"
+        assert not engine.storage.has("a"), "a file that cannot be read is set aside"
         with pytest.raises(NotStored):
             await engine.restore("a")
         assert (len(engine.files), engine.store.bytes) == (1, ENTRY_BYTES), "it may be the disk's fault"
@@ -663,7 +664,7 @@ async def test_a_move_that_cannot_be_stopped_keeps_its_blocks_until_the_cache_is
 
 
 async def test_a_disk_that_is_full_is_told_and_nobody_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES) as engine:
+    async with storing(tmp_path, bytes_max=2 * ENTRY_BYTES) as engine:
         await engine.save("a")
         await engine.save("b")
         monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
@@ -687,7 +688,7 @@ async def test_a_save_that_finds_the_disk_full_leaves_a_newer_entry_of_whom_it_h
         go_on.wait()
         sync(fd)
 
-    async with storing(tmp_path, store_bytes_max=3 * ENTRY_BYTES) as engine:
+    async with storing(tmp_path, bytes_max=3 * ENTRY_BYTES) as engine:
         await engine.save("a")
         await engine.save("b")
         engine.mover.gate.clear()
@@ -722,14 +723,14 @@ async def test_who_could_not_be_removed_to_make_room_is_an_entry_again(
         go_on.wait()
         raise OSError(5, "Input/output error")
 
-    async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES) as engine:
+    async with storing(tmp_path, bytes_max=2 * ENTRY_BYTES) as engine:
         await engine.save("a")
         await engine.save("b")
         with monkeypatch.context() as patched:
             patched.setattr(os, "unlink", fail)
             saving = asyncio.create_task(engine.save("c"))
             await until(removing.is_set)
-            assert not engine.runtime.is_stored("a")
+            assert not engine.storage.has("a")
             if end == "cancelled":
                 saving.cancel()
                 await asyncio.sleep(0)
@@ -739,7 +740,7 @@ async def test_who_could_not_be_removed_to_make_room_is_an_entry_again(
         assert saving.cancelled() or isinstance(saving.exception(), StorageFailed)
         assert engine.store.bytes == sum(path.stat().st_size for path in engine.files) == 2 * ENTRY_BYTES
         assert (await engine.save("c")).evicted == 1
-        assert [engine.runtime.is_stored(key) for key in "abc"] == [False, True, True]
+        assert [engine.storage.has(key) for key in "abc"] == [False, True, True]
 
 
 @pytest.mark.parametrize("verb", ["unregister", "aclose"])
@@ -762,7 +763,7 @@ async def test_whoever_is_under_way_when_the_cache_goes_ends(tmp_path: Path, ver
         if verb == "unregister":
             with pytest.raises(CacheUnregistered):
                 await engine.save("c")
-            assert engine.runtime.statistics().store is None
+            assert engine.runtime.statistics().parts == {}
     async with storing(tmp_path) as engine:
         assert not [path for path in engine.files if path.suffix]
         await engine.restore("a")
@@ -773,10 +774,9 @@ async def test_who_is_late_when_the_runtime_closes_is_told(tmp_path: Path) -> No
         await engine.save("a")
         restoring = await engine.held("a")
         closing = asyncio.create_task(engine.runtime.aclose())
-        cache = engine.runtime._supervisor.held
-        assert cache is not None
-        assert cache.store is not None
-        await until(lambda: cache.store._closed)  # type: ignore[union-attr]
+        store = engine.storage._store
+        assert store is not None
+        await until(lambda: store._closed)
         engine.mover.gate.set()
         await closing
         with pytest.raises(RuntimeClosed):
@@ -835,17 +835,41 @@ async def test_while_it_drains_nothing_is_begun_and_what_was_goes_on(engine: Sto
 # --- who may
 
 
-async def test_without_a_store_there_is_none() -> None:
+async def test_a_storage_works_for_the_runtime_that_it_was_given_to(tmp_path: Path) -> None:
     kv_caches, layout = small_cache()
     config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0")
-    async with Runtime(config) as runtime:
+    storage = Storage(tmp_path)
+    async with Runtime(config, parts=[storage]) as runtime:
+        with pytest.raises(UsageError, match=r"save: .* is a part of no runtime whose KV cache was registered"):
+            await storage.save(SaveRequest("s", "a", [1], 4))
+        with pytest.raises(UsageError, match=r"has: .* is a part of no runtime"):
+            storage.has("a")
+        assert (storage.statistics, storage.quarantines, runtime.statistics().parts) == (None, (), {})
         await runtime.register_kv_caches(kv_caches, layout)
-        for verb in ("save_blocks", "restore_blocks"):
-            with pytest.raises(UsageError, match=f"{verb}: there is no store: Config.store_dir names none"):
-                await getattr(runtime, verb)(None)
-        with pytest.raises(UsageError, match="is_stored"):
-            runtime.is_stored("a")
-        assert runtime.statistics().store is None
+        assert not storage.has("a")
+        async with Runtime(replace(config, engine_id="other"), parts=[storage]) as other:
+            with pytest.raises(ConfigError, match="part of another runtime"):
+                await other.register_kv_caches(*small_cache())
+        assert not storage.has("a"), "the other one has changed nothing"
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        (1, r"parts: expected a list, got 1"),
+        (["storage"], r"parts\[0\]: expected a Part"),
+        ([Storage("a"), Storage("b")], "parts: storage is there more than once"),
+    ],
+)
+def test_what_is_no_list_of_parts_is_refused(parts: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Runtime(PATIENT, parts=parts)
+
+
+@pytest.mark.parametrize("wrong", [{"folder": 1}, {"folder": "a\0b"}, {"bytes_max": 0}, {"bytes_max": True}], ids=str)
+def test_what_cannot_be_a_storage_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Storage(**{"folder": "blocks", **wrong})
 
 
 async def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
@@ -861,11 +885,11 @@ async def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
         ({"deadline_s": -1.0}, "deadline_s"),
     ]
     async with storing(tmp_path) as engine:
-        for kind, verb in ((SaveRequest, "save_blocks"), (RestoreRequest, "restore_blocks")):
+        for kind, verb in ((SaveRequest, "save"), (RestoreRequest, "restore")):
             for changes, message in wrong:
                 with pytest.raises(RequestError, match=f"request 'req': .*{message}"):
-                    await getattr(engine.runtime, verb)(kind(**right | changes))
+                    await getattr(engine.storage, verb)(kind(**right | changes))
             with pytest.raises(RequestError, match=verb):
-                await getattr(engine.runtime, verb)("nonsense")
+                await getattr(engine.storage, verb)("nonsense")
         assert engine.store.failed == 0
         await engine.quiet()

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from kvflow import Config, RestoreReport, RestoreRequest, Runtime, SaveReport, SaveRequest
+from kvflow import Config, Runtime
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.world import World
+from kvflow.storage import RestoreReport, RestoreRequest, SaveReport, SaveRequest, Storage, StoreStatistics
 from kvflow.storage.files import Files, PlainMover, Settled
-from kvflow.storage.storage_requests import StoreStatistics
+from kvflow.storage.storage import make_files
 from kvflow.testing import assert_quiet
 from kvflow.testing.pair import CacheSize, open_engine
-from kvflow.transport.factory import make_files
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.support.tests_support import PATIENT, until
 
@@ -58,14 +58,15 @@ class StoringEngine:
     """One engine with a store."""
 
     runtime: Runtime
+    storage: Storage
     kv_caches: dict[str, torch.Tensor]
     mover: HeldMover
     folder: Path
 
     @property
     def store(self) -> StoreStatistics:
-        found = self.runtime.statistics().store
-        assert found is not None
+        found = self.runtime.statistics().parts["storage"]
+        assert isinstance(found, StoreStatistics)
         return found
 
     @property
@@ -80,12 +81,10 @@ class StoringEngine:
         return sorted(path for path in self.folder.rglob("*") if path.is_file() and path.name != "lock")
 
     async def save(self, key: str, ids: Sequence[int] = (1, 2, 3), **options: Any) -> SaveReport:
-        return await self.runtime.save_blocks(SaveRequest(f"save {key}", key, ids, len(ids) * BLOCK_SIZE, **options))
+        return await self.storage.save(SaveRequest(f"save {key}", key, ids, len(ids) * BLOCK_SIZE, **options))
 
     async def restore(self, key: str, ids: Sequence[int] = (4, 5, 6), **options: Any) -> RestoreReport:
-        return await self.runtime.restore_blocks(
-            RestoreRequest(f"restore {key}", key, ids, len(ids) * BLOCK_SIZE, **options)
-        )
+        return await self.storage.restore(RestoreRequest(f"restore {key}", key, ids, len(ids) * BLOCK_SIZE, **options))
 
     def fill(self, ids: Sequence[int], value: float) -> None:
         for tensor in self.kv_caches.values():
@@ -107,10 +106,8 @@ class StoringEngine:
     @property
     def moves(self) -> int:
         """How many are posted and have not ended."""
-        cache = self.runtime._supervisor.held
-        assert cache is not None
-        assert cache.store is not None
-        return cache.store._files.moves_under_way
+        assert self.storage._store is not None
+        return self.storage._store._files.moves_under_way
 
     async def quiet(self) -> None:
         await until(lambda: not self.store.open_requests)
@@ -119,10 +116,15 @@ class StoringEngine:
 
 @contextlib.asynccontextmanager
 async def storing(
-    folder: Path, *, size: CacheSize = _SIZE, transport: str = "inproc", **settings: Any
+    folder: Path,
+    *,
+    size: CacheSize = _SIZE,
+    transport: str = "inproc",
+    bytes_max: int = 16 << 30,
+    **settings: Any,
 ) -> AsyncIterator[StoringEngine]:
     """An open engine whose store is in `folder`; after a clean exit nothing may be left."""
-    base = replace(PATIENT, transport=transport, store_dir=folder, **settings)
+    base = replace(PATIENT, transport=transport, **settings)
     mover = HeldMover()
 
     def files(config: Config, name: str) -> Files:
@@ -131,8 +133,11 @@ async def storing(
     def make(config: Config, name: str) -> Any:
         return World().transport(config, name) if transport == "nixl" else InprocTransport(name, InprocNetwork())
 
-    async with open_engine("engine", base, make, world=World(files=files), size=size) as engine:
+    storage = Storage(folder, bytes_max=bytes_max, files=files)
+    async with open_engine("engine", base, make, size=size, parts=[storage]) as engine:
         try:
-            yield StoringEngine(runtime=engine.runtime, kv_caches=engine.kv_caches, mover=mover, folder=folder)
+            yield StoringEngine(
+                runtime=engine.runtime, storage=storage, kv_caches=engine.kv_caches, mover=mover, folder=folder
+            )
         finally:
             mover.gate.set()
