@@ -44,6 +44,7 @@ __public_modules__ = (
     "kvflow.observe.timeline",
     "kvflow.ray",
     "kvflow.stock",
+    "kvflow.storage",
     "kvflow.testing",
     "kvflow.vllm",
 )

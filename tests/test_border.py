@@ -49,12 +49,12 @@ from kvflow import (
     layout_for_backend,
     merge_tickets,
     prefix_keys,
+    storage,
 )
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.ticket import RankLease, read_ticket
 from kvflow.errors import ConfigError, InvalidInput, LayoutError, RequestError
-from kvflow.runtime import store
 from kvflow.runtime.part import Part
 from kvflow.runtime.world import World
 from kvflow.storage import RestoreRequest, SaveRequest, Storage
@@ -360,7 +360,7 @@ RUN_CALLERS_CODE = {"blocking.Runtime.start": "work", "Storage": "files"}
 
 def public_calls() -> Iterator[tuple[str, str]]:
     """Each parameter of each public function, constructor and method."""
-    places = [("", kvflow, kvflow.__all__), ("blocking.", blocking, ["Runtime"]), ("", store, store.__all__)]
+    places = [("", kvflow, kvflow.__all__), ("blocking.", blocking, ["Runtime"]), ("", storage, storage.__all__)]
     for prefix, place, names in places:
         for name in names:
             thing = getattr(place, name)
@@ -392,7 +392,7 @@ def test_the_looking_sees_what_is_public() -> None:
         call for call, _ in PUBLIC
     }
     classes = [
-        getattr(place, name) for place in (kvflow, store) for name in place.__all__ if name not in MADE_BY_KVFLOW
+        getattr(place, name) for place in (kvflow, storage) for name in place.__all__ if name not in MADE_BY_KVFLOW
     ]
     passed = {kind for kind in classes if inspect.isclass(kind)}
     assert {kind for kind in passed if is_dataclass(kind) or issubclass(kind, msgspec.Struct)} <= set(RIGHT)

@@ -46,19 +46,39 @@ class Part:
     """Answers to the messages of peers that are this part's, by type; they never wait."""
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """Begin with a cache that is being registered. Raises ConfigError: the cache cannot be registered with it."""
+        """Begin with a cache that is being registered. Cancelling leaves the part without one.
+
+        Args:
+            runtime: of the part.
+            cache: with its memory, its context and what loads and leases of it are made with.
+
+        Raises:
+            ConfigError: the cache cannot be registered with this part.
+        """
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
-        """Take no more work, and have what is under way end soon. `wait_s`: how long an abandoned one may wait."""
+        """Take no more work, and have what is under way end soon.
+
+        Args:
+            why: the reason.
+            wait_s: seconds that an abandoned part may wait for its threads.
+        """
 
     async def drained(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is under way. Cancelling stops the waiting."""
 
     async def closed(self, timeout_s: float) -> str:
-        """Let go of the cache, within `timeout_s`: no read is under way any more. Returns what went wrong, or ""."""
+        """Let go of the cache: no read is under way any more.
+
+        Args:
+            timeout_s: seconds that it may take.
+
+        Returns:
+            What went wrong, or "".
+        """
         return ""
 
     @property
     def statistics(self) -> PartStatistics | None:
-        """A snapshot; None without a registered cache."""
+        """Counts now; None without a registered cache."""
         return None

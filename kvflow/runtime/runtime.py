@@ -55,8 +55,8 @@ class Runtime:
         config: settings of the rank.
         observers: are told how every load and lease has ended.
         world: clock, network and the like, for tests.
-        parts: capabilities beside the core, such as `kvflow.storage.Storage`, in the order in which they begin and end.
         foreign: engines of another make to read from, and to be read by, such as `kvflow.stock.StockPeers`.
+        parts: capabilities beside the core, such as `kvflow.storage.Storage`, in the order in which they begin and end.
 
     Raises:
         ConfigError: what was given is not of that kind.

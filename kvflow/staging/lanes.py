@@ -18,7 +18,7 @@ from kvflow.staging.host_buffers import HostBuffers
 from kvflow.staging.scratch import Permutation
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """Share of a load that is read of one set of a rank's layers, and how through scratch memory; None: straight."""
 
     source: Source
@@ -43,7 +43,7 @@ class PromptSpan:
         ends = {0: self.start_token < self.read_tokens.start, -1: self.stop_token > self.read_tokens.stop}
         return sorted({at % len(self.local_ids) for at, partly in ends.items() if partly})
 
-    def chunks_of(self, part: Part) -> Iterator[Chunks]:
+    def chunks_of(self, part: SourcePart) -> Iterator[Chunks]:
         size = part.block_map.chunk_tokens
         for some in part.chunks:
             yield some.between(self.start_token // size, -(-self.stop_token // size))
@@ -64,7 +64,7 @@ class Grouping:
     are read, else our blocks.
     """
 
-    def __init__(self, parts: Sequence[Part], staging: HostBuffers | None) -> None:
+    def __init__(self, parts: Sequence[SourcePart], staging: HostBuffers | None) -> None:
         self._local_tokens = parts[0].block_map.local.block.tokens
         permuted = [part for part in parts if part.permutation is not None]
         self._unit = math.lcm(self._local_tokens, *(part.block_map.remote.block.tokens for part in permuted))
@@ -141,7 +141,7 @@ class Lane:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[SourcePart],
         staging: HostBuffers | None,
         grouping: Grouping,
         local_ids: BlockIds,
@@ -202,17 +202,17 @@ class Lane:
             self.landed_upto = self._landed.pop(self.landed_upto)
 
 
-def by_group(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
+def by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:
     """Parts by the group of layers that they fill: its number and its parts."""
-    found: dict[int, list[Part]] = {}
+    found: dict[int, list[SourcePart]] = {}
     for part in parts:
         found.setdefault(part.block_map.local_group, []).append(part)
     return sorted(found.items())
 
 
-def by_source(parts: Sequence[Part]) -> Iterable[list[Part]]:
+def by_source(parts: Sequence[SourcePart]) -> Iterable[list[SourcePart]]:
     """Parts by the rank that they are read from."""
-    found: dict[Source, list[Part]] = {}
+    found: dict[Source, list[SourcePart]] = {}
     for part in parts:
         found.setdefault(part.source, []).append(part)
     return found.values()

@@ -160,7 +160,7 @@ class Storage(Part):
         return self._store.statistics
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """See `Part`."""
+        """Only for the runtime: see `Part`."""
         before = self._runtime
         if before not in (None, runtime) and before.state is not RuntimeState.CLOSED:
             raise ConfigError(f"{self!r}: it is a part of another runtime, {before}")
@@ -172,7 +172,7 @@ class Storage(Part):
             raise ConfigError(f"{self!r}: the cache cannot be registered with it: {error}") from error
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
-        """See `Part`."""
+        """Only for the runtime: see `Part`."""
         if self._store is None:
             return
         if why is Ending.ABANDONED:
@@ -182,12 +182,12 @@ class Storage(Part):
             self._store.close(CacheUnregistered if why is Ending.UNREGISTERED else RuntimeClosed)
 
     async def drained(self) -> None:
-        """See `Part`."""
+        """Only for the runtime: see `Part`."""
         if self._store is not None:
             await self._store.drained()
 
     async def closed(self, timeout_s: float) -> str:
-        """See `Part`."""
+        """Only for the runtime: see `Part`."""
         return "" if self._store is None else await self._store.aclose(timeout_s)
 
     def _require(self, what: str, *, new_work: bool = True) -> BlockStore:

@@ -90,7 +90,7 @@ class Engine:
     kv_caches: dict[str, Any]
     layout: CacheLayout
     device: str
-    parts: Sequence[Part]
+    parts: Sequence[Part] = ()
 
     def seen(self) -> PatternCache:
         """Return the cache as a kernel sees it that is launched now, on a stream of its own."""

@@ -24,15 +24,15 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, alike
 from kvflow.core.plan.slices import plan_slices
-from kvflow.runtime.copy_thread import CopyThread, run_all
-from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.pool import give_back_after
-from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
-from kvflow.runtime.peers.peer import Connection, Source
-from kvflow.staging.host_buffers import CopyDirection, HostBuffers
-from kvflow.staging.lanes import Grouping, GroupSpan, Lane, Part, PromptSpan, by_group, by_source
-from kvflow.staging.scratch import Permutation, Scratch, ScratchBuffer
 from kvflow.staging.whole_blocks import WholeBlocks, prefer_scratch
+from kvflow.runtime.load.flight import Flight
+from kvflow.staging.lanes import Grouping, GroupSpan, Lane, PromptSpan, SourcePart, by_group, by_source
+from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
+from kvflow.runtime.copy_thread import CopyThread, run_all
+from kvflow.staging.host_buffers import CopyDirection, HostBuffers
+from kvflow.runtime.load.pool import give_back_after
+from kvflow.staging.scratch import Permutation, Scratch, ScratchBuffer
+from kvflow.runtime.peers.peer import Connection, Source
 
 HeadOf: TypeAlias = Callable[[Source], Piece]
 """Address of a rank's seal, and our word for it: `Flight.head`."""
@@ -98,7 +98,7 @@ class Route:
                 connection.alike = alike(connection.block_maps[0])
         return connection.straight
 
-    def parts(self, sources: Sequence[Source]) -> list[Part]:
+    def parts(self, sources: Sequence[Source]) -> list[SourcePart]:
         """Parts that are read of each set of each rank's layers, and whether through scratch memory."""
         parts = []
         for source in sources:
@@ -108,10 +108,10 @@ class Route:
                 if permutation is not None and not self._scratch_pays(source, block_map, chunks, permutation):
                     permutation = None
                 if chunks:
-                    parts.append(Part(source, block_map, chunks, permutation))
+                    parts.append(SourcePart(source, block_map, chunks, permutation))
         return parts
 
-    def needs_buffers(self, parts: Sequence[Part]) -> bool:
+    def needs_buffers(self, parts: Sequence[SourcePart]) -> bool:
         """True if some of it cannot be read straight into the cache."""
         return bool(self._staging) or any(part.permutation is not None for part in parts)
 
@@ -157,14 +157,14 @@ class Route:
             head = None
 
     async def grouped(
-        self, parts: Sequence[Part], tables: Sequence[BlockIds], head_of: HeadOf
+        self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], head_of: HeadOf
     ) -> AsyncGenerator[CopyGroup, None]:
         """Copy groups of all groups of layers, in prompt order. Each takes its buffers when it is asked for."""
         lanes = [self.lane(some, at, tables[at]) for at, some in by_group(parts)]
         for one in heapq.merge(*(lane.rest() for lane in lanes), key=GroupSpan.stop_token):
             yield await self.group(one, head_of)
 
-    def lanes(self, parts: Sequence[Part], tables: Sequence[BlockIds]) -> list[Lane]:
+    def lanes(self, parts: Sequence[SourcePart], tables: Sequence[BlockIds]) -> list[Lane]:
         """Each rank's part of each group of layers in a lane of its own, unless their bytes meet in a buffer."""
         lanes = []
         for at, of_group in by_group(parts):
@@ -172,7 +172,7 @@ class Route:
                 lanes.append(self.lane(some, at, tables[at]))
         return lanes
 
-    def lane(self, parts: Sequence[Part], at: int, local_ids: BlockIds) -> Lane:
+    def lane(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> Lane:
         """The lane of group `at`, cut by whole remote blocks unless these have no room."""
         staging = self._staging[at] if self._staging else None
         grouping = Grouping(parts, staging)
