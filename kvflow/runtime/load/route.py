@@ -24,15 +24,15 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, alike
 from kvflow.core.plan.slices import plan_slices
-from kvflow.staging.whole_blocks import WholeBlocks, prefer_scratch
-from kvflow.runtime.load.flight import Flight
-from kvflow.staging.lanes import Grouping, GroupSpan, Lane, PromptSpan, SourcePart, by_group, by_source
-from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
 from kvflow.runtime.copy_thread import CopyThread, run_all
-from kvflow.staging.host_buffers import CopyDirection, HostBuffers
+from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.pool import give_back_after
-from kvflow.staging.scratch import Permutation, Scratch, ScratchBuffer
+from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
 from kvflow.runtime.peers.peer import Connection, Source
+from kvflow.staging.host_buffers import CopyDirection, HostBuffers
+from kvflow.staging.lanes import Grouping, GroupSpan, Lane, PromptSpan, SourcePart, by_group, by_source
+from kvflow.staging.scratch import Permutation, Scratch, ScratchBuffer
+from kvflow.staging.whole_blocks import WholeBlocks, prefer_scratch
 
 HeadOf: TypeAlias = Callable[[Source], Piece]
 """Address of a rank's seal, and our word for it: `Flight.head`."""
