@@ -17,12 +17,11 @@ import numpy as np
 
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import ConfigError
 from kvflow.transport.device.foreign_memory import bytes_at
 
 _WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
-_DRAFTS = 1 << 13
-"""Number of the first layer of a draft model: above those of any model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +152,8 @@ def aux_buffers(args: Any) -> Buffers:
 def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:
     """A number for each buffer: its layer and which part of it, K or V.
 
-    Without ids SGLang has all K, then all V; then those of a draft model in the same way.
+    Without ids SGLang has all K, then all V. The last `drafts` buffers are a draft model's, which are numbered apart,
+    since the other server may have none.
     """
     if layer_ids:
         seen: dict[int, int] = {}
@@ -161,10 +161,11 @@ def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -
         for layer in layer_ids:
             part = seen[layer] = seen.get(layer, -1) + 1
             numbers.append(layer * parts + part)
-        return numbers
-    model = max((count - drafts) // parts, 1)
-    numbers = [at % model * parts + at // model for at in range(count - drafts)]
-    return [*numbers, *range(_DRAFTS, _DRAFTS + drafts)]
+    else:
+        model = max((count - drafts) // parts, 1)
+        numbers = [at % model * parts + at // model for at in range(count - drafts)]
+        numbers += range(drafts)
+    return [number + FIRST_DRAFT_LAYER * (at >= count - drafts) for at, number in enumerate(numbers)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from kvflow.checks import few
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import RegionTable, SealLocation
@@ -72,6 +73,11 @@ class OurRegion(NamedTuple):
     group: int
     """Group of all its layers, or SHARED."""
 
+    @property
+    def number(self) -> int:
+        """The number that the first layer's name has."""
+        return self.layer % NAMED_LAYERS_MAX
+
 
 class OurCache(NamedTuple):
     """Our own rank's cache, as a stock one is compared with it."""
@@ -85,9 +91,9 @@ class OurCache(NamedTuple):
 
     @property
     def regions(self) -> tuple[OurRegion, ...]:
-        """Regions in a stock rank's order: by their first layers."""
+        """Regions in a stock rank's order: by the first layers' numbers in their names, those of a draft model last."""
         found: dict[int, OurRegion] = {}
-        for layer, which, nth in sorted(self._layers()):
+        for layer, which, nth in sorted(self._layers(), key=_stock_order):
             group, base = self.sets[which].share.group, self.base_of(which, nth)
             known = found.setdefault(base, OurRegion(layer, (which, nth), group))
             if known.group != group:
@@ -102,6 +108,10 @@ class OurCache(NamedTuple):
     def _layers(self) -> list[tuple[int, int, int]]:
         sets = enumerate(self.sets)
         return [(layer, which, nth) for which, one in sets for nth, layer in enumerate(one.share.layers)]
+
+
+def _stock_order(layer: tuple[int, int, int]) -> tuple[bool, int, int]:
+    return layer[0] >= FIRST_DRAFT_LAYER, layer[0] % NAMED_LAYERS_MAX, layer[0]
 
 
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
@@ -226,38 +236,34 @@ def _places(found: StockMetadata, ours: OurCache, *, whole: bool) -> dict[int, i
 
     A stage of several (not `whole`) has some of the layers.
     """
-    regions = ours.regions
-    numbers = _first_layers(found, regions, whole=whole)
-    by_layer = {region.layer: region for region in regions}
-    if (
-        len(set(numbers)) < len(numbers)
-        or not set(numbers) <= by_layer.keys()
-        or (whole and len(numbers) < len(regions))
-    ):
-        what = f"ours {_text(by_layer)}, theirs {_text(numbers)}"
-        raise Unfit(f"layers: {what}: regions are named by their first layers")
-    groups = [by_layer[number].group for number in numbers]
+    regions = _regions_of(found, ours.regions, whole=whole)
+    groups = [region.group for region in regions]
     shown = found.region_group_ids
     if shown is None and set(groups) != {0}:
         raise Unfit(f"groups: ours {len(ours.groups)}, theirs are not said (vLLM before 0.30)")
     if shown is not None and shown != groups:
         raise Unfit(f"groups of regions: ours {_text(groups)}, theirs {_text(shown)}")
-    return {ours.base_of(*by_layer[number].at): place for place, number in enumerate(numbers)}
+    return {ours.base_of(*region.at): place for place, region in enumerate(regions)}
 
 
-def _first_layers(found: StockMetadata, regions: Sequence[OurRegion], *, whole: bool) -> list[int]:
-    """The number of each region's first layer; theirs are in our order where they have no names."""
+def _regions_of(found: StockMetadata, regions: Sequence[OurRegion], *, whole: bool) -> Sequence[OurRegion]:
+    """Our region for each of theirs: they name their first layers, or are in our order where they have no names."""
     count = len(found.kv_caches_base_addr)
     if whole and count != len(regions):
         raise Unfit(f"layers: ours {len(regions)}, theirs {count} regions")
     if found.region_names is None:
         if not whole:
             raise Unfit("layers: a pipeline stage has to name its layers (vLLM 0.30 and later)")
-        return [region.layer for region in regions]
-    numbers = [_NUMBER.findall(name) for name in found.region_names]
-    if any(len(one) != 1 for one in numbers):
+        return regions
+    names = [_NUMBER.findall(name) for name in found.region_names]
+    if any(len(one) != 1 for one in names):
         raise Unfit(f"layers: {found.region_names[0][:80]!a} and others have not one number each")
-    return [int(one[0]) for one in numbers]
+    numbers, by_number = [int(one[0]) for one in names], {region.number: region for region in regions}
+    twice = len(by_number) < len(regions) or len(set(numbers)) < len(numbers)
+    if twice or not set(numbers) <= by_number.keys() or (whole and len(numbers) < len(regions)):
+        what = f"ours {_text([region.number for region in regions])}, theirs {_text(numbers)}"
+        raise Unfit(f"layers: {what}: regions are named by their first layers")
+    return [by_number[number] for number in numbers]
 
 
 def _text(numbers: Collection[int]) -> str:

@@ -28,9 +28,9 @@ from vllm.v1.kv_cache_interface import (
 
 from kvflow.core.cache.backends import layout_for_backend, rows_of
 from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind
-from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.layout import CacheLayout, is_draft
 from kvflow.core.cache.state import StateLayout
-from kvflow.core.cache.tensors import LayerCache
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX, LayerCache
 from kvflow.errors import ConfigError, LayoutError
 from kvflow.vllm.state import slots_of, state_tensors
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 _POOL = "vllm"  # all groups take their block ids from it
-_LAYERS_OF_ONE_NUMBER_MAX = 16  # such as an attention and its indexer
 _UNUSUAL = (HiddenStateCacheSpec, SinkFullAttentionSpec)
 _FP8 = {
     "fp8": torch.float8_e4m3fn,
@@ -126,7 +125,9 @@ def cache_groups(
     Where kernels take smaller blocks than vLLM's, the kernels' are registered, several to one of vLLM's.
     Raises LayoutError if kvflow does not know how an attention backend lays out its blocks.
     """
-    numbers = _layer_numbers([name for group in groups for name in group.specs])
+    numbers = _layer_numbers(
+        [name for group in groups for name in group.specs], vllm_config.model_config.get_total_num_hidden_layers()
+    )
     found = []
     for group in groups:
         caches, split = {name: kv_caches[name] for name in group.specs if name in kv_caches}, 1
@@ -162,18 +163,31 @@ def cache_groups(
     return found
 
 
-def _layer_numbers(names: Sequence[str]) -> dict[str, int]:
-    """A number for each layer, the same on both engines: that in its name, spread where several have the same one.
+def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dict[str, int]:
+    """Number each layer as the other engine does, whatever other layers are there: a stage of a pipeline has some, and
+    a draft model may be on one side only.
 
-    Several are an attention and the indexer beside it, for example: they are numbered in the order of their names.
+    The number is that in the layer's name. Layers of one number, such as an attention and the indexer beside it, are
+    told apart by the order of their names. A draft model's layers are numbered apart: their names say so, or their
+    numbers go on behind the model's own, of which there are `model_layers`.
+
+    Raises:
+        LayoutError: more layers than there are numbers for.
     """
-    by_number: defaultdict[int, list[str]] = defaultdict(list)
+    by_number: defaultdict[tuple[bool, int], list[str]] = defaultdict(list)
     for name in sorted(names):
-        by_number[extract_layer_index(name)].append(name)
-    if all(len(same) == 1 for same in by_number.values()):
-        return {same[0]: number for number, same in by_number.items()}
-    spread = _LAYERS_OF_ONE_NUMBER_MAX
-    return {name: number * spread + nth for number, same in by_number.items() for nth, name in enumerate(same)}
+        number = extract_layer_index(name)
+        draft = is_draft(name) or (model_layers is not None and number >= model_layers)
+        by_number[draft, number].append(name)
+    alike_max = FIRST_DRAFT_LAYER // NAMED_LAYERS_MAX
+    found = {}
+    for (draft, number), alike in by_number.items():
+        if number >= NAMED_LAYERS_MAX or len(alike) > alike_max:
+            counts = f"expected numbers below {NAMED_LAYERS_MAX}, and {alike_max} layers of one at most"
+            raise LayoutError(f"layer {alike[0]!r}: {counts}, got {len(alike)} of number {number}")
+        for nth, name in enumerate(alike):
+            found[name] = number + nth * NAMED_LAYERS_MAX + (FIRST_DRAFT_LAYER if draft else 0)
+    return found
 
 
 def _state(group: Group) -> MambaSpec:

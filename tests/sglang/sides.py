@@ -113,6 +113,18 @@ def pool_of(kind: str, tp_size: int) -> Any:
     return MHATokenToKVPool(size, **common, head_num=heads, head_dim=head_dim, layer_num=LAYERS)
 
 
+def draft_pool(tp_size: int) -> Any:
+    common = {"page_size": PAGE, "dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
+    return MHATokenToKVPool((PAGES - 1) * PAGE, **common, head_num=HEADS // 2 // tp_size, head_dim=8, layer_num=1)
+
+
+def add_draft(args: KVArgs, pool: Any) -> None:
+    """As `PrefillBootstrapQueue._init_kv_manager` adds the buffers of a draft model: behind the model's own."""
+    pointers, sizes, items = pool.get_contiguous_buf_infos()
+    args.kv_data_ptrs, args.kv_data_lens = [*args.kv_data_ptrs, *pointers], [*args.kv_data_lens, *sizes]
+    args.kv_item_lens, args.num_draft_entries = [*args.kv_item_lens, *items], len(pointers)
+
+
 def arguments(
     pool: Any, tp_rank: int, aux: MetadataBuffers, *, heads: int = HEADS, page_size: int = PAGE, slots: Any = None
 ) -> KVArgs:
@@ -149,6 +161,8 @@ class Rank:
     configuration: SimpleNamespace
     slots: Any = None
     """Of requests and their recurrent state, where there is some."""
+    draft: Any = None
+    """Pool of a draft model."""
 
 
 @dataclass(eq=False)
@@ -161,6 +175,8 @@ class Server:
     port: int = 0
     hidden: int = 16
     """Of the hidden states that go with the first token."""
+    speculates: bool = False
+    """True if it has a draft model, of one layer; it has half as many heads, so that items have another size."""
     ranks: list[Rank] = field(default_factory=list)
     bootstrap: Any = None
 
@@ -178,8 +194,11 @@ class Server:
     def make_rank(self, tp_rank: int) -> Rank:
         pool, aux = pool_of(self.kind, self.tp_size), self.make_aux()
         latent = self.kind == "mla"
-        manager = self.make_manager(arguments(pool, tp_rank, aux, heads=1 if latent else HEADS), latent)
-        return Rank(pool, aux, manager, current())
+        args = arguments(pool, tp_rank, aux, heads=1 if latent else HEADS)
+        draft = draft_pool(self.tp_size) if self.speculates else None
+        if draft is not None:
+            add_draft(args, draft)
+        return Rank(pool, aux, self.make_manager(args, latent), current(), draft=draft)
 
     def make_aux(self) -> MetadataBuffers:
         return MetadataBuffers(ROWS, self.hidden, torch.float32, 16)

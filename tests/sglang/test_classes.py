@@ -16,7 +16,7 @@ from kvflow import blocking
 from kvflow.errors import ConfigError
 from kvflow.sglang.manager import KVFlowManager
 from kvflow.sglang.receiver import KVFlowReceiver
-from tests.sglang.sides import PAGE, PAGES, Request, Server, configured, pool_tensors, use, wait_until
+from tests.sglang.sides import PAGE, PAGES, Request, Server, configured, pool_tensors, tensors, use, wait_until
 from tests.sglang.states import StateRequest, StateServer
 
 
@@ -252,6 +252,42 @@ def test_state_of_another_shape_is_refused(fresh: Site, prefill: str, decode: st
     request.until_senders(KVPoll.Failed)
     assert_fails(request.senders[0], "decode server has aborted")
     request.clear()
+    fresh.quiet()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("sides", [(True, False), (False, True), (True, True)], ids=["prefill", "decode", "both"])
+def test_a_draft_model_may_be_on_one_server(
+    fresh: Site, sides: tuple[bool, bool], kind: str, prefill_tp: int, decode_tp: int
+) -> None:
+    """The model's own pages come all the same; a draft's come where both have one."""
+    modes = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+    port = 0
+    for mode, tp_size, speculates in zip(modes, (prefill_tp, decode_tp), sides, strict=True):
+        fresh.servers.append(Server(mode, kind, tp_size, port, speculates=speculates).open())
+        port = fresh.servers[0].port
+    prefill, decode = fresh.servers
+    prefill.fill(seed=7)
+    for at, rank in enumerate(prefill.ranks):
+        if rank.draft is not None:
+            for tensor in tensors(rank.draft):
+                tensor.fill_(at + 1.0)
+    request = Request(prefill, decode, pages=[4, 20], targets=[5, 6])
+    request.begin()
+    request.send()
+    if kind == "mla" and prefill_tp != decode_tp and all(sides):  # what is not cut by heads beside it is not either
+        request.until_receivers(KVPoll.Failed)
+        assert_fails(request.receivers[0], "PeerIncompatible", "bytes of a head")
+        request.clear()
+        return
+    finish(request)
+    for at, rank in enumerate(decode.ranks):
+        for tensor in tensors(rank.draft) if rank.draft is not None else ():
+            heads = tensor.shape[2] // max(prefill_tp // decode_tp, 1)
+            for head in range(tensor.shape[2]):
+                came_from = at * prefill_tp // decode_tp + head // heads + 1.0 if all(sides) else 0.0
+                assert (tensor[[5, 6], :, head] == came_from).all()
     fresh.quiet()
 
 

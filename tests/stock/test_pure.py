@@ -14,6 +14,7 @@ from tests_support import any_ticket, each
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.regions import map_regions
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.doctor.stock import geometry
@@ -199,3 +200,17 @@ def test_who_has_no_stock_peers_imports_nothing_of_them() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused"]
+
+
+@each(
+    ("layers", "order"),
+    [
+        ((2, 0, 1), (0, 1, 2)),
+        ((NAMED_LAYERS_MAX, 0, 1), (0, NAMED_LAYERS_MAX, 1)),  # layer 0's attention and its indexer, and layer 1's
+        ((FIRST_DRAFT_LAYER, 1, 0), (0, 1, FIRST_DRAFT_LAYER)),
+    ],
+)
+def test_regions_are_in_a_stock_engines_order(layers: tuple[int, ...], order: tuple[int, ...]) -> None:
+    """That of its layers, and a draft model's behind all others: engines before vLLM 0.30 name none."""
+    ours = OurCache((OurSet(msgspec.structs.replace(SHARE, layers=layers), REGIONS),), (FULL,))
+    assert tuple(region.layer for region in ours.regions) == order

@@ -26,7 +26,8 @@ from stock_engines import (
     value_of,
 )
 
-from kvflow import Config, LoadRequest, Runtime, ServeRequest
+from kvflow import CacheLayout, Config, LoadRequest, Runtime, ServeRequest
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import KVFlowError, LeaseExpired, PeerError, PeerIncompatible, RequestError, TransferFailed
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.records import LoadRecord
@@ -82,6 +83,19 @@ async def the_reader(producer: StockProducer) -> AsyncIterator[Reader]:
     """It ends before its producer."""
     async with reader() as made:
         yield made
+
+
+async def test_a_draft_model_of_both_is_read_by_the_numbers_in_its_names(producer: StockProducer) -> None:
+    """Ours are numbered apart, as kvflow's plugin for vLLM numbers them; a stock engine has them behind its model's."""
+    config = replace(CONFIG, num_kv_heads=MODEL_HEADS)
+    async with Runtime(config, foreign=PEERS) as runtime:
+        cache = stock_cache(16, MODEL_HEADS, TOKENS)
+        indices = [*range(LAYERS - 1), FIRST_DRAFT_LAYER + LAYERS - 1]
+        layout = CacheLayout.infer(cache, order="HND", block_size=TOKENS, layer_indices=indices)
+        await runtime.register_kv_caches(cache, layout)
+        ours = Reader(runtime, cache)
+        await ours.load(producer.offer("cmpl-1", [3], TOKENS), [7])
+        ours.assert_holds([7], [3])
 
 
 async def test_params_are_used_once_and_then_their_name_is_remembered(producer: StockProducer, ours: Reader) -> None:

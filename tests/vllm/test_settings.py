@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,8 +30,9 @@ from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, LoadFailed, OfferEnded
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.errors import ConfigError, LeaseExpired
-from kvflow.vllm import settings, stock
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
+from kvflow.errors import ConfigError, LayoutError, LeaseExpired
+from kvflow.vllm import layout, settings, stock
 from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata, KVFlowNews
 from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
@@ -425,3 +427,51 @@ def test_statistics_add_up() -> None:
     assert both.reduce()["Leases read"] == 1
     assert KVFlowStats().is_empty()
     assert not both.is_empty()
+
+
+def named(layers: Iterable[int], model: str = "model", part: str = "attn") -> list[str]:
+    return [f"{model}.layers.{layer}.self_attn.{part}" for layer in layers]
+
+
+FIRST = FIRST_DRAFT_LAYER
+
+
+@pytest.mark.parametrize(
+    ("whole", "stages"),
+    [
+        (named(range(60)), [named(range(30)), named(range(30, 60))]),
+        (
+            named(range(60)) + named(range(60), part="indexer.k_cache"),
+            [
+                named(range(30)) + named(range(30), part="indexer.k_cache"),
+                named(range(30, 60), part="indexer.k_cache") + named(range(30, 60)),
+            ],
+        ),
+        (named(range(61)), [named(range(30)), named(range(30, 61))]),
+        (named(range(60)) + named(range(4), "draft_model"), [named(range(60))]),
+        (
+            named(range(60)) + named(range(4), "draft_model"),
+            [named(range(30)), named(range(30, 60)) + named(range(4), "draft_model")],
+        ),
+        ([*named(range(60)), "mtp.layers.0.self_attn.attn"], [[*named(range(60)), "mtp.layers.0.self_attn.attn"]]),
+    ],
+    ids=["plain", "indexers", "EAGLE", "a draft here only", "a draft on the last stage", "MTP"],
+)
+def test_a_layer_has_one_number_whoever_else_is_there(whole: list[str], stages: list[list[str]]) -> None:
+    numbers = layout._layer_numbers(whole, 60)
+    held = {name: number for stage in stages for name, number in layout._layer_numbers(stage, 60).items()}
+    assert held == {name: numbers[name] for name in held}
+    assert len(set(numbers.values())) == len(whole)
+    assert [numbers[name] for name in named(range(60))] == list(range(60)), "as stock engines and errors have them"
+    drafts = {name for name, number in numbers.items() if number >= FIRST}
+    assert drafts == {name for name in whole if "draft" in name or "mtp" in name or ".60." in name}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["model.layers.1024.attn"], [f"model.layers.3.attn{nth}" for nth in range(17)]],
+    ids=["a number too large", "too many of one number"],
+)
+def test_layers_that_there_are_no_numbers_for_are_refused(names: list[str]) -> None:
+    with pytest.raises(LayoutError, match=r"layer 'model\.layers\..*expected numbers below 1024, and 16"):
+        layout._layer_numbers(names)

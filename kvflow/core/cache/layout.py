@@ -24,6 +24,7 @@ from kvflow import checks
 from kvflow.checks import few, shown
 from kvflow.core.bounds import Count
 from kvflow.core.cache.tensors import (
+    FIRST_DRAFT_LAYER,
     LAYERS_MAX,
     KVCaches,
     LayerCache,
@@ -62,6 +63,7 @@ _MLA_INNER_AXES = ("token", "dim")
 
 # The index of a layer in its model is the one number among the words of its name, as in "model.layers.12.self_attn".
 _LAYER_INDEX = re.compile(r"(?:^|[._/])(\d+)(?=[._/]|$)")
+_DRAFT = re.compile(r"(?:^|[._/])(?:draft|eagle|mtp|nextn|speculat)")
 
 # The parts of a layer, in the order of the regions.
 _PARTS: dict[KVStyle, tuple[str, ...]] = {
@@ -162,7 +164,9 @@ class CacheLayout:
             block_size: in tokens; checked against the shape.
             style: needed only where shapes do not tell: a 5-axis tensor whose first two axes are both 2.
             layer_indices: the numbers in the layers' names ("model.layers.12.self_attn") by default, or their
-                positions if some name has none or several.
+                positions if some name has none or several. Those of a draft model, which are told by a word of their
+                names ("draft", "eagle", "mtp", "nextn", "speculat..."), count from 16384 on; the other side may lack
+                them.
             kv_format: what the bytes mean, for caches that are not plain elements.
 
         Returns:
@@ -333,15 +337,30 @@ def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> 
     )
 
 
+def is_draft(name: str) -> bool:
+    """Return whether a layer is a draft model's, by a word of its name such as "draft_model", "eagle" or "mtp"."""
+    return _DRAFT.search(name) is not None
+
+
 def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Numbers of these layers in the model: as given, else by their names, else by position."""
-    if given is None:
-        found = [_LAYER_INDEX.findall(name) for name in names]
-        indices = tuple(int(numbers[0]) for numbers in found if len(numbers) == 1)
-        if len(set(indices)) == len(names) and max(indices) < LAYERS_MAX:
-            return indices
-        return tuple(range(len(names)))
-    return whole_numbers(given, "layer_indices")
+    """Numbers of these layers in the model: as given, else by their names, else by position.
+
+    A draft model's layers are numbered by themselves, from FIRST_DRAFT_LAYER on.
+    """
+    if given is not None:
+        return whole_numbers(given, "layer_indices")
+    drafts = [name for name in names if is_draft(name)]
+    numbers = _numbers([name for name in names if not is_draft(name)])
+    numbers |= {name: FIRST_DRAFT_LAYER + number for name, number in _numbers(drafts).items()}
+    return tuple(numbers[name] for name in names)
+
+
+def _numbers(names: Sequence[str]) -> dict[str, int]:
+    found = [_LAYER_INDEX.findall(name) for name in names]
+    indices = [int(numbers[0]) for numbers in found if len(numbers) == 1]
+    if len(set(indices)) < len(names) or max(indices, default=0) >= FIRST_DRAFT_LAYER:
+        return {name: at for at, name in enumerate(names)}
+    return dict(zip(names, indices, strict=True))
 
 
 def _shape_text(name: str, layer: LayerCache) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle, axes_of
-from kvflow.core.cache.tensors import KVCaches, LayerCache, TensorLike, address_of, tensors_of
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, KVCaches, LayerCache, TensorLike, address_of, tensors_of
 from kvflow.errors import LayoutError
 
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
@@ -100,7 +100,19 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
         device=device,
     )
     _check_apart(regions, layout.layer_names)
+    _check_owners(regions, layout)
     return regions
+
+
+def _check_owners(regions: Regions, layout: CacheLayout) -> None:
+    """LayoutError if a draft's layer comes before one of the model's that has the same memory: memory is read for its
+    first layer only, and a draft's may be missing on the other side.
+    """
+    parts, indices = len(regions.parts), layout.layer_indices
+    for at, first in enumerate(regions.first_of):
+        if indices[first // parts] >= FIRST_DRAFT_LAYER > indices[at // parts]:
+            draft, name = layout.layer_names[first // parts], layout.layer_names[at // parts]
+            raise LayoutError(f"layer {draft!r} of a draft model comes before {name!r}, whose memory it shares")
 
 
 def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:

@@ -16,6 +16,11 @@ from kvflow.checks import answer
 from kvflow.errors import LayoutError
 
 LAYERS_MAX = 1 << 15
+FIRST_DRAFT_LAYER = LAYERS_MAX // 2
+"""Number of the first layer of a draft model. Layers from here on may be missing on one side of a load."""
+NAMED_LAYERS_MAX = 1 << 10
+"""Numbers that layers of a model have in their names. Where several have the same one, such as an attention and its
+indexer, the number of the nth in the model's cache is that in its name plus n times this."""
 NAME_CHARS_MAX = 1024
 
 

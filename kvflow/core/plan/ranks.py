@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences, sources_of, stages_max
+from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences, of_model, sources_of, stages_max
 
 
 class RankPlan(NamedTuple):
@@ -25,14 +25,15 @@ def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: in
     """Plan which ranks to reach. They are counted before there is a list of them: a ticket can say a million.
 
     A ticket says what kinds of layers there are, not which layers: each of ours is looked at beside each of theirs that
-    it could be, so that there may be ranks with which we turn out to have nothing to do.
+    it could be, so that there may be ranks with which we turn out to have nothing to do. A draft's layers are left out
+    on both sides: they may be on ours only.
     """
     stages = stages_max(ours)
     if parallelism.pp_size > stages:
         return RankPlan(f"pp_size {parallelism.pp_size}, but the model has {stages} layers: each stage has one", (), ())
     problems: list[str] = []
     tp_ranks: set[int] = set()
-    for mine in ours:
+    for mine in of_model(ours):
         theirs = [msgspec.structs.replace(mine, tp_rank=0, pp_rank=0, **kind) for kind in parallelism.kinds]
         unlike = [differences((mine,), (other,)) for other in theirs]
         for other, found in zip(theirs, unlike, strict=True):

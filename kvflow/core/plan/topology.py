@@ -14,13 +14,19 @@ A lease is released by reports: each reader reports a *share* of the lease as re
 add up to 1 the lease ends, whatever the parallelism of the readers' engine. The producer needs to know nothing about
 its readers. A replica that nobody reads from still has to be released: the first reader of the nearest lower replica
 that is read does it. So every rank of the producer has at least one reader that reports to it.
+
+Layers of a draft model (numbers from FIRST_DRAFT_LAYER on) may be on one side only, because only one engine speculates:
+they are left out of a load, and the text stays right, since a draft only proposes tokens. So they count nowhere where
+engines have to agree: not in the shares that are reported, nor in what a ticket says of its engine. Nothing is lost by
+that: who reads from a rank, and how many do, follows from the numbers of ranks alone, whatever heads a layer has, so
+whoever reads a draft's layers from a rank reads, and reports, some of the model's own.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -32,6 +38,7 @@ from kvflow.config import RANKS_MAX, Config
 from kvflow.core.bounds import Count, Fact, Layers, RankCount, RankIndex, Size
 from kvflow.core.cache.layout import PLAIN, CacheLayout
 from kvflow.core.cache.state import StatePart
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 
 
 class Rank(NamedTuple):
@@ -134,10 +141,15 @@ def cache_share_of(
     )
 
 
+def of_model(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
+    """Return the shares that hold layers of the model itself, and not of a draft; all if none does."""
+    return [share for share in shares if min(share.layers) < FIRST_DRAFT_LAYER] or shares
+
+
 def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
     """The parallelism of the engine of a rank that holds these."""
     first = shares[0]
-    kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in shares)
+    kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in of_model(shares))
     return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:])
 
 
@@ -229,9 +241,33 @@ def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare])
         all_ours, all_theirs = layers_of(ours), layers_of(theirs)
         for part in all_ours | all_theirs:
             mine, other = all_ours.get(part, ()), all_theirs.get(part, ())
-            if set(mine) != set(other):
-                of_part = f" with {part}" if part else ""
-                yield f"layers{of_part}: ours {_layers_text(mine)}, theirs {_layers_text(other)}"
+            if apart := ({*mine} ^ {*other}) - left_out(mine, other):
+                of_part, hint = f" with {part}" if part else "", _hint(apart, {*mine} & {*other})
+                yield f"layers{of_part}: ours {_layers_text(mine)}, theirs {_layers_text(other)}{hint}"
+
+
+def left_out(ours: Collection[int], theirs: Collection[int]) -> frozenset[int]:
+    """Return the layers of a draft model that only one of two sides has: loads leave them out.
+
+    None are, unless both have layers of the model itself in common.
+    """
+    if min({*ours} & {*theirs}, default=FIRST_DRAFT_LAYER) >= FIRST_DRAFT_LAYER:
+        return frozenset()
+    return frozenset(layer for layer in {*ours} ^ {*theirs} if layer >= FIRST_DRAFT_LAYER)
+
+
+_HINT = (
+    "; if they are of a draft model, mark them on both sides: by a name such as 'draft.0' or 'mtp.0', or by "
+    f"layer_indices from {FIRST_DRAFT_LAYER} on"
+)
+
+
+def _hint(apart: Collection[int], common: Collection[int]) -> str:
+    """Say how a draft's layers are marked, if layers that one side lacks may be some: behind all others, not marked.
+
+    Unmarked they are never left out: they may as well be layers that one side has forgotten.
+    """
+    return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
 
 
 def _head_difference(ours: CacheShare, theirs: CacheShare) -> str:
@@ -285,14 +321,18 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
     """Share that we report to a rank when we are done with its lease.
 
     Counted in layers, each divided by its reporters: the stages of one engine split its layers, so the shares of all
-    who report to a rank add up to 1. A rank that has no layer of ours is released by others.
+    who report to a rank add up to 1. A rank that has no layer of ours is released by others. Layers of a draft model,
+    which readers may lack, are not counted, unless the rank has no others.
     """
+    held = {layer for share in theirs for layer in share.layers}
+    counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held
     share = Fraction(0)
     for _, _, mine, other in in_common(ours, theirs):
         source = source_at(mine, other)
         if source is not None:
-            share += Fraction(len(set(mine.layers) & set(other.layers)), source.reporters)
-    return ReportShare(*(share / sum(len(other.layers) for other in theirs)).as_integer_ratio())
+            share += Fraction(len(counted & {*mine.layers} & {*other.layers}), source.reporters)
+    total = sum(len(counted & {*other.layers}) for other in theirs)
+    return ReportShare(*(share / total).as_integer_ratio())
 
 
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
@@ -303,15 +343,17 @@ def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whol
     if len(stages) == 1 and stages[0] == ours:
         return ""
     held = Counter(layer for layers in stages for layer in layers)
+    common, drafts = held.keys() & {*ours}, left_out(ours, held)
     problems = {
-        "no stage holds {}": [layer for layer in ours if layer not in held],
+        "no stage holds {}": [layer for layer in ours if layer not in held and layer not in drafts],
         "{} held twice": [layer for layer in ours if held[layer] > 1],
-        "ours are all, but there are {}": sorted(set(held) - set(ours)) if whole else [],
+        "ours are all, but there are {}": sorted(held.keys() - {*ours} - drafts) if whole else [],
     }
-    found = next((text.format(_layers_text(layers)) for text, layers in problems.items() if layers), None)
+    found = next(((text, layers) for text, layers in problems.items() if layers), None)
     if found is None:
         return ""
-    return f"layers: ours {_layers_text(ours)}, theirs {_layers_text(list(held.elements()))}: {found}"
+    what, hint = found[0].format(_layers_text(found[1])), _hint(found[1], common) if whole else ""
+    return f"layers: ours {_layers_text(ours)}, theirs {_layers_text(list(held.elements()))}: {what}{hint}"
 
 
 def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:

@@ -14,6 +14,7 @@ import msgspec
 from kvflow.core.bounds import Fact
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.state import StatePart
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +37,15 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
-    """Facts of one rank's cache; where layers differ, all values. State has its own in the cache shares."""
+    """Facts of one rank's cache; where layers differ, all values.
+
+    State has its own in the cache shares. So have layers of a draft model, which the other side may lack.
+    """
+    attention = [layout for layout in layouts if isinstance(layout, CacheLayout)]
+    own = [layout for layout in attention if min(layout.layer_indices) < FIRST_DRAFT_LAYER] or attention
 
     def facts(fact: Callable[[CacheLayout], object]) -> str:
-        return " and ".join(sorted({str(fact(layout)) for layout in layouts if isinstance(layout, CacheLayout)}))
+        return " and ".join(sorted({str(fact(layout)) for layout in own}))
 
     return Compatibility(
         model=model,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from kvflow.core.plan.descriptors import check_block_ids
 from kvflow.core.plan.ranks import RankPlan, plan_ranks
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.policy.circuit import NEVER_FAILED
+from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
@@ -32,10 +33,13 @@ from kvflow.errors import (
     RequestError,
 )
 from kvflow.hosts import PORT_MAX, address_at, loopback_hint, split_address
+from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import LeaseQuestions, expired, wrong_lease
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
+
+logger = logger_of(__name__)
 
 VISITS_AT_ONCE_MAX = 8
 """Ranks of one engine that are connected, or told, at once, for one ticket."""
@@ -43,7 +47,16 @@ VISITS_AT_ONCE_MAX = 8
 _QUESTIONS_AT_ONCE_MAX = 16
 _PLANS_MAX = 256
 
-_missing_layers = lru_cache(maxsize=_PLANS_MAX)(topology.missing_layers)
+
+@lru_cache(maxsize=_PLANS_MAX)
+def _compared(
+    ours: tuple[int, ...], stages: tuple[tuple[int, ...], ...], *, whole: bool
+) -> tuple[str, Collection[int], Collection[int]]:
+    """The fault of a producer (`topology.missing_layers`), and the layers of a draft that only we have, or only it."""
+    left_out = topology.left_out(ours, [layer for layers in stages for layer in layers])
+    of_ours = left_out & {*ours}
+    return topology.missing_layers(ours, stages, whole=whole), of_ours, left_out - of_ours if whole else ()
+
 
 ResultT = TypeVar("ResultT")
 Found = Callable[[Source], None]
@@ -74,6 +87,8 @@ class Reach:
         self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
         self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
+        self._lacking_drafts: Latest[tuple[str, str], None] = Latest(_PLANS_MAX)
+        """The engines and addresses of which `_warn_of_drafts` has warned."""
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """Check a ticket that was given to us. RequestError names what is wrong with it."""
@@ -138,9 +153,24 @@ class Reach:
             theirs = []
             for layers in stages.values():
                 theirs.append(layers.get(part, ()))
-            problem = _missing_layers(ours, tuple(theirs), whole=self._config.pp_size == 1)
+            problem, of_ours, of_theirs = _compared(ours, tuple(theirs), whole=self._config.pp_size == 1)
             if problem:
                 raise self._incompatible(ticket, [f"{part}: {problem}" if part else problem])
+            if of_ours or of_theirs:
+                self._warn_of_drafts(ticket, of_ours, of_theirs)
+
+    def _warn_of_drafts(self, ticket: Ticket, ours: Collection[int], theirs: Collection[int]) -> None:
+        """Warn of layers of a draft model that one side has, once for each engine and address."""
+        known = (ticket.engine_id, ticket.address)
+        if known in self._lacking_drafts:
+            return
+        self._lacking_drafts[known] = None
+        logger.warning(
+            "engine %r at %s: layers of a draft model (%d of ours, %d of its own) are on one side only and are left out"
+            " of loads: texts stay right, but what a draft guesses about prompts that came without its layers is"
+            " accepted less often",
+            *(*known, len(ours), len(theirs)),
+        )
 
     async def _reach_in_steps(self, ticket: Ticket, found: Found) -> list[_Reached]:
         """Connect all ranks, then ask those for their leases that the ticket does not name."""

@@ -205,7 +205,7 @@ HEADS = "num_kv_heads: ours {} on each of {} ranks, theirs {} on each of {} rank
         (
             hold(0, 1, 8),
             hold(0, 1, 8, layers=tuple(range(8))),
-            ["layers: ours 2 (0, 1), theirs 8 (0, 1, 2, 3, 4, 5, ...)"],
+            [f"layers: ours 2 (0, 1), theirs 8 (0, 1, 2, 3, 4, 5, ...){topology._HINT}"],
         ),
         # Stages of a pipeline hold some of the layers: whether none is missing is known when all have been asked.
         (hold(0, 1, 8, pp=(0, 2)), hold(0, 1, 8, layers=(0, 1, 2, 3)), []),
@@ -269,7 +269,12 @@ def test_heads_that_pass_are_planned_within_bounds(ours: CacheShare, theirs: Cac
         ((), [(0,)], False, ""),
         ((0, 1), [(0,), (1,)], True, ""),
         ((0,), [(0,), (5,), (5,)], False, ""),  # twice, but none of ours
-        ((0, 1), [(0,), (1, 2)], True, "2 (0, 1), theirs 3 (0, 1, 2): ours are all, but there are 1 (2)"),
+        (
+            (0, 1),
+            [(0,), (1, 2)],
+            True,
+            f"2 (0, 1), theirs 3 (0, 1, 2): ours are all, but there are 1 (2){topology._HINT}",
+        ),
         ((0, 1, 2), [(0,), (2,)], False, "3 (0, 1, 2), theirs 2 (0, 2): no stage holds 1 (1)"),
         ((1, 0), [], False, "2 (0, 1), theirs 0 (): no stage holds 2 (0, 1)"),
         ((0, 1), [(0, 1), (1, 2)], False, "2 (0, 1), theirs 4 (0, 1, 1, 2): 1 (1) held twice"),
