@@ -24,10 +24,7 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol.proof import HOST
 from kvflow.doctor.findings import Finding, ok, warn
 from kvflow.errors import KVFlowError
-from kvflow.storage.files import Direction
-from kvflow.storage.placing import FILE
-from kvflow.storage.storage import make_files
-from kvflow.transport.base import Event, MemoryUse, ReadEnded
+from kvflow.transport.base import Event, MemoryUse, ReadEnded, TransportError
 from kvflow.transport.nixl.loop import NixlTransport
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
@@ -99,6 +96,12 @@ def _descriptors(local: Memory, remote: int, device: Device) -> Descriptors:
 
 
 async def _to_a_file() -> str:
+    try:
+        from kvflow.storage.files import Direction
+        from kvflow.storage.placing import FILE
+        from kvflow.storage.storage import make_files
+    except ImportError as missing:
+        raise TransportError("needs kvflow.storage") from missing
     files = make_files(Config(engine_id="doctor"), "doctor")
     await files.open()
     ours = np.arange(_SIZE // 4, dtype=np.uint32).view(np.uint8)

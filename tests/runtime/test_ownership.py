@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from kvflow import (
     ServeRequest,
 )
 from kvflow.errors import KVFlowError, LeaseExpired, RuntimeBroken, RuntimeClosed, UsageError
-from kvflow.storage import RestoreRequest, SaveRequest, Storage
+from kvflow.runtime.part import Part
 from kvflow.testing import BlockShelf, InprocCluster, assert_closed, inproc_pair
 
 HOLD = Limits(seal_hold_s=0.01)
@@ -165,10 +165,6 @@ VERBS: dict[str, Callable[[Runtime, Lease, Load], object]] = {
     "Runtime.share": lambda runtime, *_: runtime.share(BlockShelf(4)),
     "Runtime.seek_prefix": lambda runtime, *_: runtime.seek_prefix(PREFIX),
     "Runtime.pull_prefix": lambda runtime, *_: runtime.pull_prefix(PREFIX),
-    "Storage.save": lambda runtime, *_: stored(runtime).save(SaveRequest("save", "key", [2], 4)),
-    "Storage.restore": lambda runtime, *_: stored(runtime).restore(RestoreRequest("restore", "key", [2], 4)),
-    "Storage.has": lambda runtime, *_: stored(runtime).has("key"),
-    "Storage.drop": lambda runtime, *_: stored(runtime).drop(["key"]),
     "Runtime.prewarm": lambda runtime, lease, _: runtime.prewarm([lease.ticket]),
     "Runtime.forget_peer": lambda runtime, *_: runtime.forget_peer("engine"),
     "Runtime.drain": lambda runtime, *_: runtime.drain(1.0),
@@ -193,15 +189,13 @@ ANYWHERE = {
     *("Runtime.config", "Runtime.rank", "Runtime.state", "Runtime.address", "Runtime.quarantines"),
     *("Runtime.statistics", "Runtime.observed_by"),
     *("Lease.request_id", "Lease.block_ids", "Lease.block_tables", "Lease.state", "Lease.done", "Lease.readers_done"),
-    *("Storage.name", "Storage.quarantines", "Storage.statistics"),
-    *("Storage.registered", "Storage.end", "Storage.drained", "Storage.closed"),  # of its runtime
     *("Load.block_ids", "Load.block_tables", "Load.done", "Load.safe"),
     *("Load.follow", "Load.note_progress", "Load.begin", "Load.end"),  # of its loader
 }
 """What tells how things are now."""
 PREFIX = PrefixRequest("prefix", keys=[bytes(32)], key_tokens=4, block_ids=[2], peers=[])
 OTHER = ServeRequest("other", block_ids=[1], num_tokens=4)
-AT_ONCE = {"serve_blocks", "decline", "start_load", "has", "share"}
+AT_ONCE = {"serve_blocks", "decline", "start_load", "share"}
 PLAIN_CALLS = [verb for verb in VERBS if verb.split(".")[1] in AT_ONCE]
 PLAIN_CALLS += [verb for verb in VERBS if verb.startswith("Lease.") and "wait" not in verb] + ["Load.cancel"]
 STATES = [RuntimeState.OPEN, RuntimeState.DRAINING]
@@ -209,17 +203,11 @@ STATES = [RuntimeState.OPEN, RuntimeState.DRAINING]
 
 def test_no_verb_is_forgotten() -> None:
     found = set()
-    for owner in (Runtime, Lease, Load, Storage):
+    for owner in (Runtime, Lease, Load):
         for name in vars(owner):
             if not name.startswith("_") or name in ("__await__", "__aiter__", "__aenter__", "__aexit__"):
                 found.add(f"{owner.__name__}.{name}")
     assert found == {*VERBS} | ANYWHERE
-
-
-def stored(runtime: Runtime) -> Storage:
-    (storage,) = runtime._supervisor.parts
-    assert isinstance(storage, Storage)
-    return storage
 
 
 async def settle(result: object) -> None:
@@ -228,10 +216,10 @@ async def settle(result: object) -> None:
 
 
 @contextlib.asynccontextmanager
-async def at_work(tmp_path: Path, state: RuntimeState) -> AsyncIterator[tuple[Runtime, Lease, Load]]:
-    """A runtime with a store, a lease that grows, and a load that waits for it; afterwards nothing has happened."""
+async def at_work(state: RuntimeState, parts: Sequence[Part] = ()) -> AsyncIterator[tuple[Runtime, Lease, Load]]:
+    """A runtime, a lease that grows, and a load that waits for it; afterwards nothing has happened."""
     config = replace(PLAIN, drain_timeout_s=WAIT_S)
-    async with Runtime(config, parts=[Storage(tmp_path)]) as runtime:
+    async with Runtime(config, parts=parts) as runtime:
         await runtime.register_kv_caches(*small_cache())
         lease = runtime.serve_blocks(ServeRequest("req", [3], num_tokens=8, computed_tokens=0))
         load = runtime.start_load(load_request(lease, [0, 1]))
@@ -253,9 +241,9 @@ async def at_work(tmp_path: Path, state: RuntimeState) -> AsyncIterator[tuple[Ru
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_every_verb_refuses_another_loop_and_takes_nothing(state: RuntimeState, tmp_path: Path) -> None:
+async def test_every_verb_refuses_another_loop_and_takes_nothing(state: RuntimeState) -> None:
     """A plain call raises there and then, also in a thread without a loop: there may be nobody to await anything."""
-    async with at_work(tmp_path, state) as (runtime, lease, load):
+    async with at_work(state) as (runtime, lease, load):
 
         async def elsewhere(verb: str) -> None:
             await settle(VERBS[verb](runtime, lease, load))
