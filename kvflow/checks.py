@@ -16,15 +16,16 @@ import numbers
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache, partial, wraps
 from itertools import islice
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvflow.errors import ConfigError, InvalidInput, RequestError
 
@@ -216,6 +217,15 @@ def instance(value: object, kind: type[ValueT], what: str, *, error: ErrorKind =
     return value
 
 
+def instances(
+    values: object, what: str, *, kind: type[ValueT], least: int, most: int, error: ErrorKind = RequestError
+) -> tuple[ValueT, ...]:
+    """A tuple or list of `least` to `most` objects of a class, as a tuple."""
+    if not isinstance(values, tuple | list) or not least <= len(values) <= most:
+        raise error(f"{what}: expected {least} to {most} {kind.__name__}s, got {shown(values)}")
+    return tuple(instance(value, kind, what, error=error) for value in values)
+
+
 def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Mapping[str, object]:
     """A dict, or what behaves like one, whose keys are texts."""
     items = answer(lambda: dict(value)) if isinstance(value, Mapping) else None
@@ -232,6 +242,19 @@ def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind 
         raise error(f"{what}: expected a list, got {shown(values)}")
     if found > most:
         raise error(f"{what}: expected at most {most} entries, got {found}")
+    return found
+
+
+def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
+    """Count the block ids of a request. RequestError if that cannot be told, or there are more than `most`."""
+    if isinstance(given, Mapping):
+        tables = list(mapping(given, what).values())
+    else:
+        listed = given if isinstance(given, tuple | list) else ()
+        tables = list(listed) if listed and isinstance(listed[0], tuple | list | np.ndarray) else [given]
+    found = sum(count(ids, what) for ids in tables)
+    if found > most:
+        raise RequestError(f"{what}: expected at most {most} entries (limits.block_ids_max), got {found}")
     return found
 
 
@@ -290,33 +313,78 @@ def refusal(error: Exception, given: object) -> str:
     return f"{error}, got {shown(found)}"
 
 
-# --- dataclasses, by a rule for each field
+# --- dataclasses: the annotation of a field says what it may hold
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
-def rules(error: ErrorKind, *, whole_least: int = INT64_MIN) -> dict[str, Check]:
-    """Rules of fields, by annotation. All floats are seconds, but for a `Share`."""
-    given: dict[str, Check] = {
-        "int": partial(whole, least=whole_least, error=error),
-        "float": partial(seconds, error=error),
-        "bool": partial(flag, error=error),
-        "str": partial(text, error=error),
-        "Share": partial(share, error=error),
-    }
-    return {**given, **{f"{kind} | None": optional(rule) for kind, rule in given.items()}}
+def settle(given: object, error: ErrorKind) -> None:
+    """Check each field of a frozen dataclass, and replace its value by the one in Python's own type."""
+    for name, _, check in _fields_of(type(given), error):  # type: ignore[arg-type]
+        object.__setattr__(given, name, check(getattr(given, name), name))
 
 
-def optional(rule: Check) -> Check:
-    """The rule, or None."""
-    return lambda value, name: None if value is None else rule(value, name)
+def settled_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
+    """Return a request with its numbers and texts in Python's own types. RequestError names request and field."""
+    known: Any = given if type(given) is kind else instance(given, kind, verb)
+    name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()
+    if type(name) is not str or not name.isascii() or not 0 < len(name) <= GIVEN_ID_CHARS_MAX:
+        changes["request_id"] = name = request_id(name)
+    try:
+        is_flat = type(ids) in (list, tuple) and (not ids or type(ids[0]) is int)
+        if not is_flat or len(ids) > block_ids_max:
+            count_block_ids(ids, block_ids_max)
+        for field, default, check in _fields_of(kind, RequestError):
+            value = getattr(known, field)
+            if value is not default and field != "request_id":  # a default needs no check
+                plain = check(value, field)
+                if plain is not value:
+                    changes[field] = plain
+    except RequestError as error:
+        raise RequestError(f"request {name!r}: {error}") from error
+    settled: DataT = replace(known, **changes) if changes else known
+    return settled
 
 
-def settle_fields(
-    given: object, by_type: Mapping[str, Check], by_name: Mapping[str, Check] = MappingProxyType({})
-) -> None:
-    """Give each field of a frozen dataclass its value in Python's own type, judged by its name, else its annotation."""
-    for entry in fields(given):  # type: ignore[arg-type]
-        rule = by_name.get(entry.name) or by_type[str(entry.type)]
-        object.__setattr__(given, entry.name, rule(getattr(given, entry.name), entry.name))
+@lru_cache(maxsize=64)
+def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Check], ...]:
+    """Return name, default and check of each field of a dataclass that its annotation bounds."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = ((entry, _check_of(hints[entry.name], error)) for entry in fields(kind))  # type: ignore[arg-type]
+    return tuple((entry.name, entry.default, check) for entry, check in found if check is not None)
+
+
+def _check_of(hint: Any, error: Any) -> Check | None:
+    """Return the check that an annotation stands for: a function in `Annotated`, or what its type and `Meta` say."""
+    kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if NoneType in get_args(kind) and not marks:
+        one, *others = (arg for arg in get_args(kind) if arg is not NoneType)
+        check = None if others else _check_of(one, error)
+        return None if check is None else optional(check)
+    bounds: Any = marks[0] if marks else Meta()
+    if callable(bounds):
+        return partial(bounds)
+    if kind is int:
+        least, most = (INT64_MIN if bounds.ge is None else bounds.ge), (INT64_MAX if bounds.le is None else bounds.le)
+        return partial(whole, least=least, most=most, error=error)
+    if kind is float:
+        return partial(share, error=error) if bounds.gt is None else partial(seconds, most=bounds.le, error=error)
+    if kind is str:
+        return partial(text, most=bounds.max_length or INT64_MAX, error=error)
+    if kind is bool:
+        return partial(flag, error=error)
+    if get_origin(kind) is tuple:
+        least, most = bounds.min_length or 0, bounds.max_length or INT64_MAX
+        return partial(instances, kind=get_args(kind)[0], least=least, most=most, error=error)
+    return None
+
+
+def optional(check: Check) -> Check:
+    """The check, or None."""
+    return lambda value, name: None if value is None else check(value, name)
 
 
 def naming_unknown(kind: type[ValueT]) -> type[ValueT]:
@@ -331,19 +399,3 @@ def naming_unknown(kind: type[ValueT]) -> type[ValueT]:
 
     kind.__init__ = make  # type: ignore[assignment]
     return kind
-
-
-def settled_request(given: object, kind: type[DataT], verb: str, by_name: Mapping[str, Check]) -> DataT:
-    """A request with its numbers and texts as Python's own; RequestError names the request and the field."""
-    known: Any = instance(given, kind, verb)
-    name = request_id(known.request_id)
-    fields, plain = known.__dataclass_fields__, dict[str, Any]()
-    try:
-        for field, rule in by_name.items():
-            value = getattr(known, field)
-            if value is not fields[field].default:  # which needs no check
-                plain[field] = rule(value, field)
-    except RequestError as error:
-        raise RequestError(f"request {name!r}: {error}") from error
-    settled: DataT = replace(known, request_id=name, **plain)
-    return settled

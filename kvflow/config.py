@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike, fspath
-from typing import TypeAlias, cast
+from typing import Annotated, TypeAlias, cast
+
+from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import is_name, shown
+from kvflow.checks import Count, Seconds, Share, Size, is_name, shown
 from kvflow.errors import ConfigError
 from kvflow.hosts import PORT_MAX, WILDCARDS, is_host, plain_address, plain_host, split_address
-from kvflow.limits import BOUNDS, BY_DEVICE_OR_GIVEN, Limits, by_device
-
-Share: TypeAlias = float
+from kvflow.limits import ByDevice, Limits, by_device
 
 ENGINE_ID_CHARS_MAX = 256
 RANKS_MAX = 1 << 10
@@ -60,88 +60,88 @@ class Config:
     be. What each setting is for: docs/reference/config, and beside it in the source, which `help()` does not show.
     """
 
-    engine_id: str
+    engine_id: EngineId
     """Name of the engine, the same for all its ranks: printable, without spaces."""
-    listen: str = "tcp://127.0.0.1:5600"
+    listen: ListenAddress = "tcp://127.0.0.1:5600"
     """Base address of the side channel, tcp://host:port; an IPv6 host with or without brackets. A rank listens at the
     port plus its number within the engine; with port 0 the system chooses a free one, which tickets carry. The
     wildcards `*` and `[::]` listen to IPv4 and IPv6, 0.0.0.0 to IPv4."""
-    advertise_host: str | None = None
+    advertise_host: AdvertisedHost | None = None
     """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0. "auto" is the
     address by which this host's default route leaves when the runtime opens, "auto:HOST" the one by which its route to
     HOST leaves, such as a peer or a head node; both are what `listen` binds, if that is one address."""
 
-    model: str = ""
+    model: ModelName = ""
     """Name of the model; both sides must give the same."""
 
-    tp_rank: int = 0
+    tp_rank: Count = 0
     """Tensor-parallel rank, from 0."""
-    tp_size: int = 1
+    tp_size: RankCount = 1
     """Tensor-parallel ranks of a pipeline stage."""
-    dp_rank: int = 0
+    dp_rank: Count = 0
     """Data-parallel replica, from 0; each replica has ports of its own."""
-    pp_rank: int = 0
+    pp_rank: Count = 0
     """Pipeline stage, from 0."""
-    pp_size: int = 1
+    pp_size: RankCount = 1
     """Pipeline stages of the engine."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Size | None = None
     """KV heads of the whole model; needed where tp_size may exceed it. None infers it, with the peer's."""
 
-    curve_secret_key_file: str | PathLike[str] | None = None
+    curve_secret_key_file: Path | None = None
     """This engine's key, made by `kvflow keys new`: it encrypts and authenticates the side channel by ZeroMQ CURVE."""
-    curve_peers_dir: str | PathLike[str] | None = None
+    curve_peers_dir: Path | None = None
     """Folder of the public keys of peers, each in a file `<engine_id>.public`."""
 
-    role: str = "both"
+    role: Role = "both"
     """Part played: "producer" (serves blocks), "consumer" (loads them) or "both". Memory is registered for that."""
 
-    transport: str = "nixl"
+    transport: TransportName = "nixl"
     """Mover of the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
-    nixl_backend: str = "UCX"
+    nixl_backend: BackendNames = "UCX"
     """NIXL's backend between engines. Several are separated by commas, such as "UCX,LIBFABRIC": NIXL takes the first
     that reaches both sides' memory."""
-    nixl_backend_params: Mapping[str, str] = field(default_factory=dict)
+    nixl_backend_params: Texts = field(default_factory=dict)
     """Parameters of the backends. A plain "key" is for each that `nixl_backend` names, "NAME.key" for that backend
     alone, such as "POSIX.use_uring" for the store's."""
 
-    lease_ttl_s: float = 30.0
+    lease_ttl_s: Seconds = 30.0
     """Time blocks are kept for their readers; a reader renews it while it loads."""
-    lease_lifetime_s: float = 600.0
+    lease_lifetime_s: Seconds = 600.0
     """Time after an offer in which readers can renew its lease. A longer ttl_s is kept."""
-    load_deadline_s: float = 30.0
+    load_deadline_s: Seconds = 30.0
     """Deadline of loads whose request has none."""
-    handshake_timeout_s: float = 5.0
+    handshake_timeout_s: Seconds = 5.0
     """Longest time a peer has to answer on the side channel."""
-    cancel_grace_s: float = 1.0
+    cancel_grace_s: Seconds = 1.0
     """Time a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
-    drain_timeout_s: float = 10.0
+    drain_timeout_s: Seconds = 10.0
     """Time closing waits for loads and leases that are still open."""
 
     verify_share: Share = 0.0
     """Share of loads, drawn at random, whose bytes are compared with the producer's by checksums: 0 is none, 1 all.
     `LoadRequest.verify` decides for one load."""
 
-    loads_waiting_max: int = 1 << 12
+    loads_waiting_max: Size = 1 << 12
     """Loads that may wait; one more is `Overloaded`."""
-    in_flight_bytes_max: int = 0
+    in_flight_bytes_max: ByDevice = 0
     """Bytes in flight, over all loads. A larger read goes alone. 0: 256 MiB for a cache in host memory, 1 GiB on
     CUDA."""
 
-    scratch: str = "auto"
+    scratch: Mode = "auto"
     """Use of scratch memory, in which blocks of small pieces are read whole and permuted: "auto" (where it is faster),
     "always" or "never"."""
-    staging: str = "auto"
+    staging: Mode = "auto"
     """Use of host buffers: "auto" (if the transport cannot reach the cache's device), "always", or "never": then
     registering a cache that needs them raises ConfigError."""
-    host_buffer_bytes_max: int = 0
+    host_buffer_bytes_max: ByDevice = 0
     """Host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB, at most an
     eighth of the memory of host or container, shared by the engine's ranks."""
 
-    limits: Limits = field(default_factory=Limits)
+    limits: GivenLimits = field(default_factory=Limits)
     """Bounds that are seldom changed: below. A dict of them is taken, too."""
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, _BY_TYPE, _BY_NAME)
+        checks.settle(self, ConfigError)
         _check_together(self)
 
     @property
@@ -277,25 +277,15 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"listen: {host!r} is a wildcard, so advertise_host must say what tickets name")
 
 
-_BY_TYPE: Mapping[str, checks.Check] = {
-    **BOUNDS,
-    "str | PathLike[str] | None": checks.optional(_path),
-    "Mapping[str, str]": _texts,
-    "Limits": lambda value, name: _limits(value, name),
-}
-_size = partial(checks.whole, least=1, most=RANKS_MAX, error=ConfigError)
-_rank = partial(checks.whole, least=0, error=ConfigError)
-_mode = partial(checks.one_of, known=("auto", "always", "never"), error=ConfigError)
-_BY_NAME: Mapping[str, checks.Check] = {
-    "engine_id": _engine_id,
-    "listen": _listen,
-    "advertise_host": checks.optional(_advertised),
-    "model": partial(checks.text, most=1024, error=ConfigError),
-    **dict.fromkeys(("tp_size", "pp_size"), _size),
-    **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank"), _rank),
-    "role": partial(checks.one_of, known=("producer", "consumer", "both"), error=ConfigError),
-    "transport": partial(checks.one_of, known=("nixl", "inproc"), error=ConfigError),
-    "nixl_backend": _backends,
-    **dict.fromkeys(("in_flight_bytes_max", "host_buffer_bytes_max"), BY_DEVICE_OR_GIVEN),
-    **dict.fromkeys(("scratch", "staging"), _mode),
-}
+RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
+EngineId: TypeAlias = Annotated[str, _engine_id]
+ModelName: TypeAlias = Annotated[str, Meta(max_length=1024)]
+ListenAddress: TypeAlias = Annotated[str, _listen]
+AdvertisedHost: TypeAlias = Annotated[str, _advertised]
+BackendNames: TypeAlias = Annotated[str, _backends]
+Path: TypeAlias = Annotated[str | PathLike[str], _path]
+Texts: TypeAlias = Annotated[Mapping[str, str], _texts]
+GivenLimits: TypeAlias = Annotated[Limits, _limits]
+Mode: TypeAlias = Annotated[str, partial(checks.one_of, known=("auto", "always", "never"), error=ConfigError)]
+Role: TypeAlias = Annotated[str, partial(checks.one_of, known=("producer", "consumer", "both"), error=ConfigError)]
+TransportName: TypeAlias = Annotated[str, partial(checks.one_of, known=("nixl", "inproc"), error=ConfigError)]

@@ -289,7 +289,7 @@ def use(kind: type, sides: Sides, /, **changes: Any) -> Any:
 REFUSED_IN: dict[tuple[type, str], Callable[[], list[Any]]] = {
     (Ticket, "ttl_s"): lambda: [None, True, "1", b"1", [], object(), Hostile(), 0, -1.0, *NO_FLOATS],
     (Config, "limits"): lambda: [
-        value for value in REFUSED["Limits"]() if type(value) is not dict
+        value for value in REFUSED["GivenLimits"]() if type(value) is not dict
     ],  # as files have them
 }
 NO_FLOATS = (float("nan"), float("inf"), float("-inf"), 10**400)

@@ -29,7 +29,7 @@ from kvflow.testing import InprocPair
 PACKAGE = Path(kvflow.__file__).parent
 
 # What a load may enter. "calls": of our functions, "all calls": of any Python function.
-CEILINGS = {"files": 14, "functions": 74, "calls": 84, "all calls": 162}
+CEILINGS = {"files": 15, "functions": 74, "calls": 84, "all calls": 162}
 NIXL_CEILINGS = {"calls": 140}  # functions depend on what the threads find when they look
 SERVE_CEILINGS = {"files": 12, "functions": 34, "calls": 35, "all calls": 76}
 END_CEILINGS = {"files": 9, "functions": 24, "calls": 25, "all calls": 100}

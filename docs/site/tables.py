@@ -11,6 +11,8 @@ import ast
 import importlib
 import inspect
 import re
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import groupby, pairwise
@@ -113,13 +115,16 @@ def _cell(text: str) -> str:
 
 def settings_table(kind: type[Any]) -> str:
     """Fields of a dataclass with default and docstring; their type where the default does not show it."""
-    said = docstrings_of(kind)
+    said, hints = docstrings_of(kind), typing.get_type_hints(kind)
 
     def default(entry: Field[Any]) -> str:
-        shown, types = default_of(entry), str(entry.type).removesuffix(" | None").replace(" | ", " or ")
+        shown, hint = default_of(entry), hints[entry.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = [one for one in (typing.get_args(hint) if union else [hint]) if one is not types.NoneType]
+        plain = " or ".join(re.sub(r"[\w.]+\.", "", inspect.formatannotation(one)) for one in kinds)
         if shown in ("required", "{}"):
-            return f"{shown}, `{types}`"
-        return f"`None` or `{types}`" if shown == "None" else f"`{shown}`"
+            return f"{shown}, `{plain}`"
+        return f"`None` or `{plain}`" if shown == "None" else f"`{shown}`"
 
     rows = ((f"`{entry.name}`", default(entry), said.get(entry.name, "")) for entry in fields(kind))
     return table(("setting", "default", "meaning"), rows)

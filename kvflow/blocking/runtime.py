@@ -30,7 +30,6 @@ from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.foreign import Foreign
-from kvflow.runtime.load.load import checked_load_request
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed
@@ -263,7 +262,8 @@ class Runtime:
                 it; a `quarantine` is a `Load` of this module.
             TimeoutError: the loop's thread is stuck; the load is cancelled.
         """
-        deadline_s = checked_load_request(request, self.config.limits.block_ids_max).deadline_s
+        ids_max = self.config.limits.block_ids_max
+        deadline_s = checks.settled_request(request, LoadRequest, "load_blocks", ids_max).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
         after_s = self.config.cancel_grace_s + self._host.call_timeout_s

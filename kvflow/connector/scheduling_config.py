@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from kvflow import checks
+from kvflow.checks import Seconds, Size
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.errors import ConfigError
 
@@ -20,20 +21,20 @@ def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
     return tuple(value)
 
 
-_RULES = {**checks.rules(ConfigError, whole_least=1), "tuple[GroupFacts, ...]": _groups}
+SchedulerGroups: TypeAlias = Annotated[tuple[GroupFacts, ...], _groups]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
     """The settings a scheduler decides by. `block_size` is the engine's, in tokens."""
 
-    block_size: int
-    lease_ttl_s: float
+    block_size: Size
+    lease_ttl_s: Seconds
     """Time an offered prompt is kept for its reader, from the end of its request on."""
-    groups: tuple[GroupFacts, ...] = ()
+    groups: SchedulerGroups = ()
     """Groups of layers of a cache with several, in the order of the engine's block tables; `block_size` is the
     first one's then. None is one group of full attention."""
-    fetch_tokens_min: int = 1
+    fetch_tokens_min: Size = 1
     """With fewer tokens than this to come from remote, computing them is faster."""
     full_blocks_only: bool = False
     """Offer only blocks that are full: a prompt shorter than one offers nothing."""
@@ -50,7 +51,7 @@ class SchedulingConfig:
     consumes: bool = True
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, _RULES)
+        checks.settle(self, ConfigError)
         if self.groups and self.groups[0].block_size != self.block_size:
             first = self.groups[0].block_size
             raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")

@@ -108,7 +108,7 @@ def _json_types(kind: type) -> dict[str, Any]:
 
 
 def _without_paths(hint: Any) -> Any:
-    if not isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
     kept = [member for member in typing.get_args(hint) if typing.get_origin(member) is not PathLike]
     return typing.Union[tuple(kept)]  # noqa: UP007 - there is no other way to write a union of a list

@@ -11,11 +11,12 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
+from kvflow import checks, config, limits
 from kvflow.checks import INT64_MAX
 from kvflow.config import RANKS_MAX
 from kvflow.core.cache.tensors import LAYERS_MAX, NAME_CHARS_MAX
 from kvflow.hosts import HOST_CHARS_MAX
-from kvflow.limits import REQUEST_ID_CHARS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, WAIT_S_MAX
+from kvflow.limits import REQUEST_ID_CHARS_MAX, SEALS_MAX, WAIT_S_MAX
 
 READER_CHARS_MAX = 4096
 FACT_CHARS_MAX = 1 << 14
@@ -29,15 +30,15 @@ TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
 _ENTRIES_MAX = 1 << 24
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Count: TypeAlias = checks.Count
 Missing: TypeAlias = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
 """Count of tokens that are missing; -1 stands for none."""
-Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
-RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
+Size: TypeAlias = checks.Size
+RankCount: TypeAlias = config.RankCount
 RankIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
 LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
 SealIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=SEALS_MAX)]
-SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]
+SealCount: TypeAlias = limits.SealCount
 DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Word64: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -45,7 +46,7 @@ Word64: TypeAlias = Annotated[int, Meta(ge=0)]
 
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
 Wait: TypeAlias = Annotated[float, Meta(ge=0, le=WAIT_S_MAX)]
-Hold: TypeAlias = Annotated[float, Meta(gt=0, le=SEAL_HOLD_S_MAX)]
+Hold: TypeAlias = limits.SealHold
 
 Name: TypeAlias = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Reader: TypeAlias = Annotated[str, Meta(max_length=READER_CHARS_MAX)]

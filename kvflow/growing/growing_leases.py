@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import count_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
 from kvflow.errors import RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
@@ -40,7 +39,7 @@ class GrowingLeases:
     def extend(self, opened: OpenLease, block_ids: object) -> None:
         """See `Lease.extend`."""
         what, held = f"request {opened.ticket.request_id!r}", opened.held
-        count = count_block_ids(block_ids, self._block_ids_max, f"{what}: extend(): block_ids")
+        count = checks.count_block_ids(block_ids, self._block_ids_max, f"{what}: extend(): block_ids")
         if not opened.entry.is_open:
             return
         if len(held.entries) + count > self._block_ids_max:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, cast
 
 from kvflow import checks
+from kvflow.checks import Count, Seconds, Size
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, counted_block_ids
-from kvflow.core.policy.events import DeviceEvent, checked_event
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
+from kvflow.core.policy.events import GivenEvent
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
@@ -40,20 +40,20 @@ class PrefixRequest:
     """
 
     request_id: str
-    keys: Sequence[bytes]
-    key_tokens: int
+    keys: PrefixKeys
+    key_tokens: Size
     block_ids: GivenBlockIds
-    peers: Sequence[GivenPeer]
-    cached_tokens: int = 0
+    peers: Peers
+    cached_tokens: Count = 0
     """Tokens that are in the caller's cache already: full blocks of it. What holders have of them is not read."""
-    deadline_s: float | None = None
+    deadline_s: Seconds | None = None
     """Seconds for questions and bytes together; Config.load_deadline_s if None."""
-    answer_within_s: float = 0.25
+    answer_within_s: Seconds = 0.25
     """Time in which a holder has to answer; who answers later is left out."""
     priority: int = 0
-    after: DeviceEvent | None = None
+    after: GivenEvent = None
     """Event as in a `LoadRequest`: without it the local blocks have to be at rest."""
-    recompute_s_per_token: float | None = None
+    recompute_s_per_token: Seconds | None = None
     """Seconds that computing a token takes here. With it no prefix is pulled that is computed sooner, by the measured
     rate of its holder; None pulls any."""
     rest: Ticket | Mapping[str, Any] | None = None
@@ -134,8 +134,7 @@ class PrefixStatistics:
 
 def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:
     """Check a request, and give it with its numbers and texts as Python's own. RequestError names the problem."""
-    counted = partial(counted_block_ids, most=limits.block_ids_max)
-    plain = checks.settled_request(given, PrefixRequest, "pull_prefix", {"block_ids": counted, **_RULES})
+    plain = checks.settled_request(given, PrefixRequest, "pull_prefix", limits.block_ids_max)
     if plain.cached_tokens > (tokens := len(plain.keys) * plain.key_tokens):
         cached = f"cached_tokens is {plain.cached_tokens}"
         raise RequestError(f"request {plain.request_id!r}: {cached}, beyond its keys, which are for {tokens} tokens")
@@ -181,15 +180,5 @@ def _peers(given: object, what: str) -> tuple[Any, ...]:
     return tuple(given)
 
 
-_RULES: Mapping[str, checks.Check] = {
-    "keys": _keys,
-    "key_tokens": partial(checks.whole, least=1),
-    "peers": _peers,
-    "cached_tokens": partial(checks.whole, least=0),
-    "deadline_s": checks.optional(checks.seconds),
-    "answer_within_s": checks.seconds,
-    "priority": checks.whole,
-    "after": checked_event,
-    "recompute_s_per_token": checks.optional(checks.seconds),
-    "every_rank": checks.flag,
-}
+PrefixKeys: TypeAlias = Annotated[Sequence[bytes], _keys]
+Peers: TypeAlias = Annotated[Sequence[GivenPeer], _peers]

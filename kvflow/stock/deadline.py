@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvflow import checks
+from kvflow.checks import Seconds
 from kvflow.core.protocol.proof import Step
 from kvflow.errors import ConfigError
 
@@ -37,17 +38,17 @@ class Arrival(NamedTuple):
 class Terms:
     """Assumptions about stock producers and routers, in seconds. ConfigError if they leave nothing of a lease."""
 
-    lease_s: float = 30.0
+    lease_s: Seconds = 30.0
     """Time for which a producer keeps what it has offered: its `kv_lease_duration`."""
-    router_s: float = 5.0
+    router_s: Seconds = 5.0
     """Longest time from the end of a request until its parameters reach this engine."""
-    settle_s: float = 10.0
+    settle_s: Seconds = 10.0
     """Time after the parameters' arrival from which on the producer's worker knows of their request."""
-    allowance_s: float = 1.0
+    allowance_s: Seconds = 1.0
     """Longest way of a message to a producer."""
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, {"float": lambda value, name: checks.seconds(value, name, error=ConfigError)})
+        checks.settle(self, ConfigError)
         if self.router_s + self.allowance_s >= self.lease_s:
             spent = f"router_s {self.router_s} and allowance_s {self.allowance_s}"
             raise ConfigError(f"stock: {spent} leave nothing of lease_s {self.lease_s}")

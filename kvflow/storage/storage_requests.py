@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import cast
+from typing import Annotated, TypeAlias, cast
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
+from kvflow.checks import Seconds, Size
+from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.limits import Limits
 from kvflow.runtime.part import PartStatistics
 from kvflow.storage.entry import checked_key
@@ -27,10 +27,10 @@ class SaveRequest:
     """
 
     request_id: str
-    key: bytes | str
+    key: StoreKey
     block_ids: GivenBlockIds
-    num_tokens: int
-    deadline_s: float | None = None
+    num_tokens: Size
+    deadline_s: Seconds | None = None
     priority: int = 0
 
 
@@ -42,10 +42,10 @@ class RestoreRequest:
     """
 
     request_id: str
-    key: bytes | str
+    key: StoreKey
     block_ids: GivenBlockIds
-    num_tokens: int
-    deadline_s: float | None = None
+    num_tokens: Size
+    deadline_s: Seconds | None = None
     priority: int = 0
 
 
@@ -101,14 +101,8 @@ class StoreStatistics(PartStatistics):
 
 def checked(given: SaveRequest | RestoreRequest, limits: Limits) -> tuple[SaveRequest, bytes]:
     """Check a request, and give it with its numbers and texts as Python's own, and its key as bytes. RequestError."""
-    by_name: dict[str, checks.Check] = {"block_ids": partial(counted_block_ids, most=limits.block_ids_max), **_RULES}
-    settled = checks.settled_request(given, type(given), "request", by_name)
+    settled = checks.settled_request(given, type(given), "request", limits.block_ids_max)
     return SaveRequest(*(getattr(settled, entry.name) for entry in fields(settled))), cast(bytes, settled.key)
 
 
-_RULES: Mapping[str, checks.Check] = {
-    "key": checked_key,
-    "num_tokens": partial(checks.whole, least=1),
-    "deadline_s": checks.optional(checks.seconds),
-    "priority": checks.whole,
-}
+StoreKey: TypeAlias = Annotated[bytes | str, checked_key]

@@ -103,32 +103,50 @@ def _no_texts() -> list[Any]:
     return [*_odd(), 0, "", "a", [], (), [0], [None], ["\ud800"], [["a"]], _generator()]
 
 
-_TEXTS = ("str", "Name", "Host", "RequestId", "Traceparent", "PromptDigest", "TicketLeaseId", "OfferDigest")
+_COUNTS = ("Count", "Size", "RankCount", "TokenCount", "SealCount", "ByDevice")
+_WORDS = ("EngineId", "ListenAddress", "BackendNames", "Role", "TransportName", "Mode", "WireName")
+_TEXTS = (
+    "str",
+    "ModelName",
+    "PlainName",
+    "Name",
+    "Host",
+    "RequestId",
+    "Traceparent",
+    "PromptDigest",
+    "TicketLeaseId",
+    "OfferDigest",
+)
 REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "int": lambda: [None, *_no_whole_number()],
     "int | None": _no_whole_number,
     "float": lambda: [None, *_no_seconds()],
     "float | None": _no_seconds,
+    **dict.fromkeys(("Seconds", "SealHold"), lambda: [None, *_no_seconds()]),
+    "Seconds | None": _no_seconds,
     "Share": lambda: [None, *_no_number(), -0.1, 1.1, 2, float("nan"), float("inf"), 10**400],
-    "bytes | str": lambda: [None, *_odd(), 0, 1.5, "", b"", "x" * 257, b"x" * 257, bytearray(b"k"), "\ud800", [], {}],
+    "StoreKey": lambda: [None, *_odd(), 0, 1.5, "", b"", "x" * 257, b"x" * 257, bytearray(b"k"), "\ud800", [], {}],
     "bool | None": lambda: [*_odd(), 0, 1, 1.0, "", "True", [], np.True_],
     "bool": lambda: [*_odd(), None, 0, 1, 1.0, "", "True", [], np.True_],
-    **dict.fromkeys(("Int64", "Count", "Size", "RankCount"), lambda: [None, *_no_whole_number()]),
+    "Int64": lambda: [None, *_no_whole_number()],
+    **dict.fromkeys(_COUNTS, lambda: [None, *_no_whole_number(), -1]),
+    **dict.fromkeys(("Count | None", "Size | None"), lambda: [*_no_whole_number(), -1]),
     **dict.fromkeys(_TEXTS, lambda: [None, *_no_text()]),
-    "str | None": _no_text,
-    "str | PathLike[str] | None": lambda: [
+    **dict.fromkeys(_WORDS, lambda: [None, *_no_text(), "a b"]),
+    **dict.fromkeys(("str | None", "AdvertisedHost | None"), _no_text),
+    "Path | None": lambda: [
         *("a\0b", Path("a\0b"), *(value for value in _no_text() if not isinstance(value, Path))),
     ],
-    "Limits": lambda: [*_odd(), None, 0, "", [], {}, {"peers_max": 1}, [("peers_max", 1)]],
-    "Mapping[str, str]": lambda: [
+    "GivenLimits": lambda: [*_odd(), None, 0, "", [], {}, {"peers_max": 1}, [("peers_max", 1)]],
+    "Texts": lambda: [
         *(None, *_odd(), 0, "", "a=b", [], [("a", "b")], {1: "b"}, {"a": 1}, {"a": None}, {"a": "\ud800"}),
     ],
-    "Sequence[bytes]": lambda: [None, *_odd(), 0, "", [], [0], [None], [b"short"], ["x" * 32], [bytearray(32)]],
-    "Sequence[GivenPeer]": lambda: [None, *_odd(), 0, "tcp://127.0.0.1:1", b"", {"remote_host": "h"}, HostileList()],
+    "PrefixKeys": lambda: [None, *_odd(), 0, "", [], [0], [None], [b"short"], ["x" * 32], [bytearray(32)]],
+    "Peers": lambda: [None, *_odd(), 0, "tcp://127.0.0.1:1", b"", {"remote_host": "h"}, HostileList()],
     "Ticket | Mapping[str, Any] | None": lambda: [*_odd(), 0, "", "a", [], {}, {"remote_engine_id": "e"}],
     "Sequence[int]": lambda: [None, *_no_list()],
     "Sequence[int] | None": _no_list,
-    "tuple[int, ...]": lambda: [None, *_no_list()],
+    "WholeNumbers": lambda: [None, *_no_list()],
     # By the names of groups there may be none.
     "GivenBlockIds": lambda: [None, *(value for value in _no_list() if type(value) is not dict or value)],
     "BlockIds": lambda: [None, *_no_list()],
@@ -136,21 +154,20 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "tuple[BlockIds, ...]": lambda: [None, *_odd(), 0, "", "0", {}, [0], [None], ["0"], [[1.5]], [[None]], [{0}]],
     "Groups": lambda: [None, *_odd(), 0, "a", [], [0], (None,), ({},), (Hostile(),), _generator()],
     "Kinds": lambda: [None, *_odd(), 0, "a", [0], [(1, 1)], [(0, 1, 1)], [(1, 1, "1")]],
-    "tuple[str, ...]": lambda: [None, *_no_texts()],
+    "LayerNames": lambda: [None, *_no_texts()],
     "Ranks": lambda: [None, *_no_texts(), (None,), ({},), (Hostile(),)],
     "KVCaches": lambda: [None, *_odd(), 0, "", [], {}, {"l": 0}, {1: torch.zeros(1)}, HostileDict(), _generator()],
     "CacheLayout | StateLayout | Sequence[CacheLayout]": lambda: [
         *(None, *_odd(), 0, "", [], (), [None], {}, _generator()),
     ],
-    "tuple[GroupFacts, ...]": lambda: [None, *_odd(), 0, "a", [0], (None,), ({},), (Hostile(),), {}, _generator()],
-    "DeviceEvent | None": lambda: [*_odd(), 0, True, "", [], {}, _generator()],
-    "Axis": lambda: [None, *_no_whole_number(), -1],
-    "tuple[StateTensor, ...]": lambda: [None, *_odd(), 0, "", [], [None], {}, _generator()],
-    "tuple[tuple[int, ...], ...]": lambda: [None, *_odd(), 0, "", [], [None], [0], {}, _generator(), [[1.5]]],
-    "tuple[Segment, ...]": lambda: [None, *_odd(), 0, "", [None], [{}], {}, _generator()],
+    "SchedulerGroups": lambda: [None, *_odd(), 0, "a", [0], (None,), ({},), (Hostile(),), {}, _generator()],
+    "GivenEvent": lambda: [*_odd(), 0, True, "", [], {}, _generator()],
+    "StateTensors": lambda: [None, *_odd(), 0, "", [], [None], {}, _generator()],
+    "Shapes": lambda: [None, *_odd(), 0, "", [], [None], [0], {}, _generator(), [[1.5]]],
+    "Segments": lambda: [None, *_odd(), 0, "", [None], [{}], {}, _generator()],
     "GroupKind | str | None": lambda: [*_odd(), 0, "", "full", "windowed", [], {}],
-    "KVStyle": lambda: [None, *_odd(), 0, "", "kv_last", [], ["mla"], {}],
-    "Again | None": lambda: [value for value in _odd() if not callable(value)] + [0, True, "again", [], {}],
+    "Style": lambda: [None, *_odd(), 0, "", "kv_last", [], ["mla"], {}],
+    "GivenAgain": lambda: [value for value in _odd() if not callable(value)] + [0, True, "again", [], {}],
     "GivenTicket | Sequence[GivenTicket]": lambda: [
         *(None, *_odd(), 0, 1.5, True, "", "ticket", b"{}", [], [1], {}, {1: 2}, {"\ud800": 1}, _generator()),
         {"kvflow": Hostile()},

@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 from kvflow import checks
-from kvflow.checks import few, shown
-from kvflow.core.bounds import Count
+from kvflow.checks import Count, Size, few, shown
 from kvflow.core.cache.tensors import (
     FIRST_DRAFT_LAYER,
     LAYERS_MAX,
     KVCaches,
     LayerCache,
+    LayerNames,
+    PlainName,
     TensorLike,
+    WholeNumbers,
     checked_caches,
-    layer_names,
-    plain_name,
     tensors_of,
     whole_numbers,
 )
@@ -86,21 +86,21 @@ class CacheLayout:
     values of `dtype`, such as scales inside a block; both sides must have the same.
     """
 
-    layer_names: tuple[str, ...]
-    layer_indices: tuple[int, ...]
-    kv_format: str
-    style: KVStyle
-    order: str
-    memory_order: str
-    dtype: str
-    itemsize: int
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_size: int
+    layer_names: LayerNames
+    layer_indices: WholeNumbers
+    kv_format: PlainName
+    style: Style
+    order: PlainName
+    memory_order: PlainName
+    dtype: PlainName
+    itemsize: Size
+    num_blocks: Size
+    block_size: Size
+    num_kv_heads: Size
+    head_size: Size
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, _PLAIN)
+        checks.settle(self, LayoutError)
         indices, layers = self.layer_indices, len(self.layer_names)
         if len(indices) != layers or len({*indices}) != layers or not 0 <= min(indices) <= max(indices) < LAYERS_MAX:
             raise LayoutError(f"layer_indices: expected {layers} different numbers from 0, got {shown(indices)}")
@@ -176,7 +176,7 @@ class CacheLayout:
             LayoutError: names the layer and both values.
         """
         kv_caches = checked_caches(kv_caches)
-        block_size = _size(block_size, "block_size")
+        block_size = checks.whole(block_size, "block_size", least=1, error=LayoutError)
         order = _order(order, "order")
         name, first = next(iter(kv_caches.items()))
         chosen = _infer_style(name, first) if style is None else _style(style, "style")
@@ -259,20 +259,9 @@ def _order(order: str, what: str) -> str:
     return str.__str__(order)
 
 
-def _size(value: object, what: str) -> int:
-    return checks.whole(value, what, least=1, error=LayoutError)
-
-
 _style = partial(checks.member, kind=KVStyle, error=LayoutError)
 
-# How a field's value is checked, by its type.
-_PLAIN: Mapping[str, checks.Check] = {
-    "tuple[str, ...]": layer_names,
-    "tuple[int, ...]": whole_numbers,
-    "str": plain_name,
-    "int": _size,
-    "KVStyle": _style,
-}
+Style: TypeAlias = Annotated[KVStyle, _style]
 
 
 def axes_of(style: KVStyle, order: str) -> tuple[str, ...]:

@@ -15,26 +15,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
+
+from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import shown
+from kvflow.checks import Count, Size, shown
 from kvflow.core.cache.layout import PLAIN, BlockShape, layer_numbers
 from kvflow.core.cache.tensors import (
     KVCaches,
     LayerCache,
+    LayerNames,
     TensorLike,
+    WholeNumbers,
+    WireName,
     address_of,
     checked_caches,
-    layer_names,
     tensors_of,
     whole_numbers,
-    wire_name,
 )
 from kvflow.errors import LayoutError
-
-Axis: TypeAlias = int
 
 TENSORS_MAX = 16
 SEGMENTS_MAX = 16
@@ -49,13 +49,13 @@ class Segment:
     neighbours hold the same one, as with KV heads. `size` is in entries of the axis, and a multiple of `units`.
     """
 
-    name: str
-    size: int
-    units: int
-    model_units: int
+    name: WireName
+    size: Size
+    units: Size
+    model_units: Size
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, _PLAIN)
+        checks.settle(self, LayoutError)
         if self.size % self.units:
             raise LayoutError(f"segment {self.name!r}: size {self.size} is no multiple of its {self.units} units")
 
@@ -67,12 +67,12 @@ class StateTensor:
     Without segments every rank's slot is whole: both engines need the same tensor-parallel size.
     """
 
-    name: str
-    axis: Axis = 0
-    segments: tuple[Segment, ...] = ()
+    name: WireName
+    axis: Count = 0
+    segments: Segments = ()
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, _PLAIN)
+        checks.settle(self, LayoutError)
         if len({segment.name for segment in self.segments}) < len(self.segments):
             raise LayoutError(f"state tensor {self.name!r}: two of its segments have the same name")
 
@@ -81,17 +81,17 @@ class StateTensor:
 class StateLayout:
     """The layout of a group with state per request, equal for all of its layers."""
 
-    layer_names: tuple[str, ...]
-    layer_indices: tuple[int, ...]
-    tensors: tuple[StateTensor, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    layer_names: LayerNames
+    layer_indices: WholeNumbers
+    tensors: StateTensors
+    shapes: Shapes
     """Shape of a slot of each tensor."""
-    dtypes: tuple[str, ...]
-    itemsizes: tuple[int, ...]
-    num_slots: int
+    dtypes: LayerNames
+    itemsizes: WholeNumbers
+    num_slots: Size
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, _PLAIN)
+        checks.settle(self, LayoutError)
         if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise LayoutError("tensors: two have the same name")
         for name in ("shapes", "dtypes", "itemsizes"):
@@ -124,7 +124,7 @@ class StateLayout:
             LayoutError: It names the layer or tensor, and both values.
         """
         layers = checked_caches(caches)
-        described = _tensors(tensors, "tensors")
+        described = checks.instances(tensors, "tensors", kind=StateTensor, least=1, most=TENSORS_MAX, error=LayoutError)
         name, first = next(iter(layers.items()))
         facts = _facts(name, first, described)
         layout = cls(
@@ -275,35 +275,15 @@ def _check_shape(what: str, tensor: StateTensor, slot: tuple[int, ...]) -> None:
         raise LayoutError(f"{what}: more than {ROWS_MAX} rows in front of axis {tensor.axis}")
 
 
-def _tensors(value: object, what: str) -> tuple[StateTensor, ...]:
-    if not isinstance(value, tuple | list) or not 0 < len(value) <= TENSORS_MAX:
-        raise LayoutError(f"{what}: expected 1 to {TENSORS_MAX} StateTensors, got {shown(value)}")
-    return tuple(checks.instance(tensor, StateTensor, what, error=LayoutError) for tensor in value)
-
-
-def _segments(value: object, what: str) -> tuple[Segment, ...]:
-    if not isinstance(value, tuple | list) or len(value) > SEGMENTS_MAX:
-        raise LayoutError(f"{what}: expected at most {SEGMENTS_MAX} Segments, got {shown(value)}")
-    return tuple(checks.instance(segment, Segment, what, error=LayoutError) for segment in value)
-
-
 def _shapes(value: object, what: str) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, tuple | list):
         raise LayoutError(f"{what}: expected a shape for each tensor, got {shown(value)}")
     return tuple(whole_numbers(shape, what) for shape in value)
 
 
-# How a field's value is checked, by its type.
-_PLAIN: Mapping[str, checks.Check] = {
-    "str": wire_name,
-    "int": partial(checks.whole, least=1, error=LayoutError),
-    "Axis": partial(checks.whole, least=0, error=LayoutError),
-    "tuple[Segment, ...]": _segments,
-    "tuple[StateTensor, ...]": _tensors,
-    "tuple[str, ...]": layer_names,
-    "tuple[int, ...]": whole_numbers,
-    "tuple[tuple[int, ...], ...]": _shapes,
-}
+Segments: TypeAlias = Annotated[tuple[Segment, ...], Meta(max_length=SEGMENTS_MAX)]
+StateTensors: TypeAlias = Annotated[tuple[StateTensor, ...], Meta(min_length=1, max_length=TENSORS_MAX)]
+Shapes: TypeAlias = Annotated[tuple[tuple[int, ...], ...], _shapes]
 
 
 def _check_dense(name: str, described: StateTensor, tensor: TensorLike) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 from kvflow import checks
 from kvflow.checks import answer
@@ -70,6 +70,12 @@ def layer_names(value: object, what: str) -> tuple[str, ...]:
 
 def whole_numbers(value: object, what: str) -> tuple[int, ...]:
     return tuple(checks.whole_numbers(value, what, error=LayoutError).tolist())
+
+
+PlainName: TypeAlias = Annotated[str, plain_name]
+WireName: TypeAlias = Annotated[str, wire_name]
+LayerNames: TypeAlias = Annotated[tuple[str, ...], layer_names]
+WholeNumbers: TypeAlias = Annotated[tuple[int, ...], whole_numbers]
 
 
 def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:

@@ -16,14 +16,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow import checks
 from kvflow.checks import whole_numbers
 from kvflow.core.cache.regions import Device, UInt64Array
 from kvflow.core.plan.block_map import BlockMap, Int64Array, RegionMap
 from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
-GivenBlockIds: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]"
+GivenBlockIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
 """Block ids of a request: a list, or one for each group of layers, in order or by the groups' names."""
 
 _MANY = 1 << 10  # block ids, from which on array operations are faster
@@ -121,27 +120,6 @@ def _many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
     except OverflowError:
         return _judge_block_ids(block_ids, num_blocks, what)
     return _judge_block_ids(ids, num_blocks, what)
-
-
-def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
-    """Count the block ids of a request. RequestError if that cannot be told, or there are more than `most`."""
-    if isinstance(given, Mapping):
-        tables = list(checks.mapping(given, what).values())
-    else:
-        listed = given if isinstance(given, tuple | list) else ()
-        tables = list(listed) if listed and isinstance(listed[0], tuple | list | np.ndarray) else [given]
-    count = 0
-    for ids in tables:
-        count += checks.count(ids, what)
-    if count > most:
-        raise RequestError(f"{what}: expected at most {most} entries (limits.block_ids_max), got {count}")
-    return count
-
-
-def counted_block_ids(given: object, what: str, *, most: int) -> object:
-    """Block ids as they were given, if there are no more than `most`."""
-    count_block_ids(given, most, what)
-    return given
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:

@@ -7,7 +7,7 @@ that it has taken so far. Nothing blocks, no event waits for another, and one th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 from kvflow.checks import answer, said, shown
 from kvflow.errors import RequestError
@@ -38,6 +38,10 @@ def checked_event(value: object, what: str) -> DeviceEvent | None:
     if value is None or answer(lambda: callable(value.query) and callable(value.synchronize)):  # type: ignore[attr-defined]
         return value  # type: ignore[return-value]
     raise RequestError(f"{what}: expected an event with query() and synchronize(), got {shown(value)}")
+
+
+GivenEvent: TypeAlias = Annotated[DeviceEvent | None, checked_event]
+"""Event that a caller gives, or None."""
 
 
 def has_happened(event: DeviceEvent, what: str) -> bool:

@@ -102,11 +102,11 @@ def check_to_come(ticket: Ticket, block_ids_max: int) -> None:
         raise too_many(count, block_ids_max)
 
 
-def checked_traceparent(value: object) -> str:
+def checked_traceparent(value: object, what: str = "traceparent") -> str:
     """RequestError unless it is "" or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
-    traceparent = checks.text(value, "traceparent")
+    traceparent = checks.text(value, what)
     if not re.search(TRACEPARENT, traceparent):
-        raise RequestError(f"traceparent {traceparent[:80]!a} is no W3C trace context")
+        raise RequestError(f"{what} {traceparent[:80]!a} is no W3C trace context")
     return traceparent
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import BlockIds, counted_block_ids
-from kvflow.core.policy.events import checked_event
+from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import COMPUTE, KVFlowError, LoadError, RequestError, UsageError
+from kvflow.errors import COMPUTE, KVFlowError, LoadError, UsageError
 from kvflow.growing.load_news import News
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
@@ -29,42 +27,6 @@ _NAME_CHARS_MAX = 512
 
 Carry: TypeAlias = "Callable[[Load, Work], Awaitable[LoadReport]]"
 """Carries a load out: from its offer, as far as that is known, to its report."""
-
-
-def checked_load_request(request: object, block_ids_max: int) -> LoadRequest:
-    """Check a request, and give it with its numbers and texts as Python's own.
-
-    RequestError names what cannot be right whatever the ticket and the cache are.
-    """
-    if type(request) is LoadRequest and type(request.request_id) is str and type(request.block_ids) in (list, tuple):
-        plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= checks.GIVEN_ID_CHARS_MAX
-        plain_ids = len(request.block_ids) <= block_ids_max
-        usual = request.deadline_s is None and request.after is None and request.priority is _USUAL_PRIORITY
-        usual = usual and request.keep_offer is False and request.again is None
-        usual = usual and type(request.cached_tokens) is int and request.cached_tokens >= 0
-        if plain_id and plain_ids and usual and request.verify is None and request.num_tokens is None:
-            return request  # in few steps
-    by_name: dict[str, checks.Check] = {"block_ids": partial(counted_block_ids, most=block_ids_max), **_RULES}
-    return checks.settled_request(request, LoadRequest, "load_blocks", by_name)
-
-
-def _checked_again(value: object, what: str) -> object:
-    if value is not None and not callable(value):
-        raise RequestError(f"{what}: expected an async function, got {checks.shown(value)}")
-    return value
-
-
-_RULES: Mapping[str, checks.Check] = {
-    "deadline_s": checks.optional(checks.seconds),
-    "priority": checks.whole,
-    "after": checked_event,
-    "verify": checks.optional(checks.flag),
-    "num_tokens": checks.optional(partial(checks.whole, least=0)),
-    "keep_offer": checks.flag,
-    "again": _checked_again,
-    "again_max": partial(checks.whole, least=0),
-    "cached_tokens": partial(checks.whole, least=0),
-}
 
 
 class Work:

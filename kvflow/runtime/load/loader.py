@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvflow import checks
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
@@ -35,7 +36,7 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Carry, Load, Work, checked_load_request, request_name, said_priority
+from kvflow.runtime.load.load import Carry, Load, Work, request_name, said_priority
 from kvflow.runtime.load.never_read import NeverRead
 from kvflow.runtime.load.requests import (
     PHASES,
@@ -197,7 +198,7 @@ class Loader:
         try:
             if self._config.role == "producer":
                 raise UsageError(f"load_blocks: the role of engine {self._config.engine_id!r} is 'producer'")
-            plain = checked_load_request(request, ids_max)
+            plain = checks.settled_request(request, LoadRequest, "load_blocks", ids_max)
             what = f"request {plain.request_id!r}"
             given = plain.ticket
             if plain.again is None and (type(given) is dict or isinstance(given, Ticket)):

@@ -6,12 +6,14 @@ import builtins
 import enum
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
+from kvflow import checks
+from kvflow.checks import Count, Seconds
 from kvflow.core.plan.descriptors import GivenBlockIds
-from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.policy.events import GivenEvent
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import COMPUTE
+from kvflow.errors import COMPUTE, RequestError
 from kvflow.runtime.records import Attempt
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
@@ -43,32 +45,41 @@ class LoadRequest:
     request_id: str
     ticket: GivenTicket | Sequence[GivenTicket]
     block_ids: GivenBlockIds
-    deadline_s: float | None = None
+    deadline_s: Seconds | None = None
     priority: int = 0
     prompt: Sequence[int] | None = None
     """Token ids of the prompt. PromptMismatch if the ticket is of another one, as far as its producer has told."""
-    after: DeviceEvent | None = None
+    after: GivenEvent = None
     """An event after which the device does nothing to the local blocks any more, such as a CUDA event behind the last
     step of who had them before: no byte lands earlier. **Without it the blocks have to be at rest when the load is
     asked for.**"""
     verify: bool | None = None
     """Comparison of its bytes with the producer's by checksums: True fails the load where that is not possible,
     False never compares, None leaves it to Config.verify_share."""
-    num_tokens: int | None = None
+    num_tokens: Count | None = None
     """Tokens that the offer has to be of, for callers that have made room before they could know, as for a
     rendezvous: PromptMismatch if it is of more or fewer, before anything is read. Required for a window whose blocks
     are smaller than those of all groups without one, unless `prompt` has as many tokens."""
     keep_offer: bool = False
     """True if the producer is not told at the end, since other requests are to read the same: `Runtime.release_blocks`
     tells it, and `Runtime.keep_leases` keeps the blocks until then."""
-    again: Again | None = None
+    again: GivenAgain = None
     """Awaited when no source is left, within the deadline: brings another ticket, such as of a prefill elsewhere, or
     None. It is given what came of the sources so far. What it raises ends the load."""
-    again_max: int = 2
+    again_max: Count = 2
     """Times that `again` is awaited at most."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """Tokens of the prompt in front of `block_ids`, which are in the local cache already: full blocks. A group with
     larger blocks begins with the block that holds token `cached_tokens`."""
+
+
+def _checked_again(value: object, what: str) -> object:
+    if value is not None and not callable(value):
+        raise RequestError(f"{what}: expected an async function, got {checks.shown(value)}")
+    return value
+
+
+GivenAgain: TypeAlias = Annotated[Again | None, _checked_again]
 
 
 class Verification(enum.StrEnum):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias
+
+from msgspec import Meta
 
 from kvflow import checks
-from kvflow.config import Config
-from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
-from kvflow.core.policy.events import DeviceEvent, checked_event
+from kvflow.checks import Count, Seconds, Size
+from kvflow.core.plan.descriptors import GivenBlockIds
+from kvflow.core.policy.events import DeviceEvent, GivenEvent
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.proof import FAILED
@@ -35,18 +36,18 @@ class ServeRequest:
 
     request_id: str
     block_ids: GivenBlockIds
-    num_tokens: int
-    ttl_s: float | None = None
-    reader_count: int = 1
-    traceparent: str = ""
+    num_tokens: TokenCount
+    ttl_s: Seconds | None = None
+    reader_count: Size = 1
+    traceparent: Traceparent = ""
     """Trace context (W3C) of the request, for the ticket and the records of both sides."""
     prompt: Sequence[int] | None = None
     """Token ids of the prompt: with them a load that gives its own fails if it is of another prompt."""
-    ready: DeviceEvent | None = None
+    ready: GivenEvent = None
     """An event after which the blocks hold the prompt, such as a CUDA event behind its forward pass: until then readers
     wait. **Without it the bytes have to be there when the lease is opened**; a device that still computes them has to
     be waited for first."""
-    computed_tokens: int | None = None
+    computed_tokens: Count | None = None
     """Tokens that are computed by now, or once `ready` has happened; `Lease.advance` tells of more. A load
     begins at once and reads what is there. None: all of them. RequestError if the blocks of all tokens are more than
     the cache has: nobody could ever complete the lease."""
@@ -57,25 +58,8 @@ class ServeRequest:
     """True if a payload comes with the lease's end, such as the first token: loads wait for `Lease.complete`."""
 
 
-def checked_serve_request(request: object, config: Config) -> ServeRequest:
-    """Check a request, and give it with its numbers and texts as Python's own, as readers take them.
-
-    RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
-    """
-    counted = partial(counted_block_ids, most=config.limits.block_ids_max)
-    return checks.settled_request(request, ServeRequest, "serve_blocks", {"block_ids": counted, **_RULES})
-
-
-_RULES: Mapping[str, checks.Check] = {
-    "num_tokens": partial(checks.whole, least=0, most=FAILED - 1),
-    "ttl_s": checks.optional(checks.seconds),
-    "reader_count": partial(checks.whole, least=1),
-    "traceparent": lambda value, _: checked_traceparent(value),
-    "ready": checked_event,
-    "computed_tokens": checks.optional(partial(checks.whole, least=0)),
-    "extends": checks.flag,
-    "payload": checks.flag,
-}
+TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=FAILED - 1)]
+Traceparent: TypeAlias = Annotated[str, checked_traceparent]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

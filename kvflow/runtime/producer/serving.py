@@ -29,7 +29,6 @@ import numpy as np
 from kvflow import checks
 from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.plan import topology
-from kvflow.core.plan.descriptors import count_block_ids
 from kvflow.core.plan.topology import parallelism_of
 from kvflow.core.policy.events import has_happened
 from kvflow.core.policy.history import History
@@ -48,7 +47,7 @@ from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
-from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics, checked_serve_request
+from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 from kvflow.runtime.records import LeaseRecord
 
@@ -103,8 +102,9 @@ class Serving:
         """Open a lease; with `holds` its blocks are held for a moment after its end. With `alone` it is for one rank of
         a reader, which is all that it is read by. Raises RequestError or UsageError, and changes nothing then.
         """
-        request = checked_serve_request(request, self._config)
-        if self._config.role == "consumer" and count_block_ids(request.block_ids, self._config.limits.block_ids_max):
+        ids_max = self._config.limits.block_ids_max
+        request = checks.settled_request(request, ServeRequest, "serve_blocks", ids_max)
+        if self._config.role == "consumer" and checks.count_block_ids(request.block_ids, ids_max):
             what = f"request {request.request_id!r}: serve_blocks"
             raise UsageError(f"{what}: the role of engine {self._config.engine_id!r} is 'consumer'")
         if self._book.serving(request.request_id) is not None:
