@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engine import BLOCK_BYTES
+from tests.support.engine import BLOCK_BYTES, EngineSetup, small
 from tests.support.engine_process import Engines
 
 NUM_BLOCKS = 64
@@ -28,6 +28,25 @@ def test_blocks_arrive_and_leases_end(engines: Engines) -> None:
     statistics = consumer.call("statistics")
     assert statistics["loading"]["succeeded"] == 20
     assert statistics["blocks"]["free"] == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_a_draft_model_of_one_side_is_left_out(engines: Engines, side: str) -> None:
+    shapes = {one: small(layers=4 + (one == side), drafts=int(one == side)) for one in ("producer", "consumer")}
+    setups = [
+        EngineSetup(engine_id=one, fill=fill, pool=shapes[one]) for one, fill in zip(shapes, (3.0, 5.0), strict=True)
+    ]
+    producer, consumer = engines.start(*setups)
+    for name in ("first", "again"):
+        ticket = producer.call("offer", request_id=name, block_ids=[7, 9])
+        report = consumer.call("load", request_id=name, ticket=ticket, block_ids=[1, 2])
+        assert report["bytes"] == 2 * BLOCK_BYTES
+        assert producer.call("outcome", request_id=name) == "read"
+    expected = {f"layers.{index}": [3.0] for index in range(4)}
+    if side == "consumer":
+        expected["draft.0"] = [5.0]
+    assert consumer.call("layer_values", block=2) == expected
+    assert {value for values in consumer.call("layer_values", block=3).values() for value in values} == {5.0}
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,9 @@ class Engine:
     async def do_write_pattern(self, block_ids: list[int]) -> None:
         self._pool.write_pattern(block_ids, self._setup.first_head)
 
+    async def do_layer_values(self, block: int) -> dict[str, list[float]]:
+        return self._pool.layer_values(block)
+
     async def do_count_wrong(self, block_ids: list[int]) -> int:
         return self._pool.count_wrong(block_ids, self._setup.first_head)
 

@@ -34,6 +34,8 @@ class PoolShape:
     """BLHNC in place of LBHNC."""
     kv_first: bool = False
     """Whether all blocks of K come before all of V; else a block has both."""
+    drafts: int = 0
+    """How many of the layers, the last ones, are those of a draft model."""
 
     @property
     def layer_block_bytes(self) -> int:
@@ -68,7 +70,9 @@ class Pool:
             layers = [
                 torch.full((*outer, *inner), value, dtype=torch.float16, device=device) for _ in range(shape.layers)
             ]
-        self.tensors = {f"layers.{index}": layer for index, layer in enumerate(layers)}
+        own = shape.layers - shape.drafts
+        names = [f"layers.{index}" if index < own else f"draft.{index - own}" for index in range(shape.layers)]
+        self.tensors = dict(zip(names, layers, strict=True))
         self._by_block = [layer.transpose(0, 1) if shape.kv_first else layer for layer in layers]
 
     def layout(self) -> kvflow.CacheLayout:
@@ -98,6 +102,11 @@ class Pool:
         """The one value that fills a block, or None."""
         value = float(self._by_block[0][block].flatten()[0])
         return None if self.count_other([block], value) else value
+
+    def layer_values(self, block: int) -> dict[str, list[float]]:
+        """The values of a block, by the name of the layer."""
+        values = (layer[block].unique().tolist() for layer in self._by_block)
+        return dict(zip(self.tensors, values, strict=True))
 
     def write_pattern(self, block_ids: Sequence[int], first_head: int) -> None:
         """Give blocks what tokens 0, 1, ... have, in the order of the list; waits for the device."""
