@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.connector.step import Question
 from kvflow.errors import RequestError
 from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at, is_host, plain_host
@@ -105,7 +106,7 @@ class Asking:
         self._next: list[Question] = []
 
     def __repr__(self) -> str:
-        return f"<Asking {len(self._requests)} requests>"
+        return f"<Asking {counted(len(self._requests), 'request')}>"
 
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
         """Take a request that gets nothing from a prefill engine.

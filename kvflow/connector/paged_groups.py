@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from kvflow.checks import counted
 from kvflow.connector.engine import GivenTables
 from kvflow.connector.step import BlockTables
 from kvflow.core.cache.groups import GroupFacts, GroupKind
@@ -61,7 +62,7 @@ def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
     """An engine's group with the block size that its ranks have registered. ConfigError if that does not divide it."""
     split, rest = divmod(facts.block_size, max(block_size, 1))
     if rest or not split:
-        what = f"group {facts.name!r}: blocks of {facts.block_size} tokens"
+        what = f"group {facts.name!r}: blocks of {counted(facts.block_size, 'token')}"
         raise ConfigError(f"{what}, the ranks have registered blocks of {block_size}: they do not divide them")
     return PagedGroup(msgspec.structs.replace(facts, block_size=block_size), split)
 
@@ -111,7 +112,7 @@ class PagedGroups:
             size, needed = group.facts.block_size * group.split, group.span(computed, tokens)
             if computed < 0 or (group.facts.whole and computed % size) or len(blocks) != len(needed):
                 raise UsageError(
-                    f"{what}: {external} of {tokens} offered tokens do not go into blocks of {size} tokens, "
+                    f"{what}: {external} of {tokens} offered tokens do not go into blocks of {counted(size, 'token')}, "
                     f"of which it has {len(ids)}"
                 )
         return found
@@ -122,5 +123,5 @@ class PagedGroups:
         nested = len(block_ids) > 0 and not isinstance(block_ids[0], int)
         tables = tuple(block_ids) if nested or count > 1 else (block_ids,)
         if len(tables) != count or (count > 1 and not nested):
-            raise UsageError(f"block_ids: expected a table for each of {count} groups, got {len(tables)}")
+            raise UsageError(f"block_ids: expected a table for each of {counted(count, 'group')}, got {len(tables)}")
         return cast("tuple[Sequence[int], ...]", tables)

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from kvflow.checks import counted
 from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Scheduled, TablesOf
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, awaited_in, name_of, rendezvous_in
@@ -246,7 +247,8 @@ class ProducerBook:
         if request.saved is not None:
             self._grow(request, request.saved, block_ids(request.request_id))
         elif request.serve_id is not None and not self._config.offered_of(request.num_prompt_tokens):
-            self._decline(request, f"of {request.num_prompt_tokens} tokens nothing is offered: full blocks only")
+            prompt = counted(request.num_prompt_tokens, "token")
+            self._decline(request, f"of {prompt} nothing is offered: full blocks only")
         elif request.serve_id is not None or request.complete:
             self._offer(request, block_ids(request.request_id), request.serve_id)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvflow.checks import counted
 from kvflow.connector.paged_groups import PagedGroup
 from kvflow.connector.step import NO_BLOCK, BlockTables, Shelved
 from kvflow.core.plan.descriptors import given_block_ids
@@ -62,7 +63,7 @@ class PagedShelf:
         self._left: dict[int, asyncio.Future[None]] = {}
 
     def __repr__(self) -> str:
-        return f"<PagedShelf {len(self._entries)} keys, {len(self._runs)} runs>"
+        return f"<PagedShelf {counted(len(self._entries), 'key')}, {counted(len(self._runs), 'run')}>"
 
     @property
     def open_runs(self) -> int:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from msgspec import structs
 
+from kvflow.checks import counted
 from kvflow.connector.engine import Scheduled
 from kvflow.connector.step import NO_BLOCK, Shelved, Step
 
@@ -55,7 +56,8 @@ class Shelving:
         """Blocks of requests that have ended since the last step; some may have been given to something else."""
 
     def __repr__(self) -> str:
-        return f"<Shelving {len(self._key_of)} blocks of {len(self._prompts)} requests and former ones>"
+        blocks, requests = counted(len(self._key_of), "block"), counted(len(self._prompts), "request")
+        return f"<Shelving {blocks} of {requests} and former ones>"
 
     @property
     def must_tell(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from kvflow.checks import count
+from kvflow.checks import count, counted
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.prompts import check_prompt
@@ -107,7 +107,7 @@ def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
     if request.prompt is not None:
         check_prompt(ticket, request.prompt, what)
         if len(request.prompt) < ticket.offered_tokens:
-            raise PromptMismatch(f"{what}: its prompt has {len(request.prompt)} tokens, {offers}")
+            raise PromptMismatch(f"{what}: its prompt has {counted(len(request.prompt), 'token')}, {offers}")
     if request.num_tokens is not None and request.num_tokens != ticket.offered_tokens:
         raise PromptMismatch(f"{what}: {request.num_tokens} tokens are expected, {offers}")
 

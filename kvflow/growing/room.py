@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.errors import RequestError
@@ -18,7 +19,7 @@ def check_room(
         first, filled = cached_tokens // size if group.whole else 0, -(-tokens // size)
         if len(ids) and first + len(ids) > filled:
             places = f"for tokens {first * size} to {(first + len(ids)) * size} (cached_tokens {cached_tokens})"
-            given = f"{len(ids)} local blocks{_of(groups, group)} of {size} tokens"
+            given = f"{counted(len(ids), 'local block')}{_of(groups, group)} of {counted(size, 'token')}"
             raise RequestError(f"{what}: {given}, {places}, but {which} fill {filled}")
 
 
@@ -60,16 +61,17 @@ def check_place(
     if begun and all(cached_tokens % size for size in begun):
         sizes = " or ".join(map(str, dict.fromkeys(begun)))
         raise RequestError(f"{what}: cached_tokens is {cached_tokens}, no multiple of blocks of {sizes} tokens")
-    offer = f"the {tokens} tokens that {whose} offers"
+    offer = f"the {tokens} token{'' if tokens == 1 else 's'} that {whose} offers"
     for group, ids in zip(groups, tables, strict=True):
         size, count = group.block_size, len(ids)
         first, end = cached_tokens // size, -(-tokens // size)
-        given = f"{what}: {count} local blocks{_of(groups, group)} of {size} tokens"
+        given = f"{what}: {count} local block{'' if count == 1 else 's'}{_of(groups, group)} of {size} tokens"
         if group.whole and count and first + count != end:
             places = f"for tokens {first * size} to {(first + count) * size} (cached_tokens {cached_tokens})"
             raise kind(f"{given}, {places}, but {offer} fill {end}")
         if group.whole and not count and not tokens <= cached_tokens <= end * size:
-            raise kind(f"{given}, with {cached_tokens} tokens cached, but {offer} fill {end} blocks")
+            cached = counted(cached_tokens, "token")
+            raise kind(f"{given}, with {cached} cached, but {offer} fill {counted(end, 'block')}")
         if group.kind is GroupKind.STATE and count > 1:
             raise RequestError(f"{given}, but {offer} have 1")
         if group.whole or group.kind is GroupKind.STATE or not count:
@@ -79,7 +81,7 @@ def check_place(
         known = not all(size % other for other in whole) or (told is not None and -(-told // size) == end)
         if not known:
             said = "num_tokens is not given" if told is None else f"the caller expects {told}"
-            raise kind(f"{given} end where the prompt does, but {said}, and {whose} offers {tokens} tokens")
+            raise kind(f"{given} end where the prompt does, but {said}, and {whose} offers {counted(tokens, 'token')}")
 
 
 def _of(groups: Sequence[GroupFacts], group: GroupFacts) -> str:

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
 from kvflow.blocking import Lease
+from kvflow.checks import counted
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.errors import KVFlowError
 from kvflow.runtime.producer.lease import ServeRequest
@@ -148,7 +149,7 @@ class KVFlowSender(CommonKVSender):
         digest = prompt_digest(wanted.name, self.prompt)
         if digest == wanted.prompt:
             return ""
-        ours = f"the prefill server's has {len(self.prompt)} tokens and digest {digest}"
+        ours = f"the prefill server's has {counted(len(self.prompt), 'token')} and digest {digest}"
         theirs = f"the decode server's has {wanted.prompt_tokens} and digest {wanted.prompt}"
         return f"PromptMismatch: room {int(self.bootstrap_room)} has two prompts: {ours}, {theirs}"
 

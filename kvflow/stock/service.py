@@ -164,7 +164,9 @@ def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMe
         raise ConfigError(f"stock serve_version: groups of {sorted(counts)} blocks: stock readers take one number")
     regions, layers = ours.regions, sorted(ours.layers)
     if pose.region_names and len(pose.region_names) != len(layers):
-        raise ConfigError(f"stock region_names: {len(pose.region_names)}, but there are {len(layers)} layers")
+        raise ConfigError(
+            f"stock region_names: {len(pose.region_names)}, expected one for each of {len(layers)} layers"
+        )
     names = dict(zip(layers, pose.region_names, strict=False))
     tables = [ours.sets[which].regions for which, _ in (region.at for region in regions)]
     first = ours.sets[0].regions

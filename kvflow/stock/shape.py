@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.checks import few
+from kvflow.checks import counted, few
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
@@ -250,7 +250,7 @@ def _regions_of(found: StockMetadata, regions: Sequence[OurRegion], *, whole: bo
     """Our region for each of theirs: they name their first layers, or are in our order where they have no names."""
     count = len(found.kv_caches_base_addr)
     if whole and count != len(regions):
-        raise Unfit(f"layers: ours {len(regions)}, theirs {count} regions")
+        raise Unfit(f"layers: ours {len(regions)}, theirs {counted(count, 'region')}")
     if found.region_names is None:
         if not whole:
             raise Unfit("layers: a pipeline stage has to name its layers (vLLM 0.30 and later)")

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions, device_of, map_spans
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
@@ -139,7 +140,7 @@ class BlockStore:
             failed = {path: OSError(f"not done within {bound_s:g} s (load_deadline_s)")}
         if failed:
             file, why = next(iter(failed.items()))
-            left = f"files of {len(files)} entries that were dropped may be back at the next start"
+            left = f"files of {counted(len(files), 'entry', 'entries')} that were dropped may be back at the next start"
             raise StorageFailed(f"store {path!r}: {left}: {file}: {why}", request_id="")
         return len(files)
 
@@ -196,7 +197,7 @@ class BlockStore:
             needed = -(-given.num_tokens // group.block_size)
             if len(ids) > needed or (group.whole and len(ids) < needed):
                 raise RequestError(
-                    f"{what}: {len(ids)} blocks of {group.block_size} tokens in group {group.name!r}, "
+                    f"{what}: {counted(len(ids), 'block')} of {group.block_size} tokens in group {group.name!r}, "
                     f"num_tokens {given.num_tokens} take {needed}"
                 )
         if not len(entries):

@@ -10,6 +10,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 
+from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.connector.parameters import Dialect
 from kvflow.connector.scheduler import SchedulingConfig
@@ -57,7 +58,8 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
             return Ticket.from_params(params)
         ticket = read_stock(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max, left=left)
         if len(ticket.block_tables) != len(groups):
-            raise RequestError(f"stock params: {len(ticket.block_tables)} groups of blocks, ours are {len(groups)}")
+            theirs = counted(len(ticket.block_tables), "group")
+            raise RequestError(f"stock params: {theirs} of blocks, ours are {len(groups)}")
         for group, table in zip(groups, ticket.block_tables, strict=True):
             if (lost := lost_block(ticket, group, table)) is not None:
                 raise RequestError(

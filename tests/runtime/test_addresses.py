@@ -135,7 +135,7 @@ FAILURES: dict[str, tuple[type[KVFlowError], Callable[[Lease], Ticket], str]] = 
     "cut otherwise": (
         PeerIncompatible,
         lambda lease: altered(lease.ticket, model_kv_heads=64),
-        "ours 2 on each of 1 ranks, theirs 2 on each of 1 ranks, where one side says that the model has 64",
+        "ours 2 on each of 1 rank, theirs 2 on each of 1 rank, where one side says that the model has 64",
     ),
     "a block that is none": (
         RequestError,

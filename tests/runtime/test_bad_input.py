@@ -22,7 +22,7 @@ SERVE: list[tuple[dict[str, Any], str]] = [
     ({"block_ids": [16]}, "request 'r': block_ids: block id 16 is not in 0..15"),
     ({"block_ids": [1, 2, 1], "num_tokens": 12}, "block id 1 is given twice"),
     ({"block_ids": [[1]]}, LISTS),
-    ({"block_ids": [1, 2]}, "2 block ids, but 4 tokens fill 1 blocks of 4"),
+    ({"block_ids": [1, 2]}, "2 block ids, but 4 tokens fill 1 block of 4"),
     ({"block_ids": [], "num_tokens": -1}, "num_tokens: expected a whole number from 0 to 4294967294"),
     ({"request_id": "x" * 513}, "request_id: expected 1 to 512 characters"),
 ]
@@ -184,7 +184,7 @@ async def test_what_again_brings_was_changed_on_its_way(pair: EnginePair) -> Non
 async def test_leases_are_bounded_and_the_limit_is_named() -> None:
     async with open_pair(limited(PATIENT, leases_max=2)) as pair:
         leases = [pair.offer([block], f"r{block}") for block in range(2)]
-        with pytest.raises(RequestError, match=r"2 leases are open \(limits.leases_max\)"):
+        with pytest.raises(RequestError, match=r"no more than 2 leases may be open \(limits.leases_max\)"):
             pair.offer([5], "one too many")
         leases.pop().revoke()
         pair.offer([5], "fits again")

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, shown
+from kvflow.checks import INT64_MAX, counted, shown
 from kvflow.core.bounds import Count, Name
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, device_of, map_regions
@@ -231,7 +231,8 @@ def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout |
     named = [name for one in layouts for name in one.layer_names]
     if len(named) != len(set(named)) or set(named) != set(layers):
         odd = next(iter(sorted(set(named) ^ set(layers)) or named))
-        raise LayoutError(f"{what}: {len(layers)} layers, layouts name {len(named)}: not one layout for {odd!r}")
+        count = counted(len(layers), "layer")
+        raise LayoutError(f"{what}: {count}, layouts name {len(named)}: not one layout for {odd!r}")
     for one in layouts:
         for name in ("block_size", "num_blocks"):
             if getattr(one, name) != getattr(first, name):
@@ -263,8 +264,8 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
         first = pools.setdefault(group.pool, group)
         if first.num_blocks // first.split != group.num_blocks // group.split:
             raise LayoutError(
-                f"group {group.name!r}: it has {group.num_blocks // group.split} blocks, group {first.name!r} of the "
-                f"same pool {group.pool!r} has {first.num_blocks // first.split}"
+                f"group {group.name!r}: it has {counted(group.num_blocks // group.split, 'block')}, "
+                f"group {first.name!r} of the same pool {group.pool!r} has {first.num_blocks // first.split}"
             )
     return groups
 

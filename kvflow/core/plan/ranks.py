@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvflow.checks import counted
 from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences, of_model, sources_of, stages_max
 
 
@@ -30,7 +31,8 @@ def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: in
     """
     stages = stages_max(ours)
     if parallelism.pp_size > stages:
-        return RankPlan(f"pp_size {parallelism.pp_size}, but the model has {stages} layers: each stage has one", (), ())
+        layers = counted(stages, "layer")
+        return RankPlan(f"pp_size {parallelism.pp_size}, but the model has {layers}: each stage has one", (), ())
     problems: list[str] = []
     tp_ranks: set[int] = set()
     for mine in of_model(ours):

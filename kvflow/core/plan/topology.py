@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.checks import few
+from kvflow.checks import counted, few
 from kvflow.config import RANKS_MAX, Config
 from kvflow.core.bounds import Count, Fact, Layers, RankCount, RankIndex, Size
 from kvflow.core.cache.layout import PLAIN, CacheLayout
@@ -278,7 +278,7 @@ def _head_difference(ours: CacheShare, theirs: CacheShare) -> str:
     heads = kv_heads_of_model(ours, theirs)
     if all(_divides(side.tp_size, heads) and side.kv_heads == max(heads // side.tp_size, 1) for side in (ours, theirs)):
         return ""
-    ours_text, theirs_text = (f"{side.kv_heads} on each of {side.tp_size} ranks" for side in (ours, theirs))
+    ours_text, theirs_text = (f"{side.kv_heads} on each of {counted(side.tp_size, 'rank')}" for side in (ours, theirs))
     of_model = f", where one side says that the model has {heads}" if ours_text == theirs_text else ""
     return f"{_heads_word(ours)}: ours {ours_text}, theirs {theirs_text}{of_model}"
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow import checks
-from kvflow.checks import shown
+from kvflow.checks import counted, shown
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.errors import BlocksBusy, RequestError
 
@@ -105,7 +105,7 @@ class BlockLedger:
         for pool, count in needed.items():
             if count > there[pool]:
                 of_pool = f" of pool {pool!r}" if len(self._groups) > 1 else ""
-                raise RequestError(f"{what} need {count} blocks{of_pool}, there are {there[pool]}")
+                raise RequestError(f"{what} need {counted(count, 'block')}{of_pool}, there are {there[pool]}")
 
     def _by_group(self, block_ids: Any, what: str) -> Sequence[Any]:
         if isinstance(block_ids, Mapping):

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, overload
 
 import msgspec
 
-from kvflow.checks import answer, count, shown, whole_numbers
+from kvflow.checks import answer, count, counted, shown, whole_numbers
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch, RequestError
 
@@ -158,7 +158,8 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
     what = f"request {request_id!r}: prompt"
     if count(token_ids, what) < num_tokens:
         raise RequestError(
-            f"request {request_id!r}: the prompt has {len(token_ids)} tokens, fewer than num_tokens {num_tokens}"
+            f"request {request_id!r}: the prompt has {counted(len(token_ids), 'token')}, fewer than num_tokens "
+            f"{num_tokens}"
         )
     return prompt_digest(request_id, _beginning(token_ids, num_tokens, what))
 
@@ -173,7 +174,8 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
         return
     if found < offered:
         raise PromptMismatch(
-            f"{what}: its prompt has {found} tokens, the ticket of request {ticket.request_id!r} offers {offered}"
+            f"{what}: its prompt has {counted(found, 'token')}, the ticket of request {ticket.request_id!r} offers "
+            f"{offered}"
         )
     digest = prompt_digest(ticket.request_id, _beginning(token_ids, offered, f"{what}: prompt"))
     if digest == ticket.prompt_digest:
@@ -222,7 +224,7 @@ def check_alike(first: Ticket, other: Ticket, what: str) -> None:
         return
     ours, theirs = (f"{one.engine_id!r} at {one.address}" for one in (first, other))
     if first.offered_tokens != other.offered_tokens:
-        offers = f"{ours} offers {first.offered_tokens} tokens, {theirs} {other.offered_tokens}"
+        offers = f"{ours} offers {counted(first.offered_tokens, 'token')}, {theirs} {other.offered_tokens}"
         raise PromptMismatch(f"{what}: its tickets are not of one prompt: {offers}")
     told = {first.prompt_digest, other.prompt_digest} - {""}
     if first.request_id == other.request_id and len(told) > 1:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, check_block_ids, match_chunks
@@ -72,7 +73,7 @@ def known_so_far(ticket: Ticket, source: Source) -> list[BlockIds]:
         for at, total in enumerate(ticket.block_counts):
             if total > source.connection.num_blocks[at]:
                 raise RequestError(
-                    f"{what}: {total} blocks in the end, but there are {source.connection.num_blocks[at]}"
+                    f"{what}: {counted(total, 'block')} in the end, but there are {source.connection.num_blocks[at]}"
                 )
             tables[at] = np.concatenate((tables[at], np.full(total - len(tables[at]), -1, dtype=np.int64)))
     return tables

@@ -10,7 +10,7 @@ import asyncio
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 
-from kvflow.checks import is_name
+from kvflow.checks import counted, is_name
 from kvflow.core.cache.backends import heads_are_apart
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
@@ -248,8 +248,8 @@ def _opaque(regions: Regions, kv_format: str) -> str:
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
     if heads_are_apart(kv_format, regions.block):
-        return f"{tokens} tokens of any heads, {run} bytes of {parts} each"
-    return f"{tokens} tokens of {heads} heads, {run} bytes of {parts} each, strides {strides}"
+        return f"{counted(tokens, 'token')} of any heads, {run} bytes of {parts} each"
+    return f"{counted(tokens, 'token')} of {counted(heads, 'head')}, {run} bytes of {parts} each, strides {strides}"
 
 
 def _head_bytes(regions: Regions) -> int:

@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts, GroupKind, tokens_held
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.events import DeviceEvent, Watch
@@ -141,7 +142,9 @@ class OfferedBlocks:
         with ExitStack() as undo:
             seal_index = self._seals.take()
             if seal_index is None:
-                raise RequestError(f"{what}: {self._seals.count} leases are open (limits.leases_max)")
+                raise RequestError(
+                    f"{what}: no more than {counted(self._seals.count, 'lease')} may be open (limits.leases_max)"
+                )
             undo.callback(self._seals.give_back, seal_index)
             self._ledger.lease(entries)
             undo.callback(self._ledger.release, entries)
@@ -229,7 +232,7 @@ class OfferedBlocks:
         size, filled = group.block_size, -(-tokens // group.block_size)
         if count > filled:
             given = f"{count} block ids{self._of(group)}"
-            raise RequestError(f"{what}: {given}, but {tokens} tokens fill {filled} blocks of {size}")
+            raise RequestError(f"{what}: {given}, but {tokens} tokens fill {counted(filled, 'block')} of {size}")
 
     def _of(self, group: GroupFacts) -> str:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
