@@ -1164,7 +1164,7 @@ def test_a_prompt_that_was_preempted_and_is_computed_anew_is_offered() -> None:
         ([10, 11, 12], "a table for each of 3 groups"),
         (([10, 11, 12], [NULL] * 4 + [34, 35, 36], [7]), "of 4 tokens, of which it has 3"),
         (([10, 11, 12, 13], [34, 35, 36], [7]), "of 2 tokens, of which it has 3"),
-        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], []), "of 1 tokens, of which it has 0"),
+        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], []), "of 1 token, of which it has 0"),
     ],
 )
 def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, problem: str) -> None:

@@ -107,7 +107,7 @@ def test_a_prefix_that_is_there_twice_is_there_until_both_are_gone() -> None:
     shelf.take([3])
     assert found(shelf, PROMPT) is None
     shelf.take([2, 4])
-    assert repr(shelf) == "<PagedShelf 0 keys, 1 runs>"
+    assert repr(shelf) == "<PagedShelf 0 keys, 1 run>"
 
 
 def test_a_block_that_comes_to_hold_something_else_without_being_reused_is_that() -> None:
