@@ -35,6 +35,7 @@ def copy(tmp_path: Path) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", PARTS)
 def test_the_core_works_without_a_part(copy: Path, part: str) -> None:
+    """Thorough: see `test_imports_point_to_the_inner_rings` of `test_house.py`."""
     shutil.rmtree(copy / "kvflow" / part)
     shutil.rmtree(copy / "tests" / part)
     names = copy / "kvflow" / "__init__.py"
