@@ -9,6 +9,8 @@
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
     python3 dev.py sglang [options] the tests against real SGLang servers, on the CPU
     python3 dev.py ray [options]    the same server on Ray Serve: a local cluster of three nodes (--test runs its tests)
+    python3 dev.py simulate [options] engines in virtual time under random faults, every promise checked (--help)
+    python3 dev.py bars [DIR ...]   how large the house is: lines, classes, messages, what an import loads
     python3 dev.py bench NAME       benches for work on kvflow itself (without NAME: which there are)
     python3 dev.py peers [options]  one of them: kvflow beside Dynamo's nixl_connect and Mooncake's engine
     python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (--device cpu: a trial)
@@ -93,6 +95,8 @@ COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
     "test": (MAIN, DEV, ("-m", "pytest", "-n", "3")),
     "types": (MAIN, DEV, ("-m", "mypy")),
+    "bars": (MAIN, DEV, ("-m", "tests.bars")),
+    "simulate": (MAIN, DEV, ("-m", "tests.simulator")),
     "bench": (MAIN, DEV, ("-m", "tests.bench")),
     "peers": (PEERS, "", ("-m", "tests.bench", "peers")),
     "setup": (MAIN, DEV, ("--version",)),

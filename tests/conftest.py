@@ -22,7 +22,7 @@ __all__ = ["written"]
 
 HERE = Path(__file__).parent
 collect_ignore = ["ray", "sglang", "vllm"]  # each has an environment and a pytest.ini of its own
-COMPUTING = ("core", "testing")
+COMPUTING = ("core", "simulator", "testing")
 """Tests that compute and wait for nothing, so the bound of those that hang is none for them."""
 
 PROCESSES = ("accelerator", "nixl", "bench", "gpu", "examples", "doctor", "cli")

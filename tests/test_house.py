@@ -116,7 +116,6 @@ LOOKING_AGAIN = {
 # Where kvflow writes to its log is `logs.logger_of`, which lets no text begin a line. Loggers that nothing is told to:
 LOGGERS_AS_A_WHOLE = {
     "kvflow/vllm/connector.py": "kvflow's lines go where vLLM's go",
-    "kvflow/testing/simulator/simulation.py": "a simulation says nothing",
     "kvflow/testing/cancel.py": "lines of runs that are over are kept back",
 }
 DOUBLES_MAX = 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -93,50 +92,6 @@ def trace(
     if shares := list(overlap(lines).values()):
         share = f"{statistics.median(shares):.0%} of the tokens (median) had landed when the last one was computed"
         notes.print(f"{counted(len(shares), 'load')} of leases that grew: {share}")
-
-
-@app.command()
-def simulate(
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds; each is one run of several engines.")] = 500,
-    start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the seeds.")] = 1,
-    failures: Annotated[int, typer.Option(min=1, help="Stop after so many seeds have failed.")] = 5,
-) -> None:
-    """Run kvflow's engines in virtual time under random faults, and check every promise after every step.
-
-    A seed that fails is printed with the command that replays it; then the exit code is 1.
-    """
-    from kvflow.cli.simulate import print_summary, run_all
-
-    begun_s = time.monotonic()
-    summary = run_all(start, seeds, jobs, failures_max=failures, notes=Console(stderr=True, highlight=False))
-    print_summary(summary, time.monotonic() - begun_s, Console(highlight=False))
-    if summary.failed:
-        raise typer.Exit(code=1)
-
-
-@app.command()
-def top(
-    urls: Annotated[list[str], typer.Argument(help="Metrics of engines, http://host:port/metrics.")],
-    interval_s: Annotated[float, typer.Option(min=0.1, help="How often they are asked.")] = 2.0,
-    once: Annotated[
-        bool, typer.Option(help="Print once, of two scrapes, and exit: 1 if no rank has answered.")
-    ] = False,
-    engines: Annotated[
-        bool | None, typer.Option(help="One row for each engine, or for each rank; by how many there are.")
-    ] = None,
-) -> None:
-    """Watch the engines of a fleet by their Prometheus metrics: loads by phase, leases, blocks, peers, rates."""
-    from kvflow.cli.scrape import check_urls
-    from kvflow.cli.top import watch
-
-    with told("top", ConfigError, exit_code=2):
-        checked = check_urls(urls)
-    try:
-        seen = watch(checked, Console(highlight=False), interval_s=interval_s, once=once, engines=engines)
-    except KeyboardInterrupt:
-        return
-    raise typer.Exit(code=int(not seen))
 
 
 @app.command()

@@ -21,8 +21,8 @@ from kvflow.testing.pair import (
     nixl_pair,
 )
 from kvflow.testing.shelf import BlockShelf
-from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
+from kvflow.testing.weather import Weather
 from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
 
 __all__ = [

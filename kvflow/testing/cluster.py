@@ -24,10 +24,10 @@ from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import CacheSize, TestEngine, open_engine
 from kvflow.testing.side_channel import Exchange, InprocSideChannel, own_host
-from kvflow.testing.simulator.network import Network, SimHost
-from kvflow.testing.simulator.settings import Weather, draw_weather
-from kvflow.testing.simulator.world import make_world
+from kvflow.testing.simulated_network import Network, SimHost
+from kvflow.testing.simulated_world import make_world
 from kvflow.testing.virtual_loop import Life, VirtualLoop
+from kvflow.testing.weather import Weather, draw_weather
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 ResultT = TypeVar("ResultT")

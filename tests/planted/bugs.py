@@ -1,6 +1,6 @@
 """Bugs that the suite has to find: small mistakes all over the package, each with the tests that are to notice.
 
-They are beyond what the simulator and the planner are tried with (tests/testing/test_mutations.py, and
+They are beyond what the simulator and the planner are tried with (tests/simulator/test_mutations.py, and
 tests/runtime/test_plan_mutations.py). A bug is a piece of text that is in the package exactly once, and what stands
 there instead. So it survives that code moves; where the text itself is gone the bug has to be planted anew:
 `python -m tests.planted` says so.

@@ -33,6 +33,7 @@ import typer.main
 from kvflow import Config
 from kvflow.cli.app import app
 from tests.bench.__main__ import bench
+from tests.simulator.__main__ import app as simulator
 
 ROOT = Path(__file__).parents[2]
 OF_GITHUB = ("CONTRIBUTING", "RELEASING", "SECURITY", "STYLE")
@@ -204,6 +205,8 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             pass
         case ["python", "-m", "tests.bench", *rest]:
             check_typer(bench, rest, complete=complete)
+        case ["python", "-m", "tests.simulator", *rest]:
+            check_typer(simulator, rest, complete=complete)
         case ["python", "-m", module, *_] if module.startswith("tests."):
             assert (ROOT / module.replace(".", "/") / "__main__.py").is_file(), words
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed

@@ -17,10 +17,10 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.proof import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
 from kvflow.testing.side_channel import InprocSideChannel
-from kvflow.testing.simulator.network import Network, SimFlight, SimHost
-from kvflow.testing.simulator.settings import Weather
-from kvflow.testing.simulator.world import send_through
+from kvflow.testing.simulated_network import Network, SimFlight, SimHost
+from kvflow.testing.simulated_world import send_through
 from kvflow.testing.virtual_loop import Life, VirtualLoop
+from kvflow.testing.weather import Weather
 from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, PeerGone, ReadEnded
 from kvflow.transport.inproc import InprocTransport, Row
 from tests.support.tests_support import each, in_virtual_time

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.testing.simulator import offering
-from kvflow.testing.simulator.actions import DELIVERIES, Delivery, pick, survive
-from kvflow.testing.simulator.work import SimOffer
+from tests.simulator import offering
+from tests.simulator.actions import DELIVERIES, Delivery, pick, survive
+from tests.simulator.work import SimOffer
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import SimEngine
-    from kvflow.testing.simulator.simulation import Simulation
+    from tests.simulator.engine import SimEngine
+    from tests.simulator.simulation import Simulation
 
 _REVOKED_SHARE = 0.1
 _EARLY_SHARE = 0.15  # of requests: their consumer hears of them before their producer

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from budgets import budget
 
-from kvflow.testing.simulator import describe, simulate
-from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE
-from kvflow.testing.simulator.sharing import STRIKES
+from tests.simulator import describe, simulate
+from tests.simulator.actions import DELIVERIES, TROUBLE
+from tests.simulator.sharing import STRIKES
 
 ROOT = Path(__file__).parents[2]
 SEEDS_PER_TEST = budget(48, 96)
@@ -21,7 +21,7 @@ SEEDS = budget(48, 192)
 SEEDS_TWICE = budget(2, 8)
 
 PRINT_DIGESTS = f"""
-from kvflow.testing.simulator import simulate
+from tests.simulator import simulate
 print(*(simulate(seed).digest for seed in range({SEEDS_TWICE})))
 """
 

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from kvflow.testing.side_channel import Exchange
-from kvflow.testing.simulator.settings import CALM, Weather
 from kvflow.testing.virtual_loop import Life, LifeState, VirtualLoop, life_of
+from kvflow.testing.weather import CALM, Weather
 from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 

@@ -20,17 +20,18 @@ from typing import Any
 
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.open_lease import LeaseOutcome
-from kvflow.testing.simulator import loading, offering, sharing
-from kvflow.testing.simulator.actions import TROUBLE, nap, pick
-from kvflow.testing.simulator.checks import check_changed, check_quiet
-from kvflow.testing.simulator.engine import SimEngine
-from kvflow.testing.simulator.network import Network, SimFlight
-from kvflow.testing.simulator.prompts import Prompts
-from kvflow.testing.simulator.routing import request
-from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
-from kvflow.testing.simulator.work import LoadPlan, RankLoad, SimOffer, SimRank
+from kvflow.testing.simulated_network import Network, SimFlight
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
+from kvflow.testing.weather import CALM
 from kvflow.transport.inproc import Row, flip
+from tests.simulator import loading, offering, sharing
+from tests.simulator.actions import TROUBLE, nap, pick
+from tests.simulator.checks import check_changed, check_quiet
+from tests.simulator.engine import SimEngine
+from tests.simulator.prompts import Prompts
+from tests.simulator.routing import request
+from tests.simulator.settings import Settings, draw_settings
+from tests.simulator.work import LoadPlan, RankLoad, SimOffer, SimRank
 
 logger = logger_of(__name__)
 
@@ -386,5 +387,5 @@ def describe(result: Result) -> str:
     lines += [f"  {what}" for what in (*settings.shapes, settings.weather, settings.base, *result.events)]
     if violation is not None:
         lines.append(f"{violation.time_s:.6f} s, step {violation.step}: {violation.what}")
-    lines.append(f"replay: kvflow simulate --seeds 1 --start {settings.seed}")
+    lines.append(f"replay: python3 dev.py simulate --seeds 1 --start {settings.seed}")
     return "\n".join(lines)

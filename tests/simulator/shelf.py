@@ -18,12 +18,12 @@ from kvflow.errors import RuntimeUnavailable
 from kvflow.prefix.prefix_cache import Run
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.producer.lease import Lease, ServeRequest
-from kvflow.testing.simulator.prompts import SPAN, Path, SimPrompt
-from kvflow.testing.simulator.work import all_over
+from tests.simulator.prompts import SPAN, Path, SimPrompt
+from tests.simulator.work import all_over
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import SimEngine
-    from kvflow.testing.simulator.work import SimRank
+    from tests.simulator.engine import SimEngine
+    from tests.simulator.work import SimRank
 
 _SLOW_SHARE = 0.2  # of shelves: they live in another process, and answer later
 _SLOW_S = 0.005  # mean time until then

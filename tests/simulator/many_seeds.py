@@ -1,4 +1,4 @@
-"""`kvflow simulate`: many seeds of the simulator, on several processes, and how to replay one that failed."""
+"""`python3 dev.py simulate`: many seeds of the simulator, on several processes, and how to replay one that failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from kvflow.checks import counted
-from kvflow.testing.simulator import Result, describe, simulate
+from tests.simulator import Result, describe, simulate
 
 _SEEDS_PER_JOB = 25
 _SAY_EVERY_S = 10.0

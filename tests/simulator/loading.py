@@ -14,13 +14,13 @@ from kvflow.errors import ChecksumMismatch, KVFlowError, PrefillFailed, RequestE
 from kvflow.runtime.load.load import Load as Handle
 from kvflow.runtime.load.requests import Again, LoadReport, LoadRequest, Verification
 from kvflow.runtime.records import Attempt
-from kvflow.testing.simulator.checks import check_conserved
-from kvflow.testing.simulator.engine import SimEngine
-from kvflow.testing.simulator.network import LOAD
-from kvflow.testing.simulator.work import Ending, LoadPlan, RankLoad, SimLoad, SimOffer, SimRank, all_over
+from kvflow.testing.simulated_network import LOAD
+from tests.simulator.checks import check_conserved
+from tests.simulator.engine import SimEngine
+from tests.simulator.work import Ending, LoadPlan, RankLoad, SimLoad, SimOffer, SimRank, all_over
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.simulation import Simulation
+    from tests.simulator.simulation import Simulation
 
 _FOLLOWED_EVERY = 4  # loads, by number: one whose progress somebody wants to know
 _MISPLACED_EVERY = 5  # loads, by number: one whose engine first says the wrong place of its blocks

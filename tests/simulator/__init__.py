@@ -1,5 +1,5 @@
 """A deterministic simulator of several engines: one seed is one run, the same every time."""
 
-from kvflow.testing.simulator.simulation import Result, Violation, describe, simulate
+from tests.simulator.simulation import Result, Violation, describe, simulate
 
 __all__ = ["Result", "Violation", "describe", "simulate"]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted_prefixes import PREFIX_MUTATIONS
 
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import Chunks
@@ -39,11 +38,12 @@ from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import World
 from kvflow.staging.lanes import Lane, PromptSpan
-from kvflow.testing.simulator import simulate
-from kvflow.testing.simulator.settings import model_of
 from kvflow.verify import verifying
 from kvflow.verify.cache_digests import TokenBlocks
 from kvflow.verify.verifying import Comparison
+from tests.simulator import simulate
+from tests.simulator.planted_prefixes import PREFIX_MUTATIONS
+from tests.simulator.settings import model_of
 
 SEEDS_MAX = 3000
 

@@ -13,9 +13,9 @@ from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError
 from kvflow.runtime.producer.lease import Lease, ServeRequest
-from kvflow.testing.simulator.cache import Content
-from kvflow.testing.simulator.engine import DEVICE_S, DRIFT, SimEngine
-from kvflow.testing.simulator.work import DeviceWork, SimOffer, SimRank, all_over
+from tests.simulator.cache import Content
+from tests.simulator.engine import DEVICE_S, DRIFT, SimEngine
+from tests.simulator.work import DeviceWork, SimOffer, SimRank, all_over
 
 _GROWING_SHARE = 0.5  # of prompts on a device: offered before they are computed
 _GROWING_STEPS = 2

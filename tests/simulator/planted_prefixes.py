@@ -1,4 +1,4 @@
-"""Promises about prefixes, each broken on purpose: `tests/testing/test_mutations.py` has the simulator find them."""
+"""Promises about prefixes, each broken on purpose: `tests/simulator/test_mutations.py` has the simulator find them."""
 
 from __future__ import annotations
 

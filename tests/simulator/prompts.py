@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvflow.prefix.keys import prefix_keys
-from kvflow.testing.simulator.cache import TOKENS_MAX, Content
+from tests.simulator.cache import TOKENS_MAX, Content
 
 SPAN = 4
 """Tokens that belong together: prompts fork at multiples of it."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.testing.simulator import loading
-from kvflow.testing.simulator.work import LoadPlan, SimOffer
+from tests.simulator import loading
+from tests.simulator.work import LoadPlan, SimOffer
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import SimEngine
+    from tests.simulator.engine import SimEngine
 
 ActionT = TypeVar("ActionT")
 

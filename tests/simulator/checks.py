@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ParamSpec
 from kvflow.testing.books import assert_conserved, assert_quiet
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import SimEngine
-    from kvflow.testing.simulator.work import SimRank
+    from tests.simulator.engine import SimEngine
+    from tests.simulator.work import SimRank
 
 P = ParamSpec("P")
 

@@ -15,7 +15,7 @@ import torch
 from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
-from kvflow.testing.simulator.settings import LAYERS_MAX, MODEL_KV_HEADS, Model, Shape
+from tests.simulator.settings import LAYERS_MAX, MODEL_KV_HEADS, Model, Shape
 
 HEAD_SIZE = 4
 TOKENS_MAX = 64

@@ -17,15 +17,15 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError, LoadError, PeerError, RuntimeBroken
 from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.testing.simulator.cache import first_token
-from kvflow.testing.simulator.checks import check_conserved
-from kvflow.testing.simulator.network import LOAD
-from kvflow.testing.simulator.prompts import SPAN
-from kvflow.testing.simulator.shelf import ends
-from kvflow.testing.simulator.work import PullPlan, RankLoad, SimPull, SimRank, all_over
+from kvflow.testing.simulated_network import LOAD
+from tests.simulator.cache import first_token
+from tests.simulator.checks import check_conserved
+from tests.simulator.prompts import SPAN
+from tests.simulator.shelf import ends
+from tests.simulator.work import PullPlan, RankLoad, SimPull, SimRank, all_over
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import SimEngine
+    from tests.simulator.engine import SimEngine
 
 _MOMENT_S = 1e-4  # in which each holder's load finds out that the time is over
 

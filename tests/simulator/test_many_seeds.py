@@ -1,19 +1,19 @@
-"""`kvflow simulate`: what it prints, and that a broken promise fails it and can be replayed."""
+"""`python3 dev.py simulate`: what it prints, and that a broken promise fails it and can be replayed."""
 
 from __future__ import annotations
 
 import pytest
 from typer.testing import CliRunner
 
-from kvflow.cli.app import app
-from kvflow.cli.simulate import _rate
 from kvflow.core.protocol.proof import SealTable
+from tests.simulator.__main__ import app
+from tests.simulator.many_seeds import _rate
 
 runner = CliRunner()
 
 
 def test_seeds_that_keep_all_promises() -> None:
-    done = runner.invoke(app, ["simulate", "--seeds", "5", "--start", "100"])
+    done = runner.invoke(app, ["--seeds", "5", "--start", "100"])
     assert done.exit_code == 0, done.output
     assert "5 seeds in" in done.output
     assert "steps and" in done.output
@@ -28,7 +28,7 @@ def test_a_speed_of_less_than_one_a_second_is_said_by_how_long_one_takes(per_s: 
 
 
 def test_one_seed_is_one() -> None:
-    done = runner.invoke(app, ["simulate", "--seeds", "1", "--start", "100"])
+    done = runner.invoke(app, ["--seeds", "1", "--start", "100"])
     assert "0 of 1 seed broke a promise" in done.output
     assert "1 seed in" in done.output
 
@@ -36,17 +36,17 @@ def test_one_seed_is_one() -> None:
 @pytest.mark.thorough
 def test_several_processes_share_the_seeds() -> None:
     """Thorough: see `test_seeds_that_keep_all_promises` of this file."""
-    done = runner.invoke(app, ["simulate", "--seeds", "60", "--jobs", "2"])
+    done = runner.invoke(app, ["--seeds", "60", "--jobs", "2"])
     assert done.exit_code == 0, done.output
     assert "0 of 60 seeds broke a promise" in done.output
 
 
 def test_a_broken_promise_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SealTable, "tokens_missing", lambda *_: 0)
-    done = runner.invoke(app, ["simulate", "--seeds", "50", "--failures", "1"])
+    done = runner.invoke(app, ["--seeds", "50", "--failures", "1"])
     assert done.exit_code == 1
     assert "I2 is broken" in done.output
-    start = done.output.split("replay: kvflow simulate --seeds 1 --start ")[1].split()[0]
-    replayed = runner.invoke(app, ["simulate", "--seeds", "1", "--start", start])
+    start = done.output.split("replay: python3 dev.py simulate --seeds 1 --start ")[1].split()[0]
+    replayed = runner.invoke(app, ["--seeds", "1", "--start", start])
     assert replayed.exit_code == 1
     assert done.output.split("s, step")[1].split("\n")[0] in replayed.output

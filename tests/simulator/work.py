@@ -18,12 +18,12 @@ from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
-from kvflow.testing.simulator.cache import Content, RankCache
-from kvflow.testing.simulator.prompts import SimPrompt
+from tests.simulator.cache import Content, RankCache
+from tests.simulator.prompts import SimPrompt
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import SimEngine
-    from kvflow.testing.simulator.network import SimHost
+    from kvflow.testing.simulated_network import SimHost
+    from tests.simulator.engine import SimEngine
 
 Ending: TypeAlias = "LoadReport | BaseException"
 

@@ -26,17 +26,17 @@ from kvflow.errors import (
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.books import assert_closed
 from kvflow.testing.clock import LoopClock
-from kvflow.testing.simulator.cache import RankCache
-from kvflow.testing.simulator.checks import demand
-from kvflow.testing.simulator.network import SimHost
-from kvflow.testing.simulator.settings import Shape
-from kvflow.testing.simulator.shelf import Kept, SimShelf
-from kvflow.testing.simulator.work import DeviceWork, SimLoad, SimOffer, SimPull, SimRank
-from kvflow.testing.simulator.world import make_world
+from kvflow.testing.simulated_network import SimHost
+from kvflow.testing.simulated_world import make_world
 from kvflow.testing.virtual_loop import Life
+from tests.simulator.cache import RankCache
+from tests.simulator.checks import demand
+from tests.simulator.settings import Shape
+from tests.simulator.shelf import Kept, SimShelf
+from tests.simulator.work import DeviceWork, SimLoad, SimOffer, SimPull, SimRank
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.simulation import Simulation
+    from tests.simulator.simulation import Simulation
 
 _AT_ONCE_SHARE = 0.3  # of what a device is told to write
 DEVICE_S = 0.01  # mean time until it has written the rest

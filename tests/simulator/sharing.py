@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvflow.testing.simulator import offering, prefixes
-from kvflow.testing.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
-from kvflow.testing.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
-from kvflow.testing.simulator.settings import CALM
-from kvflow.testing.simulator.work import PullPlan, SimOffer
+from kvflow.testing.weather import CALM
+from tests.simulator import offering, prefixes
+from tests.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
+from tests.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
+from tests.simulator.work import PullPlan, SimOffer
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import SimEngine
-    from kvflow.testing.simulator.simulation import Simulation
+    from tests.simulator.engine import SimEngine
+    from tests.simulator.simulation import Simulation
 
 _PULLS = (20, 40)
 _PROMPTS = (8, 16)

@@ -11,7 +11,7 @@ from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.side_channel import Frames, InprocSideChannel, own_host, settle
-from kvflow.testing.simulator.network import Network, SimHost
+from kvflow.testing.simulated_network import Network, SimHost
 
 
 def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyncio.Future[Frames]], None]:
