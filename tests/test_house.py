@@ -42,7 +42,8 @@ def parsed(path: Path) -> ast.Module:
 
 
 BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}
-BENCH_FILES |= set((ROOT / "tests/gpu").rglob("*.py"))
+BENCH_FILES |= {path for path in (ROOT / "tests/simulator").rglob("*.py") if not path.name.startswith("test_")}
+BENCH_FILES |= {ROOT / "tests/bars.py", *(ROOT / "tests/gpu").rglob("*.py")}
 """Of those who work on kvflow: programs like the package's, and no tests of its behaviour."""
 SOURCES = Trees(PACKAGE.rglob("*.py"))
 BENCHES = Trees(BENCH_FILES)

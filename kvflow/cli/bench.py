@@ -19,15 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvflow.bench.child import BenchError
-from kvflow.bench.fairness import Fairness
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scenario
 from kvflow.bench.targets import Spread, Verdict
-from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
 from kvflow.cli.flags import PlainTyper
 
-SCENARIOS: dict[str, type[Scenario]] = {"transfer": Transfer, "topology": Topology, "fairness": Fairness}
+SCENARIOS: dict[str, type[Scenario]] = {"transfer": Transfer}
 _LEAST = {int: 1, float: 0.1}
 _SECONDS = re.compile("(?<!_per)_s$")
 _BORDER, _BETWEEN = 2, 2  # what the style below takes at the sides, and for each column

@@ -13,20 +13,18 @@ from kvflow.doctor.version import version_lines
 from kvflow.extras import install_line
 
 _MODULES = ("typer", "rich")
-_MODULES_OF = {"top": ("prometheus_client",)}
-"""Further packages of the extra, each needed by one command alone."""
 
 
-def missing_modules(command: str = "") -> tuple[str, ...]:
-    """Modules of the extra that are not installed, and that a command needs."""
-    return tuple(name for name in (*_MODULES, *_MODULES_OF.get(command, ())) if find_spec(name) is None)
+def missing_modules() -> tuple[str, ...]:
+    """Return the modules of the extra that are not installed."""
+    return tuple(name for name in _MODULES if find_spec(name) is None)
 
 
 def main() -> None:
     if sys.argv[1:] == ["--version"]:  # needs no extra
         print(version_lines())
         return
-    missing = missing_modules("".join(sys.argv[1:2]))
+    missing = missing_modules()
     if missing:
         sys.exit(f"kvflow: the command line needs {' and '.join(missing)}; install it with: {install_line('cli')}")
     from kvflow.cli.app import app

@@ -7,6 +7,7 @@ from pathlib import Path
 from kvflow.bench.scenario import Outcome, Scenario
 from kvflow.cli.bench import add_scenario
 from kvflow.cli.flags import PlainTyper
+from tests.bench.fairness import Fairness
 from tests.bench.fleet.figure import draw
 from tests.bench.fleet.scenario import FleetBench
 from tests.bench.flow.scenario import Flow
@@ -16,9 +17,12 @@ from tests.bench.planning import Planning
 from tests.bench.prefixes import Prefixes
 from tests.bench.profiling import Profile
 from tests.bench.surviving import Surviving
+from tests.bench.topology import Topology
 from tests.bench.verifying import Verifying
 
 SCENARIOS: dict[str, type[Scenario]] = {
+    "topology": Topology,
+    "fairness": Fairness,
     "peers": Peers,
     "planning": Planning,
     "prefixes": Prefixes,

@@ -1,4 +1,4 @@
-"""`kvflow bench fairness`: the blocks of a round, and its arithmetic."""
+"""`python3 dev.py bench fairness`: the blocks of a round, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from itertools import chain
 
 import pytest
 
-from kvflow.bench.fairness import Fairness, Round, summarize
 from kvflow.bench.loads import MIB, SettingsError
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import Verdict
+from tests.bench.fairness import Fairness, Round, summarize
 
 
 def test_the_loads_of_a_round_share_no_block() -> None:

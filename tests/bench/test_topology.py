@@ -1,4 +1,4 @@
-"""`kvflow bench topology`: the cases, the blocks that follow from its options, and from loads to rows and verdicts."""
+"""`dev.py bench topology`: the cases, the blocks that follow from its options, and from loads to rows and verdicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvflow.bench.engine import LoadResult
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import Spread, Verdict
-from kvflow.bench.topology import (
+from kvflow.core.plan.topology import head_sources
+from tests.bench.topology import (
     CASES,
     CONSUMERS,
     MODEL_KV_HEADS,
@@ -23,7 +24,6 @@ from kvflow.bench.topology import (
     slice_target,
     summarize,
 )
-from kvflow.core.plan.topology import head_sources
 
 SCENARIO = Topology(size=64, layers=32, rounds=3)
 BASELINE = "HND, cut alike"

@@ -21,21 +21,12 @@ from tests.support.tests_support import each
 
 
 def test_a_bare_installation_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "missing_modules", lambda _: ("typer", "rich"))
+    monkeypatch.setattr(main, "missing_modules", lambda: ("typer", "rich"))
     with pytest.raises(SystemExit, match="needs typer and rich") as caught:
         main.main()
     given = shlex.split(str(caught.value).partition("pip install ")[2])
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert given == project["optional-dependencies"]["cli"], "not kvflow[cli]: a checkout is on no index"
-
-
-def test_a_command_that_needs_more_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "find_spec", lambda name: None if name == "prometheus_client" else name)
-    assert main.missing_modules("top") == ("prometheus_client",)
-    assert main.missing_modules("doctor") == main.missing_modules() == ()
-    monkeypatch.setattr(sys, "argv", ["kvflow", "top", "http://127.0.0.1:1/metrics"])
-    with pytest.raises(SystemExit, match=r"needs prometheus_client; install it with: pip install .*prometheus-client"):
-        main.main()
 
 
 def test_a_checkout_that_is_not_installed_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +51,8 @@ def test_the_extra_is_imported_only_when_it_is_needed() -> None:
     ("words", "options"),
     [
         ("", ""),
-        ("top", ""),
         ("doctor", ""),
         ("bench transfer", "--transport --sizes --pairs --layers --idle-s --backend --json"),
-        ("bench topology", "--transport --size --rounds --layers --json"),
-        ("bench fairness", "--transport --size --huge-loads --rounds --json"),
     ],
 )
 def test_help_names_the_options_and_shows_flags_as_flags(words: str, options: str) -> None:
@@ -78,8 +66,6 @@ def test_help_names_the_options_and_shows_flags_as_flags(words: str, options: st
     ("words", "message"),
     [
         (("transfer", "--sizes", "3.5"), "--sizes: expected 'block' or a number of MB, such as 16 or 64x1, got '3.5'"),
-        (("topology", "--size", "3"), "--size: 3 MB is no multiple of 64 tokens"),
-        (("fairness", "--size", "8"), "--size: 8 MB is no multiple of a block"),
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(words: tuple[str, ...], message: str) -> None:
@@ -108,7 +94,7 @@ print(*sorted({{'torch', 'nixl'}} & set(sys.modules)))
 def test_a_bare_installation_can_say_its_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(main, "missing_modules", lambda _: ("typer", "rich"))
+    monkeypatch.setattr(main, "missing_modules", lambda: ("typer", "rich"))
     monkeypatch.setattr(sys, "argv", ["kvflow", "--version"])
     main.main()
     assert capsys.readouterr().out.startswith(f"kvflow {kvflow.__version__}\n")

@@ -208,7 +208,8 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
         case ["python", "-m", "tests.simulator", *rest]:
             check_typer(simulator, rest, complete=complete)
         case ["python", "-m", module, *_] if module.startswith("tests."):
-            assert (ROOT / module.replace(".", "/") / "__main__.py").is_file(), words
+            at = ROOT / module.replace(".", "/")
+            assert any(file.is_file() for file in (at / "__main__.py", at.with_suffix(".py"))), words
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
             check_command([Path(command).name, *rest])
         case ["python" | ".venv/bin/python", script, *rest]:  # the second is what dev.py makes

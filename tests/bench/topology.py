@@ -1,4 +1,4 @@
-"""`kvflow bench topology`: one consumer rank loads the same tokens from producers that hold them in different cuts.
+"""`dev.py bench topology`: one consumer rank loads the same tokens from producers that hold them in different cuts.
 
 First each case has a load of which every byte is compared. In the rounds the order of the cases rotates, and one layer
 of each load is compared. A load is offered right before it is made, so what a staged producer has not copied yet
