@@ -20,7 +20,6 @@ from kvflow.prefix.keys import prefix_keys
 from kvflow.prefix.prefix_cache import Run, Shelf
 from kvflow.prefix.prefix_requests import PrefixAnswer, PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.prefix.sharing import SharedPrefixes
-from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.part import Part
@@ -28,6 +27,7 @@ from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
+from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 

@@ -28,7 +28,6 @@ from kvflow.prefix.prefix_cache import Shelf
 from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime import runtime as asynchronous
-from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.part import Part
@@ -36,6 +35,7 @@ from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.records import Observer
+from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.world import World
 from kvflow.staging.host_buffers import BlockCopier

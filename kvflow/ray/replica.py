@@ -33,8 +33,8 @@ from kvflow.errors import ConfigError, RuntimeBroken
 from kvflow.extras import install_line
 from kvflow.ray import place as places
 from kvflow.ray.place import ReplicaPlace
-from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.records import Observer
+from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState
 from kvflow.runtime.world import World

@@ -27,8 +27,6 @@ from kvflow.prefix.prefix_cache import Shelf
 from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.drain import DrainReport
-from kvflow.runtime.errand import seen
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
@@ -38,8 +36,10 @@ from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
+from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.supervisor import Supervisor
+from kvflow.runtime.tasks import seen
 from kvflow.runtime.world import World
 from kvflow.staging.host_buffers import BlockCopier
 

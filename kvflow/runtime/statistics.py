@@ -78,6 +78,7 @@ class Past:
     serving: ServingStatistics | None = None
     loading: LoadingStatistics | None = None
     transport: TransportStatistics | None = None
+    early_notifications: int = 0
 
     def with_serving(self, now: ServingStatistics | None) -> ServingStatistics | None:
         return _total(now, self.serving, (*_SERVED, *_NOTIFIED))

@@ -49,7 +49,7 @@ class Sides(EnginePair):
         said = messages.Goodbye(
             target=messages.Target("consumer", *Rank(0, 0, 0)),
             sender=messages.Target("producer", *Rank(0, 0, 0)),
-            incarnation=known(self.writer._supervisor._incarnation).name,
+            incarnation=known(self.writer._supervisor.registration).incarnation,
         )
         header = codec.our_header(cache_of(self.reader).local.compatibility.fingerprint())
         reply = self.reader._supervisor._answer(header, msgspec.structs.replace(said, **changes))

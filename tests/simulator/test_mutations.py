@@ -25,7 +25,6 @@ from kvflow.failover.several_tickets import Surviving, _Course
 from kvflow.growing.growing_loads import GrowingLoads
 from kvflow.growing.load_news import News
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.load import plan, whole
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Poller
@@ -36,6 +35,7 @@ from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.registration import Registration
 from kvflow.runtime.world import World
 from kvflow.staging.lanes import Lane, PromptSpan
 from kvflow.verify import verifying
@@ -258,13 +258,13 @@ async def land_while_the_device_writes(*_: Any) -> None:
 @mutation("I2", 2255, "sleeps")
 def keep_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that is registered again is served under the name of the one before."""
-    real, names = Incarnation.__init__, dict[object, str]()
+    real, names = Registration.__init__, dict[object, str]()
 
-    def init(self: Incarnation, config: Config, world: World, on_notification: Callable[[bytes], None]) -> None:
+    def init(self: Registration, config: Config, world: World, *rest: Any) -> None:
         name = names.setdefault((world, config.engine_id, Rank.of(config)), world.token_hex(8))
-        real(self, config, replace(world, token_hex=lambda _: name), on_notification)
+        real(self, config, replace(world, token_hex=lambda _: name), *rest)
 
-    monkeypatch.setattr(Incarnation, "__init__", init)
+    monkeypatch.setattr(Registration, "__init__", init)
 
 
 @instead_of(Serving, "close", "I2 I3", 207, "sleeps")

@@ -2,21 +2,28 @@
 
 The supervisor's task holds the group. A service (the listener, a poller) has died if it raises, or if somebody else
 cancels it. Any other task has died if it raises.
+
+What has to come to its end although who waits for it is cancelled, such as closing, is a task outside the group
+(`carried`). A host that ends cancels all tasks, that one included. So its steps hold cancellation back
+(`to_its_end`): each step is bounded, and can be begun anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
 
 from kvflow.errors import RuntimeBroken, RuntimeClosed
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
 
+ResultT = TypeVar("ResultT")
 
-class Services:
-    """All tasks that must not outlive the runtime. Made by its supervisor, in its loop."""
+
+class Tasks:
+    """All tasks of a runtime. They belong to the loop that `start` was called on."""
 
     def __init__(self, owner: str, on_break: Callable[[], None], close: Callable[[], Awaitable[None]]) -> None:
         """`on_break` is told once that a task has died. `close` closes the runtime, for when nobody else is left to."""
@@ -30,6 +37,12 @@ class Services:
         self._started = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation can be replayed
         self._supervision: asyncio.Task[None] | None = None
+        self._carried: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def started(self) -> bool:
+        """True from `start` on, also when all of it is over."""
+        return self._supervision is not None
 
     @property
     def count(self) -> int:
@@ -54,6 +67,29 @@ class Services:
         """Wait until the supervisor's task has ended, too, unless that is who waits."""
         if self._supervision is not None and self._supervision is not asyncio.current_task():
             await asyncio.wait([self._supervision])
+
+    async def carried(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Begin `work` as a task of that name, unless it is under way, and wait for it; raises what it raises.
+
+        Cancelling stops the waiting; the work goes on.
+        """
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task is not None else 0
+        while True:
+            running = self._carried.get(name)
+            if running is None or running.done():  # one that was cancelled before its first step is begun anew
+                running = self._carried[name] = asyncio.create_task(work(), name=name)
+                running.add_done_callback(seen)
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                if not running.cancelled() or (task is not None and task.cancelling() > cancels):
+                    raise
+
+    async def over(self, name: str) -> None:
+        """Wait until no work of that name is under way, however it ends. Cancelling stops the waiting."""
+        if name in self._carried:
+            await asyncio.wait([self._carried[name]])
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         """See `context.Spawn`."""
@@ -134,3 +170,21 @@ class Services:
             self._on_break()
             self._over.set()
             self._started.set()
+
+
+async def to_its_end(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None) -> ResultT:
+    """Run one step of work that is carried: if it is cancelled it is begun anew, and `on_cancel` is called."""
+    while True:
+        try:
+            return await step()
+        except asyncio.CancelledError:
+            on_cancel()
+            task = asyncio.current_task()
+            assert task is not None, "carried work is a task"
+            task.uncancel()
+
+
+def seen(task: asyncio.Future[None]) -> None:
+    """Mark the error of a task as seen: who waits gets it, it is logged, and nobody may wait."""
+    if not task.cancelled():
+        task.exception()
