@@ -71,6 +71,7 @@ RING_OF = {part: ring for ring, parts in RINGS.items() for part in parts}
 PARTS_THAT_NEED_PARTS = {
     "failover": {"growing"},
     "growing": {"staging"},
+    "prefix": {"failover"},
     "storage": {"staging", "verify"},
     "verify": {"staging"},
 }

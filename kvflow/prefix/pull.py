@@ -1,4 +1,7 @@
-"""Pulls: a prefix from whoever has most of it, as ordinary loads; what fails is read from the next holder.
+"""Pulls: seek a prefix, then load it from the holders that have most of it.
+
+The load is an ordinary one, of as many tickets as there are holders with the same number of tokens, so it goes on with
+the next holder if one fails. If all of them fail, the holders that have fewer tokens are loaded from.
 
 A load of a prefix proves as much as any load: that the lease covered the whole read. That the blocks hold what their
 keys stand for is the holder's word, as with any offer.
@@ -8,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from kvflow.config import Config
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
+from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
+from kvflow.failover.several_tickets import SOURCES_MAX
 from kvflow.prefix.prefix_requests import (
     PrefixOffer,
     PrefixReport,
@@ -28,9 +31,14 @@ from kvflow.prefix.prefix_requests import (
     checked_prefix_request,
 )
 from kvflow.prefix.search import Holder, Search
+from kvflow.prefix.seek import Seeker
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.runtime.peers.peer import LocalRank, token_bytes
+from kvflow.runtime.peers.peer import LocalRank, Reaching, token_bytes
+from kvflow.runtime.records import LOADED
 
 
 @dataclass(slots=True)
@@ -43,27 +51,17 @@ class _Pull:
     ends_s: float
     answers_end_s: float
     """Time until which peers that have not answered yet are waited for."""
+    tried: list[Holder] = field(default_factory=list)
     taken: Holder | None = None
     """The holder of the prefix that was read."""
+    told: Sequence[Holder] = ()
+    """Holders of the load that has succeeded, which gives back the leases that it has not used."""
     there: int = 0
     """Tokens of the prompt that were found, and are in the local blocks."""
-    pull_s: float | None = None
-    compute_s: float | None = None
 
     def left_s(self) -> float:
-        """Time until its deadline, not above 0 once that has passed."""
+        """Return the time until its deadline; not above 0 once that has passed."""
         return self.ends_s - asyncio.get_running_loop().time()
-
-
-class Means(NamedTuple):
-    """Means of pulls: questions to engines, and ordinary loads."""
-
-    seek: Callable[[PrefixRequest, float], Awaitable[Search]]
-    find_blocks: Callable[[GivenBlockIds, str], tuple[BlockIds, ...]]
-    parse_ticket: Callable[[Ticket | Mapping[str, Any]], Ticket]
-    start: Callable[[LoadRequest], Load]
-    keep_while: Callable[[Ticket], AbstractContextManager[None]]
-    release_soon: Callable[[Ticket], None]
 
 
 class Prefixes:
@@ -71,14 +69,20 @@ class Prefixes:
 
     def __init__(
         self,
-        config: Config,
+        context: RankContext,
         local: LocalRank,
-        means: Means,
+        reach: Reaching,
+        remote_leases: RemoteLeases,
+        loader: Loader,
+        seeker: Seeker,
     ) -> None:
-        self._config = config
+        self._config = context.config
         self._groups = local.groups
         self._token_bytes = token_bytes(local)
-        self._means = means
+        self._reach = reach
+        self._remote_leases = remote_leases
+        self._loader = loader
+        self._seeker = seeker
         self._rates = LoadRates()
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
@@ -89,7 +93,7 @@ class Prefixes:
     async def seek(self, given: PrefixRequest) -> tuple[PrefixOffer, ...]:
         """See `Runtime.seek_prefix`."""
         request = checked_prefix_request(given, self._config.limits)
-        search = await self._means.seek(request, request.answer_within_s)
+        search = await self._seeker.seek(request, request.answer_within_s)
         found = search.holders
         search.give_back(found)
         return tuple(one.offer for one in found)
@@ -98,10 +102,10 @@ class Prefixes:
         """See `Runtime.pull_prefix`."""
         request = checked_prefix_request(given, self._config.limits)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
-        tables = self._means.find_blocks(request.block_ids, request.request_id)
+        tables = self._loader.tables_of(request.block_ids, request.request_id)
         if request.rest is not None:
             try:
-                request = replace(request, rest=self._means.parse_ticket(request.rest))
+                request = replace(request, rest=self._reach.parse_ticket(request.rest))
             except RequestError as error:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
         check_blocks(request, self._groups, tables)
@@ -109,57 +113,63 @@ class Prefixes:
             request = _in_whole_blocks(request, self._groups, tables)
         now_s, answers_s = asyncio.get_running_loop().time(), min(request.answer_within_s, deadline_s)
         self._counts["pulls"] += 1
-        search = await self._means.seek(request, answers_s)
+        search = await self._seeker.seek(request, answers_s)
         pull = _Pull(request, tables, search, ends_s=now_s + deadline_s, answers_end_s=now_s + answers_s)
         try:
             loads = await (self._pull(pull) if request.rest is None else self._pull_both(pull))
         finally:
-            search.give_back(() if pull.taken is None else (pull.taken,))
+            search.give_back(pull.told)
         return self._report(pull, loads)
 
     async def _pull(self, pull: _Pull) -> list[LoadReport]:
-        """Read the prefix from the best holder, or from the next if one fails before the deadline.
+        """Load the prefix from the holders that have most of it; if they fail, from those that have less.
 
-        Not after it: a load has `cancel_grace_s` to end in, and a pull has that once.
+        No load begins after the deadline: a load has `cancel_grace_s` to end in, and a pull has that once.
         """
         with ExitStack() as kept:
-            for spare in pull.search.holders[1:]:
-                kept.enter_context(self._means.keep_while(spare.offer.ticket))
-            tried = list[Holder]()
-            while pull.left_s() > 0 and (one := await pull.search.best(tried, pull.answers_end_s)) is not None:
-                tried.append(one)
-                if self._pays(pull, one):
-                    tokens = one.offer.num_tokens
-                    tables = _filled(self._groups, pull.tables, pull.request.cached_tokens, tokens)
-                    report = await self._taken(pull, one, self._start(pull, one.offer.ticket, tables, tokens=tokens))
-                    if report is not None:
-                        pull.there = tokens
-                        return [report]
+            for spare in pull.search.holders:
+                if spare.offer.num_tokens < pull.search.holders[0].offer.num_tokens:  # the load keeps the others
+                    kept.enter_context(self._remote_leases.keep_while(spare.offer.ticket))
+            while pull.left_s() > 0 and (holders := await self._best(pull)):
+                tokens = holders[0].offer.num_tokens
+                tables = _filled(self._groups, pull.tables, pull.request.cached_tokens, tokens)
+                report = await self._taken(pull, holders, self._start(pull, _tickets(holders), tables, tokens=tokens))
+                if report is not None:
+                    pull.there = tokens
+                    return [report]
+        return []
+
+    async def _best(self, pull: _Pull) -> list[Holder]:
+        """Return the holders to load from next, the best first: all have as many tokens, and pulling from each pays."""
+        while alike := await pull.search.best(pull.tried, pull.answers_end_s):
+            del alike[SOURCES_MAX:]
+            pull.tried += alike
+            if paying := [one for one in alike if self._pays(pull.request, one)]:
+                return paying
         return []
 
     async def _pull_both(self, pull: _Pull) -> list[LoadReport]:
         """Read the prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
-        best = next(iter(pull.search.holders), None)
-        if best is not None and self._pays(pull, best):
+        if holders := await self._best(pull):
             tables, cached = pull.tables, pull.request.cached_tokens
-            heads, tails = _divided(self._groups, tables, cached, best.offer.num_tokens)
+            heads, tails = _divided(self._groups, tables, cached, holders[0].offer.num_tokens)
             if any(map(len, heads)) and any(map(len, tails)):
-                return await self._pull_side_by_side(pull, best, heads, tails)
+                return await self._pull_side_by_side(pull, holders, heads, tails)
         load = self._start_rest(pull, pull.tables, pull.request.cached_tokens, keep_offer=False)
         report = await load
         pull.there = _offered(load)
         return [report]
 
     async def _pull_side_by_side(
-        self, pull: _Pull, best: Holder, heads: Sequence[BlockIds], tails: Sequence[BlockIds]
+        self, pull: _Pull, holders: Sequence[Holder], heads: Sequence[BlockIds], tails: Sequence[BlockIds]
     ) -> list[LoadReport]:
-        rest = self._start_rest(pull, tails, best.offer.num_tokens)
+        rest = self._start_rest(pull, tails, holders[0].offer.num_tokens)
         loads = [rest]
         try:
-            prefix = self._start(pull, best.offer.ticket, heads, "/prefix")
+            prefix = self._start(pull, _tickets(holders), heads, "/prefix")
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
-            report, end = await self._taken(pull, best, prefix), await rest
+            report, end = await self._taken(pull, holders, prefix), await rest
             if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
                 if pull.left_s() <= 0:
                     await prefix  # raises why it failed: the time to read its blocks from elsewhere is over
@@ -175,7 +185,7 @@ class Prefixes:
             raise
         pull.there = _offered(rest)
         assert isinstance(pull.request.rest, Ticket), "it was parsed"
-        self._means.release_soon(pull.request.rest)
+        self._remote_leases.release_soon(pull.request.rest)
         return [end] if report is None else [report, end]
 
     def _start(
@@ -191,7 +201,7 @@ class Prefixes:
     ) -> Load:
         """Start a load into `tables`, which begin at token `cached_tokens` (the request's, if None)."""
         request = pull.request
-        return self._means.start(
+        return self._loader.start(
             LoadRequest(
                 request_id=request.request_id + part,
                 ticket=ticket,
@@ -214,42 +224,52 @@ class Prefixes:
         tokens = rest.offered_tokens if rest.has_blocks and not rest.awaited else None  # the blocks are for this ticket
         return self._start(pull, rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
-    async def _taken(self, pull: _Pull, one: Holder, load: Load) -> LoadReport | None:
-        """Await a load from a holder. None if it fails and its blocks are safe, to be filled from elsewhere."""
+    async def _taken(self, pull: _Pull, holders: Sequence[Holder], load: Load) -> LoadReport | None:
+        """Await a load from holders. None if it fails and its blocks are safe, to be filled from elsewhere."""
         try:
             report = await load
         except (PeerError, LoadError) as error:
-            one.why = str(error)
-            self._counts["failed_sources"] += 1
+            self._note(holders, load, str(error))
             if not await _settled(load, pull.left_s()):
                 raise
             return None
-        pull.taken, one.why = one, ""
+        pull.told, pull.taken = holders, self._note(holders, load, "")
         if report.tokens:
-            self._rates.learn(one.offer.ticket.engine_id, report.tokens, report.total_s)
+            seconds = report.attempts[-1].seconds if report.attempts else report.total_s
+            self._rates.learn(pull.taken.offer.ticket.engine_id, report.tokens, seconds)
         return report
 
-    def _pays(self, pull: _Pull, one: Holder) -> bool:
-        """True if pulling is expected to be faster than computing. A holder that nobody knows is tried."""
-        offer = one.offer
-        per_token_s, engine_id = pull.request.recompute_s_per_token, offer.ticket.engine_id
-        tokens = offer.num_tokens - pull.request.cached_tokens
+    def _note(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
+        """Note for each holder that had its turn why it has failed. Return the one that had the last turn."""
+        assert load.work is not None, "it was started"
+        last, attempts = holders[0], load.work.attempts or ()
+        last.why = error
+        for attempt in attempts:
+            last = next(one for one in holders if one.is_at(attempt.engine_id, attempt.address))
+            last.why = "" if attempt.outcome == LOADED else attempt.error or error
+        self._counts["failed_sources"] += max(len(attempts), 1) - (not error)
+        return last
+
+    def _pays(self, request: PrefixRequest, one: Holder) -> bool:
+        """Return True if pulling is expected to be faster than computing, or the holder was never pulled from."""
+        offer, engine_id = one.offer, one.offer.ticket.engine_id
+        tokens = offer.num_tokens - request.cached_tokens
         expected_s = self._rates.expected_s(engine_id, tokens)
         queued_s = self._rates.expected_s(engine_id, offer.queued_bytes / max(self._token_bytes, 1))
-        pull.pull_s = None
         if expected_s is not None:  # other readers of that holder delay it by a second at most
-            pull.pull_s = offer.round_trip_s + expected_s + min(queued_s or 0.0, 1.0)
-        if per_token_s is None:
+            one.pull_s = offer.round_trip_s + expected_s + min(queued_s or 0.0, 1.0)
+        if request.recompute_s_per_token is None:
             return True
-        pull.compute_s = tokens * per_token_s
-        if pull.pull_s is None or pull.pull_s <= pull.compute_s:
+        one.compute_s = tokens * request.recompute_s_per_token
+        if one.pull_s is None or one.pull_s <= one.compute_s:
             return True
-        one.why = f"{tokens} tokens take {pull.pull_s:.3g} s from there, {pull.compute_s:.3g} s to compute"
+        one.why = f"{tokens} tokens take {one.pull_s:.3g} s from there, {one.compute_s:.3g} s to compute"
         self._counts["declined"] += 1
         return False
 
     def _report(self, pull: _Pull, loads: Sequence[LoadReport]) -> PrefixReport:
         request, taken = pull.request, pull.taken
+        judged = taken or (pull.tried[-1] if pull.tried else None)
         pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
         if pulled:
             self._counts["hits"] += 1
@@ -263,9 +283,13 @@ class Prefixes:
             source=taken.offer.peer if taken is not None else "",
             answers=pull.search.answers(),
             loads=tuple(loads),
-            pull_s=pull.pull_s,
-            compute_s=pull.compute_s,
+            pull_s=judged.pull_s if judged is not None else None,
+            compute_s=judged.compute_s if judged is not None else None,
         )
+
+
+def _tickets(holders: Sequence[Holder]) -> list[Ticket]:
+    return [one.offer.ticket for one in holders]
 
 
 async def _settled(load: Load, within_s: float) -> bool:

@@ -17,10 +17,18 @@ class Holder:
     offer: PrefixOffer
     why: str = "another one was taken"
     """The reason why nothing is read from it; "" if the prefix is."""
+    pull_s: float | None = None
+    """Seconds that pulling from it was expected to take."""
+    compute_s: float | None = None
+    """Seconds that computing as many tokens was said to take."""
 
     def worth(self) -> tuple[int, int]:
         """Sort key among holders: the longest prefix first, then the least busy engine."""
         return -self.offer.num_tokens, self.offer.queued_bytes
+
+    def is_at(self, engine_id: str, address: str) -> bool:
+        """Return True if its ticket names that engine, and that address first."""
+        return (self.offer.ticket.engine_id, self.offer.ticket.address) == (engine_id, address)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,16 +75,21 @@ class Search:
 
         self.asked = sorted(self.asked[at:] + self.asked[:at], key=place)
 
-    async def best(self, tried: Collection[Holder], until_s: float) -> Holder | None:
-        """The best holder that has not been tried, of those that have answered by now or answer in time."""
+    async def best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
+        """Return the holders of most tokens that were not tried, the least busy first.
+
+        They are among those that have answered by now; if there is none, the first answer until `until_s` is waited
+        for.
+        """
         while True:
             left = [one for one in self.holders if one not in tried]
             if left:
-                return min(left, key=Holder.worth)
+                most = max(one.offer.num_tokens for one in left)
+                return sorted((one for one in left if one.offer.num_tokens == most), key=Holder.worth)
             waiting = [one.task for one in self.asked if one.task is not None and not one.task.done()]
             left_s = until_s - asyncio.get_running_loop().time()
             if not waiting or left_s <= 0:
-                return None
+                return []
             await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def give_back(self, but: Collection[Holder] = ()) -> None:

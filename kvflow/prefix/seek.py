@@ -131,7 +131,10 @@ class Seeker:
             reply = await self._peers.seek(self._peers.get(at), question)
             return _within(question, reply, at) if isinstance(reply, messages.Offer) else None
 
-        replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
+        if len(ranks) == 1:  # as most engines have it: without a task of its own
+            replies: list[messages.Offer | BaseException | None] = [await one(ranks[0])]
+        else:
+            replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - begun_s
         offers = [(at, reply) for at, reply in zip(ranks, replies, strict=True) if isinstance(reply, messages.Offer)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)

@@ -30,7 +30,7 @@ from kvflow.growing.pending_loads import Meeting
 from kvflow.growing.pending_tickets import Rendezvous
 from kvflow.logs import logger_of
 from kvflow.prefix.prefix_cache import Shelf
-from kvflow.prefix.pull import Means, Prefixes
+from kvflow.prefix.pull import Prefixes
 from kvflow.prefix.seek import Seeker
 from kvflow.prefix.sharing import Leasing, SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered, refusal
@@ -121,16 +121,7 @@ class RegisteredCache:
         self.sharing: SharedPrefixes | None = None
         """The service that answers questions for prefixes, if this cache is shared."""
         seeker = Seeker(context, local, self.own_reach, self.peers, self.remote_leases)
-        leases = self.remote_leases
-        means = Means(
-            seeker.seek,
-            self.loader.tables_of,
-            self.reach.parse_ticket,
-            self.loader.start,
-            leases.keep_while,
-            leases.release_soon,
-        )
-        self.prefixes = Prefixes(context.config, local, means)
+        self.prefixes = Prefixes(context, local, self.reach, self.remote_leases, self.loader, seeker)
         self._config = context.config
         self._rank = context.identity.rank
 

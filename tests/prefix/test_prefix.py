@@ -281,6 +281,30 @@ async def test_the_rest_comes_from_the_next_source(two: Fleet, late: bool) -> No
     assert (await two.pull(peers=[first.address])).num_tokens == 0
 
 
+@pytest.mark.parametrize("fails", [0, 1, 2])
+async def test_holders_of_as_much_are_the_sources_of_one_load(fails: int) -> None:
+    """Which goes on with the next one; all that have failed say why, and what was not read is given back."""
+    async with fleet(3) as them:
+        for holder in them.holders:
+            holder.shelf.put(PROMPT[: 7 * TOKENS], range(7))  # with all of it, others would not be waited for
+        pull = await them.hold()
+        for _ in range(fails):
+            (read,) = them.reader.transport.held
+            holder = next(one for one in them.holders if read.peer.startswith(f"{one.runtime.config.engine_id}/"))
+            holder.sharing.close()
+            them.reader.transport.perform()
+            await until(lambda read=read: pull.done() or [read] != list(them.reader.transport.held) != [])  # type: ignore[misc]
+        them.release_reads()
+        report = await pull
+        (load,) = report.loads
+        assert [one.outcome for one in load.attempts] == ["LeaseExpired"] * fails + ["loaded"]
+        assert report.source.startswith(load.attempts[-1].engine_id)
+        whys = sorted(answer.why for answer in report.answers)
+        assert [why[:14] for why in whys] == ["", *["another one wa"] * (2 - fails), *["request 'req' "] * fails]
+        counts = known(them.reader.runtime.statistics().prefixes)
+        assert (counts.hits, counts.failed_sources, counts.bytes) == (1, fails, report.bytes)
+
+
 async def test_a_pull_that_is_over_reads_from_no_other_source() -> None:
     """Not even from one that is left: another load would have another time to end in."""
     async with fleet(2, base=replace(BASE, cancel_grace_s=WAIT_S)) as them:
