@@ -129,7 +129,7 @@ def end_a_prefix_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PREFIX_MUTATIONS = {
     # As in `test_mutations.MUTATIONS`.
-    "believe_a_seal_seen_meanwhile": (believe_a_seal_seen_meanwhile, "I9", 87),
+    "believe_a_seal_seen_meanwhile": (believe_a_seal_seen_meanwhile, "I9", 114),
     "unpin_as_soon_as_it_is_leased": (unpin_as_soon_as_it_is_leased, "I9", 1),
     "reclaim_without_revoking": (reclaim_without_revoking, "I9", 1),
     "revoke_without_unpinning": (revoke_without_unpinning, "I9", 1),
@@ -139,7 +139,7 @@ PREFIX_MUTATIONS = {
     "count_what_loads_count": (count_what_loads_count, "I9", 118),
     "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", 59),
     "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", 443),
-    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 30),
-    "say_that_blocks_are_safe": (say_that_blocks_are_safe, "I1", 86),
-    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I5 I9", 115),
+    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 82),
+    "say_that_blocks_are_safe": (say_that_blocks_are_safe, "I1", 33),
+    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I5 I9", 446),
 }
