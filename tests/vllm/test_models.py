@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,10 @@ BF16 = ("--dtype", "bfloat16")  # vLLM 0.32 computes linear attention on the CPU
 CHUNKED = ("--max-num-batched-tokens", "64")
 TP2 = ("--tensor-parallel-size", "2")
 DP2 = ("--data-parallel-size", "2")
+DRAFT = (
+    "--speculative-config",
+    json.dumps({"method": "draft_model", "model": str(MODELS / "full"), "num_speculative_tokens": 2}),
+)
 SPLIT = ("--block-size=96",)
 """Of kernels with blocks of 32. No row has a hybrid with state: vLLM's CPU backend answers it otherwise each time."""
 
@@ -64,6 +69,7 @@ def as_nixl(pair: tuple[Setup, Setup]) -> tuple[Setup, Setup]:
 
 ROWS = {
     "full attention": pair_of("full"),
+    "full attention, a draft model at decode": pair_of("full", (), DRAFT),
     "windows": pair_of("gemma3"),
     "windows, hybrid manager off": pair_of("gemma3", NO_HYBRID, NO_HYBRID),
     "windows, chunked prefill": pair_of("gemma3", CHUNKED, CHUNKED),
