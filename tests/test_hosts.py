@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvflow import Config
 from kvflow.config import is_key_name
-from kvflow.connector.asking import source_in
+from kvflow.connector.prefix_questions import source_in
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import ConfigError, RequestError
 from kvflow.hosts import HOST_CHARS_MAX, address_at, bracketed, is_host, plain_host, split_address

@@ -87,7 +87,7 @@ PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
 IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "signal", "multiprocessing", "uvloop"}
 
-_PURE_OF_CONNECTORS = ("asking", "consumers", "engine", "paged_groups", "parameters", "producers", "scheduler")
+_PURE_OF_CONNECTORS = ("prefix_questions", "consumers", "engine", "paged_groups", "parameters", "producers", "scheduler")
 _PURE_OF_CONNECTORS += ("scheduling_config", "shelving", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
@@ -479,6 +479,13 @@ def test_hashes_go_on_hosts_in_fips_mode() -> None:
     examples = Trees((ROOT / "examples").rglob("*.py"))
     found = {path for path, tree in ChainMap(SOURCES, examples).items() if hashes_for_security(tree)}
     assert found == set(HASHES_OF_SECRETS)
+
+
+def test_files_of_the_core_and_its_parts_have_names_of_their_own() -> None:
+    inner = (path for path in SOURCES if RING_OF[part_of(path)] in ("core", "parts") and "__init__" not in path)
+    names = Counter(path.rpartition("/")[2] for path in inner)
+    assert len(names) > 100
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_drawer_for_everything() -> None:

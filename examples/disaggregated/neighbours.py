@@ -15,8 +15,8 @@ import kvflow
 from disaggregated.groups import LayerGroups
 from disaggregated.keeper import BlockKeeper
 from disaggregated.messages import PrefillRequest
+from kvflow.connector.held_prompts import PagedShelf
 from kvflow.connector.scheduler import PagedGroup
-from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import Shelved
 
 ANY_NUMBER = 1 << 31  # nothing is pinned for readers

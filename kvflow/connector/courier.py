@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvflow.connector.held_prompts import PagedShelf
 from kvflow.connector.offers import OfferEnded, Offers, decline, send_on
 from kvflow.connector.parameters import name_of
 from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
-from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import BlockTables, Found, Keep, Question, Receive, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent

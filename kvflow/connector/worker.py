@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.courier import Answered, Courier, Happening, Loaded, LoadFailed
+from kvflow.connector.held_prompts import PagedShelf
 from kvflow.connector.offers import OfferEnded
 from kvflow.connector.paged_groups import PagedGroup
 from kvflow.connector.prefix_peers import PrefixPeers
-from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.step import Found, Step
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket

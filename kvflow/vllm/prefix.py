@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvflow.connector.asking import Asking, source_in
 from kvflow.connector.prefix_peers import PrefixPeers
+from kvflow.connector.prefix_questions import Asking, source_in
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.shelving import GroupTablesOf, Shelving
 from kvflow.connector.step import Found, Step

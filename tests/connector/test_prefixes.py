@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from kvflow.connector.asking import Asking, source_in
 from kvflow.connector.courier import Answered, Happening, Loaded, LoadFailed
 from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
+from kvflow.connector.prefix_questions import Asking, source_in
 from kvflow.connector.scheduler import Matched, PagedGroup
 from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import Found, Question, Shelved, Step

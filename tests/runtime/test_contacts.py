@@ -14,7 +14,7 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.protocol.addresses import Address
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.peers.contacts import FirstContacts
+from kvflow.runtime.peers.first_contacts import FirstContacts
 
 CONFIG = Config(engine_id="any", handshake_timeout_s=5.0, limits=Limits(first_contacts_max=2))
 PATIENCE_S = 0.5

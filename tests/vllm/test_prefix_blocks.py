@@ -29,8 +29,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvflow.connector.held_prompts import PagedShelf
 from kvflow.connector.scheduler import PagedGroup
-from kvflow.connector.shelf import PagedShelf
 from kvflow.prefix.keys import prefix_keys
 from kvflow.prefix.prefix_cache import Run
 from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata

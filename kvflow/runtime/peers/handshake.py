@@ -32,7 +32,7 @@ from kvflow.hosts import loopback_hint
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.contacts import overloaded
+from kvflow.runtime.peers.first_contacts import overloaded
 from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, Telling, words
 from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, AgentName, PeerGone, TransportError
 

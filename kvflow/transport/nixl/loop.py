@@ -24,7 +24,7 @@ from kvflow.transport.base import (
 from kvflow.transport.device import cuda
 from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
 from kvflow.transport.nixl.mailbox import Mailbox
-from kvflow.transport.nixl.reach import found_kinds
+from kvflow.transport.nixl.reachable import found_kinds
 from kvflow.transport.thread import OwnerThread
 
 _BEHIND = 8 << 20  # as `NixlAgents.taken` counts: most of a request, while one is posted

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvflow.connector.held_prompts import PagedShelf
 from kvflow.connector.paged_groups import PagedGroup, registered
 from kvflow.connector.scheduler import Scheduled
-from kvflow.connector.shelf import PagedShelf
 from kvflow.connector.shelving import Shelving
 from kvflow.connector.step import NO_BLOCK, Shelved, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
