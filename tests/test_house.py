@@ -87,8 +87,8 @@ PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
 IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "signal", "multiprocessing", "uvloop"}
 
-_PURE_OF_CONNECTORS = ("prefix_questions", "consumers", "engine", "paged_groups", "parameters", "producers", "scheduler")
-_PURE_OF_CONNECTORS += ("scheduling_config", "shelving", "step")
+_PURE_OF_CONNECTORS = ("consumers", "engine", "paged_groups", "parameters", "prefix_questions", "producers")
+_PURE_OF_CONNECTORS += ("scheduler", "scheduling_config", "shelving", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
     "growing": ("room",),

@@ -5,7 +5,7 @@ that fails is backed off from (`core.policy.circuit`): loads that need it fail a
 incarnation that was not tried yet may try at once: it shows that the peer lived after it had failed.
 
 An address in a ticket proves nothing, so peers that have never answered are asked a few at a time
-(`runtime.peers.first_contacts`), and they are the first to be evicted when there are `Limits.peers_max`. Peers that no load
+(`first_contacts`), and they are the first to be evicted when there are `Limits.peers_max`. Peers that no load
 has used for `Limits.peer_idle_s` are evicted as well, by a timer that exists as long as there are any.
 """
 
