@@ -433,7 +433,7 @@ VERBS: dict[str, dict[str, Any]] = {
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "CacheLayout.check": (LAYOUT.check, {"kv_caches": CACHES}),
     "CacheLayout.infer": (CacheLayout.infer, {"kv_caches": CACHES, **INFER}),
-    "Runtime": (Runtime, {**ENGINE, "observers": (), "world": None, "foreign": None, "parts": ()}),
+    "Runtime": (Runtime, {**ENGINE, "observers": (), "world": None, "parts": ()}),
     "StateLayout.check": (STATE_LAYOUT.check, {"caches": STATE}),
     "StateLayout.infer": (StateLayout.infer, {"caches": STATE, "tensors": STATE_TENSORS, "layer_indices": None}),
     "Ticket.address_of": (TICKET.address_of, {"rank": None}),

@@ -28,7 +28,6 @@ from kvflow.prefix.prefix_cache import Shelf
 from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime import runtime as asynchronous
-from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed
@@ -101,7 +100,6 @@ class Runtime:
         config: settings of the rank.
         observers: are told, on the loop's thread, how every load and lease has ended.
         world: clock, network and the like, for tests.
-        foreign: engines of another make, as for `kvflow.Runtime`.
         parts: capabilities beside the core, as for `kvflow.Runtime`; `start` calls what is theirs.
         call_timeout_s: how long a call waits for the loop's thread, in seconds, beyond the time that what it asks for
             may take. It passes only if that thread is stuck, and then the call raises TimeoutError.
@@ -116,12 +114,11 @@ class Runtime:
         *,
         observers: Sequence[Observer] = (),
         world: World | None = None,
-        foreign: Foreign | None = None,
         parts: Sequence[Part] = (),
         call_timeout_s: float = 10.0,
     ) -> None:
         bound_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
-        runtime = asynchronous.Runtime(config, observers=observers, world=world, foreign=foreign, parts=parts)
+        runtime = asynchronous.Runtime(config, observers=observers, world=world, parts=parts)
         self._host = LoopHost(runtime, bound_s)
         self.config = config
         self._shared: SharedPrefixes | None = None

@@ -36,7 +36,7 @@ from kvflow.prefix.sharing import Leasing, SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.foreign import Foreign
+from kvflow.runtime.foreign import foreign_of
 from kvflow.runtime.load.gear import Gear, Poller, Words, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Carriers, Loader
@@ -87,7 +87,6 @@ class RegisteredCache:
         local: LocalRank,
         metadata: messages.Metadata,
         equipment: Equipment,
-        foreign: Foreign | None,
         parts: Sequence[Part],
     ) -> None:
         """`metadata`: this rank as readers are told of it."""
@@ -99,12 +98,13 @@ class RegisteredCache:
         self.metadata = metadata
         self.ledger = gear.ledger
         self.route = route
+        foreign = foreign_of(parts)
         telling = LeaseIdTelling(context, local)
         handshakes = Handshakes(context, local, telling)
-        self.peers = Peers(context, foreign.handshakes(context, local, handshakes) if foreign else handshakes)
+        self.peers = Peers(context, foreign.handshakes(context, local, handshakes))
         self.own_reach = Reach(context, local, self.peers)
         """Reach of engines of our own make; `reach` may know others."""
-        self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
+        self.reach = foreign.reach(context, self.peers, self.own_reach)
         self.rendezvous = Rendezvous(context, local, self.own_reach, self.peers)
         meet = self.rendezvous.meet
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling, meet)
@@ -114,7 +114,7 @@ class RegisteredCache:
         carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry, several.accept)
         self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
         self.serving = Serving(context, local, offered)
-        self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None
+        self.strangers = foreign.service(context, local, metadata, self.serving)
         """The service that answers readers of another make."""
         self.digests = DigestAnswers(context, local, self.serving.known, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
@@ -221,7 +221,6 @@ async def register(
     copy_thread: CopyThread,
     groups: Sequence[CacheGroup],
     copy_blocks: BlockCopier | None,
-    foreign: Foreign | None,
     parts: Sequence[Part],
 ) -> RegisteredCache:
     """See `Runtime.register_kv_caches`."""
@@ -238,7 +237,7 @@ async def register(
         context = replace(context, config=config_on(config, memory.filled.where.kind))
         scratch = await _scratch(context, copy_thread, memory.filled)
         gear = _gear(context, poller, copy_thread, memory, grows=config.limits.peer_in_flight_bytes_max == 0)
-        registered = await _register(context, gear, memory, scratch, foreign, parts)
+        registered = await _register(context, gear, memory, scratch, parts)
     except (TransportError, RuntimeError) as error:
         raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
     for group in groups:
@@ -289,7 +288,6 @@ async def _register(
     gear: Gear,
     memory: RankMemory,
     scratch: Scratch,
-    foreign: Foreign | None,
     parts: Sequence[Part],
 ) -> RegisteredCache:
     config, limits, transport, seals = context.config, context.config.limits, context.transport, context.seals
@@ -311,7 +309,7 @@ async def _register(
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
     route = Route(config, sets, scratch, memory.staging, gear.copy_thread)
     offered = OfferedBlocks(local.groups, gear.ledger, seals, memory.staging, gear.copy_thread, limits.slice_bytes_max)
-    return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, memory), foreign, parts)
+    return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, memory), parts)
 
 
 def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: RankMemory, *, grows: bool) -> Gear:

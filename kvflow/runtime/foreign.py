@@ -1,16 +1,18 @@
-"""Engines of another make: how a rank reads from them and is read by them. Protocols only; `stock` has them.
+"""Engines of another make: how a rank reads from them and is read by them. `stock` has them.
 
-A rank whose fleet has such engines is given a `Foreign`. Then its loads find their sources by a `Reaching` that knows
-both kinds of tickets, and each handshake says how the peer is told of its leases (`Telling`) and what vouches for
-reads from it (`Proof`). Peers, loads, leases and their books are the same objects for all makes.
+A rank whose fleet has such engines is given a part that is a `Foreign`. Then its loads find their sources by a
+`Reaching` that knows both kinds of tickets, and each handshake says how the peer is told of its leases (`Telling`) and
+what vouches for reads from it (`Proof`). Peers, loads, leases and their books are the same objects for all makes.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvflow.core.protocol import messages
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.part import Part
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank, Reaching
 from kvflow.runtime.peers.reach import Reach
@@ -40,17 +42,28 @@ class Service(Protocol):
         """Take a notification if it is one of theirs. True if it is."""
 
 
-@runtime_checkable
-class Foreign(Protocol):
-    """Engines of another make, as a runtime is told of them."""
+class Foreign(Part):
+    """A part that knows engines of another make. As it is here it knows none."""
 
     def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> Handshaking:
-        """The handshakes with peers of both kinds."""
+        """Return the handshakes with peers of both kinds."""
+        return own
 
     def reach(self, context: RankContext, peers: Peers, own: Reach) -> Reaching:
-        """The way from tickets of both kinds to their ranks."""
+        """Return the way from tickets of both kinds to their ranks."""
+        return own
 
     def service(
         self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
     ) -> Service | None:
-        """The service that answers their readers, None if there is none. ConfigError if they cannot be answered."""
+        """Return the service that answers their readers, None if there is none.
+
+        Raises:
+            ConfigError: they cannot be answered.
+        """
+        return None
+
+
+def foreign_of(parts: Sequence[Part]) -> Foreign:
+    """Return the part that knows engines of another make, or one that knows none."""
+    return next((part for part in parts if isinstance(part, Foreign)), Foreign())

@@ -27,7 +27,6 @@ from kvflow.prefix.prefix_cache import Shelf
 from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
@@ -55,8 +54,8 @@ class Runtime:
         config: settings of the rank.
         observers: are told how every load and lease has ended.
         world: clock, network and the like, for tests.
-        foreign: engines of another make to read from, and to be read by, such as `kvflow.stock.StockPeers`.
-        parts: capabilities beside the core, such as `kvflow.storage.Storage`, in the order in which they begin and end.
+        parts: capabilities beside the core, such as `kvflow.storage.Storage` or `kvflow.stock.StockPeers`, in the order
+            in which they begin and end.
 
     Raises:
         ConfigError: what was given is not of that kind.
@@ -68,15 +67,12 @@ class Runtime:
         *,
         observers: Sequence[Observer] = (),
         world: World | None = None,
-        foreign: Foreign | None = None,
         parts: Sequence[Part] = (),
     ) -> None:
         checks.instance(config, Config, "config", error=ConfigError)
         world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
         self._observers = Observers(observers, forgiven=world.forgives)
-        if foreign is not None and not checks.answer(lambda: isinstance(foreign, Foreign)):
-            raise ConfigError(f"foreign: expected such as StockPeers, got {checks.shown(foreign)}")
-        self._supervisor = Supervisor(config, self._observers, world, foreign, _checked(parts))
+        self._supervisor = Supervisor(config, self._observers, world, _checked(parts))
         self._drop = weakref.finalize(self, _dropped, self._supervisor)
         self._drop.atexit = False
         if not world.real:

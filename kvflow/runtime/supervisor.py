@@ -61,7 +61,6 @@ class Supervisor:
         config: Config,
         observers: Observers,
         world: World,
-        foreign: Foreign | None = None,
         parts: Sequence[Part] = (),
     ) -> None:
         self.config = config
@@ -71,7 +70,6 @@ class Supervisor:
         """The registered cache, while it takes work."""
         self._observers = observers
         self._world = world
-        self._foreign = foreign
         self.parts = tuple(parts)
         self._host = config.advertise_host or config.listen_host
         self.tasks = Tasks(str(self), self._on_break, self.aclose)
@@ -118,7 +116,7 @@ class Supervisor:
         await first.open()
         try:
             self._listener = await self._side_channel.listen(self._answer)
-            if self._foreign is not None:
+            if any(isinstance(part, Foreign) for part in self.parts):
                 self._listener.strangers = self._answer_stranger
         except BaseException:
             await first.transport.aclose(self.config.limits.transport_close_timeout_s)
@@ -271,7 +269,6 @@ class Supervisor:
                 self._copier,
                 groups,
                 copy_blocks,
-                self._foreign,
                 self.parts,
             )
             for part in self.parts:

@@ -1,6 +1,6 @@
 """Fleets with engines that have vLLM's own NixlConnector: read from those, and be read by them.
 
-`Runtime(config, foreign=StockPeers(...))` switches it on; without it nothing of this is imported. Promises that are
+`Runtime(config, parts=[StockPeers(...)])` switches it on; without it nothing of this is imported. Promises that are
 weaker with such peers than among our own: docs/stock.md.
 """
 

@@ -13,7 +13,7 @@ from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.foreign import Leases, Service
+from kvflow.runtime.foreign import Foreign, Leases, Service
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
@@ -49,13 +49,14 @@ def arrival() -> Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StockPeers:
-    """The stock engines that a runtime reads from, and is read by. ConfigError names a field that cannot be.
+class StockPeers(Foreign):
+    """The stock engines that a runtime reads from, and is read by: a part of it. ConfigError names a bad field.
 
     It takes part in what stock engines do, so it is as safe as they are: neither side proves who it is, and what is
     read from one is believed by arithmetic (`Terms`). Loads from engines of our own make lose nothing.
     """
 
+    name = "stock"
     hashes: tuple[str, ...] = ()
     """The compatibility hashes of engines that are read from: whoever shows another one is refused. The first one is
     shown to readers. `kvflow doctor --stock` says which one an engine has."""

@@ -46,6 +46,7 @@ from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
+from kvflow.runtime.part import Part
 from kvflow.transport.device.device_events import record_event
 from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.copies import CopyOperation, PlatformCopies, platform_copies
@@ -176,13 +177,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
-        foreign, self._late_reads = None, deque[str]()
+        parts, self._late_reads = list[Part](), deque[str]()
         if extra.stock_peers:
             from kvflow.vllm import stock
 
-            foreign = stock.peers_of(vllm_config, extra, self._late_reads.append)
-            self._ranks = foreign.ranks
-        self._runtime = Runtime(config, foreign=foreign)
+            stock_peers = stock.peers_of(vllm_config, extra, self._late_reads.append)
+            self._ranks = stock_peers.ranks
+            parts.append(stock_peers)
+        self._runtime = Runtime(config, parts=parts)
         self._worker = ConnectorWorker(self._runtime, prefix_peers_of(vllm_config, extra))
         self._asks = (config.tp_rank, config.pp_rank) == (0, 0)
         possible = not why_not(self._groups, kv_cache_config)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from kvflow import Config, Limits, Runtime
+from kvflow.runtime.part import Part
 from kvflow.runtime.runtime import RuntimeStatistics
 from kvflow.stock import StockPeers, Terms
 from kvflow.storage import Storage
@@ -76,8 +77,8 @@ class Home:
 
 
 def _new_runtime(config: Config, storage: Storage) -> Runtime:
-    parts = [storage] if storage.folder != "unused" else []
-    return Runtime(config, foreign=_STOCK if config.model == "/m" else None, parts=parts)
+    parts: list[Part] = [storage] if storage.folder != "unused" else []
+    return Runtime(config, parts=[*parts, _STOCK] if config.model == "/m" else parts)
 
 
 class Homes:

@@ -154,7 +154,7 @@ async def fuzz(count: int, seed: int, *, requests_per_s: int = 1 << 40) -> Repor
     config = limited(config, side_channel_requests_per_s_max=requests_per_s)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(ATTACKERS + 1, mp_context=spawn) as attackers:
-        async with Runtime(config, foreign=PEERS) as runtime:
+        async with Runtime(config, parts=[PEERS]) as runtime:
             await runtime.register_kv_caches(cache, layout_of(cache))
             producer = Producer(runtime, Random(seed))
             await attack(producer, attackers, f"{seed} warm", count // 10, Report())

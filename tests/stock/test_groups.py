@@ -65,7 +65,7 @@ async def engine(
     peers: StockPeers = PEERS, *, filled: bool = False, tp_rank: int = 0, tp_size: int = 1
 ) -> AsyncIterator[Engine]:
     config = replace(CONFIG, tp_rank=tp_rank, tp_size=tp_size, num_kv_heads=MODEL_HEADS)
-    async with Runtime(config, foreign=peers) as runtime:
+    async with Runtime(config, parts=[peers]) as runtime:
         tensors = [torch.zeros(16, MODEL_HEADS // tp_size, TOKENS, HEAD) for _ in range(LAYERS)]
         if filled:
             fill({str(at): one for at, one in enumerate(tensors)})
@@ -267,7 +267,7 @@ async def test_a_stock_engine_reads_a_group() -> None:
 
 
 async def test_groups_of_other_sizes_are_refused_at_the_start() -> None:
-    async with Runtime(CONFIG, foreign=PEERS) as runtime:
+    async with Runtime(CONFIG, parts=[PEERS]) as runtime:
         groups = []
         for at, size in enumerate((TOKENS, 2 * TOKENS)):
             layers = {f"layers.{at}": torch.zeros(16, MODEL_HEADS, size, HEAD)}

@@ -65,7 +65,7 @@ async def reader(
     peers: StockPeers = PEERS, *, tp_rank: int = 0, tp_size: int = 1, tokens: int = TOKENS, **values: Any
 ) -> AsyncIterator[Reader]:
     config = replace(CONFIG, tp_rank=tp_rank, tp_size=tp_size, num_kv_heads=MODEL_HEADS, **values)
-    async with Runtime(config, foreign=peers) as runtime:
+    async with Runtime(config, parts=[peers]) as runtime:
         cache = stock_cache(16, max(MODEL_HEADS // tp_size, 1), tokens)
         await runtime.register_kv_caches(cache, layout_of(cache))
         yield Reader(runtime, cache)
@@ -88,7 +88,7 @@ async def the_reader(producer: StockProducer) -> AsyncIterator[Reader]:
 async def test_a_draft_model_of_both_is_read_by_the_numbers_in_its_names(producer: StockProducer) -> None:
     """Ours are numbered apart, as kvflow's plugin for vLLM numbers them; a stock engine has them behind its model's."""
     config = replace(CONFIG, num_kv_heads=MODEL_HEADS)
-    async with Runtime(config, foreign=PEERS) as runtime:
+    async with Runtime(config, parts=[PEERS]) as runtime:
         cache = stock_cache(16, MODEL_HEADS, TOKENS)
         indices = [*range(LAYERS - 1), FIRST_DRAFT_LAYER + LAYERS - 1]
         layout = CacheLayout.infer(cache, order="HND", block_size=TOKENS, layer_indices=indices)

@@ -54,7 +54,7 @@ async def producer(
     peers: StockPeers = PEERS, *, tp_rank: int = 0, tp_size: int = 1, **values: Any
 ) -> AsyncIterator[Producer]:
     config = replace(CONFIG, tp_rank=tp_rank, tp_size=tp_size, num_kv_heads=MODEL_HEADS, **values)
-    async with Runtime(config, foreign=peers) as runtime:
+    async with Runtime(config, parts=[peers]) as runtime:
         cache = stock_cache(16, MODEL_HEADS // tp_size)
         fill(cache, tp_rank * MODEL_HEADS // tp_size)
         await runtime.register_kv_caches(cache, layout_of(cache))
@@ -360,7 +360,7 @@ async def test_what_a_stock_reader_would_die_of_is_not_offered(ours: Producer) -
 async def test_a_rank_that_no_stock_reader_takes_is_refused_at_the_start(
     peers: StockPeers, values: dict[str, Any]
 ) -> None:
-    async with Runtime(replace(CONFIG, **values), foreign=peers) as runtime:
+    async with Runtime(replace(CONFIG, **values), parts=[peers]) as runtime:
         cache = stock_cache(16)
         with pytest.raises(ConfigError, match="stock"):
             await runtime.register_kv_caches(cache, layout_of(cache))
