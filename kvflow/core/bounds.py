@@ -24,7 +24,7 @@ REASON_CHARS_MAX = 4096
 INCARNATION_CHARS_MAX = 256
 LEASE_ID_CHARS = 32
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
-OFFER_PARTS, OFFER_PART_CHARS = 3, 12
+OFFER_PART_CHARS = 8
 TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
 """W3C trace context: version, trace id, span id and flags; or none."""
 _ENTRIES_MAX = 1 << 24
@@ -66,8 +66,6 @@ TicketLeaseId: TypeAlias = Annotated[
     str, Meta(pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]
 """Lease id of a ticket; "" of a rank that has to be asked."""
-OfferDigest: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:[0-9a-f]{{{OFFER_PARTS * OFFER_PART_CHARS}}})?\Z")]
-"""Digest of what a rank offers, in parts; "" where there is none."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]

@@ -21,7 +21,7 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.ticket import RankLease, Ticket, check_count, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket, changed, read_ticket
 from kvflow.core.protocol.ticket_checks import too_many
 from kvflow.errors import (
     KVFlowError,
@@ -223,22 +223,23 @@ class Rendezvous:
         }
         ranks = [leases.pop((rank.pp_rank, rank.tp_rank), rank) for rank in ticket.ranks]
         tables = first.block_ids or ((),)
-        offered = msgspec.structs.replace(
-            ticket,
-            awaited=False,
-            block_ids=tables[0],
-            more_block_ids=tables[1:],
-            num_tokens=first.num_tokens,
-            ttl_s=min(offer.ttl_s for _, offer in offers),
-            extends=first.extends,
-            prompt_digest=first.prompt_digest,
-            ranks=(*ranks, *leases.values()),
-        )
-        check_count(offered, self._limits.block_ids_max, f"request {ticket.request_id!r}: the offer of {first_at}")
         try:
-            return read_ticket(offered)
+            offered = changed(
+                ticket,
+                awaited=False,
+                block_ids=tables[0],
+                more_block_ids=tables[1:],
+                num_tokens=first.num_tokens,
+                ttl_s=min(offer.ttl_s for _, offer in offers),
+                extends=first.extends,
+                prompt_digest=first.prompt_digest,
+                ranks=(*ranks, *leases.values()),
+            )
         except RequestError as error:
             raise first_at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
+        if (count := offered.block_ids_count) > (most := self._limits.block_ids_max):
+            raise too_many(count, most, f"request {ticket.request_id!r}: the offer of {first_at}")
+        return offered
 
 
 class _SentOn(PrefillFailed):

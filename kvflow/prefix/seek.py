@@ -18,7 +18,8 @@ from kvflow import checks
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
-from kvflow.core.protocol.ticket import RankLease, Ticket, check_count, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.ticket_checks import too_many
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address
 from kvflow.prefix.keys import KEY_BYTES
@@ -275,26 +276,29 @@ def _ticket(
     if all(own == tables[0] for own in tables):
         ranks = [msgspec.structs.replace(rank, block_ids=None, more_block_ids=()) for rank in ranks]
     cut: Any = connection.parallelism
-    ticket = Ticket(
-        engine_id=offers[0][0].engine_id,
-        request_id=messages.PREFIX_OF + question_id,
-        block_ids=tables[0][0],
-        more_block_ids=tuple(tables[0][1:]),
-        num_tokens=tokens,
-        ttl_s=min(offer.ttl_s for _, offer, _ in leased),
-        dp_rank=offers[0][0].rank.dp,
-        tp_size=cut.tp_size,
-        pp_size=cut.pp_size,
-        block_size=cut.block_size,
-        kv_heads=cut.kv_heads,
-        model_kv_heads=cut.model_kv_heads,
-        more_kinds=cut.more,
-        groups=connection.told_groups,
-        fixed_ports=engine.fixed_ports,
-        ranks=(*ranks, *engine.others),
-    )
-    check_count(ticket, block_ids_max, f"the offer of {offers[0][0]}")
     try:
-        return read_ticket(ticket)
+        ticket = Ticket(
+            engine_id=offers[0][0].engine_id,
+            request_id=messages.PREFIX_OF + question_id,
+            block_ids=tables[0][0],
+            more_block_ids=tuple(tables[0][1:]),
+            num_tokens=tokens,
+            ttl_s=min(offer.ttl_s for _, offer, _ in leased),
+            dp_rank=offers[0][0].rank.dp,
+            tp_size=cut.tp_size,
+            pp_size=cut.pp_size,
+            block_size=cut.block_size,
+            kv_heads=cut.kv_heads,
+            model_kv_heads=cut.model_kv_heads,
+            more_kinds=cut.more,
+            groups=connection.told_groups,
+            fixed_ports=engine.fixed_ports,
+            traceparent="",
+            prompt_digest="",
+            ranks=(*ranks, *engine.others),
+        )
     except RequestError as error:
         raise offers[0][0].failure(ProtocolError, f"what it offers cannot be right: {error}") from error
+    if ticket.block_ids_count > block_ids_max:
+        raise too_many(ticket.block_ids_count, block_ids_max, f"the offer of {offers[0][0]}")
+    return ticket

@@ -63,5 +63,7 @@ def _own_ticket(ticket: StockTicket, rank: Rank, connection: Connection) -> Tick
         more_kinds=cut.more,
         groups=connection.told_groups,
         fixed_ports=True,
+        traceparent="",
+        prompt_digest="",
         ranks=(RankLease.unasked(rank, connection.incarnation, host, port),),
     )

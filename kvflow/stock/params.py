@@ -34,6 +34,9 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     the blocks its tokens need.
     """
 
+    def __post_init__(self) -> None:
+        """Leave it to `read_stock`, since the groups are not known."""
+
     least_line: str
     """The first release line that makes such parameters."""
     arrived: Arrival | None = None
@@ -112,6 +115,8 @@ def read_stock(
         kv_heads=1,
         model_kv_heads=0,
         fixed_ports=False,
+        traceparent="",
+        prompt_digest="",
         ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", plain, port),),
         least_line=line.version,
         arrived=_arrival(arrived),

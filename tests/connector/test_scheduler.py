@@ -1242,7 +1242,8 @@ def test_a_prompt_that_is_there_no_more_is_not_offered(
 
 def test_blocks_that_ranks_cannot_have_split_are_a_config_error() -> None:
     connector = grouped_scheduler()
-    odd = msgspec.structs.replace(GROUPED, groups=(msgspec.structs.replace(FULL, block_size=3), LOCAL, STATE))
+    facts = (msgspec.structs.replace(FULL, block_size=3), LOCAL, STATE)
+    odd = msgspec.structs.replace(GROUPED, block_size=3, groups=facts)
     with pytest.raises(ConfigError, match="'full': blocks of 4 tokens, the ranks have registered blocks of 3"):
         connector.introduce(odd)
     with pytest.raises(ConfigError, match="groups: 3 here, the ranks have registered 1"):

@@ -15,7 +15,7 @@ import torch
 
 from kvflow import CacheLayout, Config, Limits, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState
-from kvflow.core.protocol.ticket import RankLease
+from kvflow.core.protocol.ticket import RankLease, changed
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import run_virtual
 
@@ -181,11 +181,11 @@ def any_ticket(engine_id: str = "prefill", **changes: Any) -> Ticket:
     """A ticket of an engine of one rank that offers nothing, with these values in it or in its rank."""
     rank = msgspec.structs.replace(TICKET.first, block_ids=None)
     nothing = {"block_ids": (), "num_tokens": 0, "prompt_digest": "", "ranks": (rank,)}
-    return altered(msgspec.structs.replace(TICKET, engine_id=engine_id, **nothing), **changes)
+    return altered(changed(TICKET, engine_id=engine_id, **nothing), **changes)
 
 
 def altered(ticket: Ticket, **changes: Any) -> Ticket:
     """A ticket with other values, those of its first rank included."""
     of_rank = {name: changes.pop(name) for name in list(changes) if name in RankLease.__struct_fields__}
-    first = msgspec.structs.replace(ticket.first, **of_rank)
-    return msgspec.structs.replace(ticket, ranks=(first, *ticket.ranks[1:]), **changes)
+    first = RankLease(**{**msgspec.structs.asdict(ticket.first), **of_rank})
+    return changed(ticket, ranks=(first, *ticket.ranks[1:]), **changes)

@@ -152,7 +152,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "BlockIds": lambda: [None, *_no_list()],
     "BlockIds | None": _no_list,
     "tuple[BlockIds, ...]": lambda: [None, *_odd(), 0, "", "0", {}, [0], [None], ["0"], [[1.5]], [[None]], [{0}]],
-    "Groups": lambda: [None, *_odd(), 0, "a", [], [0], (None,), ({},), (Hostile(),), _generator()],
+    "Groups": lambda: [None, *_odd(), 0, "a", [0], (None,), ({},), (Hostile(),), _generator()],
     "Kinds": lambda: [None, *_odd(), 0, "a", [0], [(1, 1)], [(0, 1, 1)], [(1, 1, "1")]],
     "LayerNames": lambda: [None, *_no_texts()],
     "Ranks": lambda: [None, *_no_texts(), (None,), ({},), (Hostile(),)],

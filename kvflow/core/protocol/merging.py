@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from kvflow import checks
 from kvflow.checks import shown
 from kvflow.config import RANKS_MAX
-from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket, changed
 from kvflow.errors import RequestError
 
 
@@ -30,20 +28,18 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     given = checks.answer(lambda: tuple(tickets))
     if not given or not all(isinstance(ticket, Ticket) for ticket in given):
         raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")
-    tickets = [read_ticket(ticket) for ticket in given]
-    first = tickets[0]
+    first, *others = given
     ranks: dict[tuple[int, int], RankLease] = {}
-    for lease in (lease for ticket in tickets for lease in ticket.ranks):
+    for lease in (lease for ticket in given for lease in ticket.ranks):
         known = ranks.setdefault((lease.pp_rank, lease.tp_rank), lease)
         if known != lease:
             raise RequestError(
                 f"merge_tickets: two leases of (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)}: seal_index "
                 f"{known.seal_index} of {known.incarnation} and {lease.seal_index} of {lease.incarnation}"
             )
-    merged = msgspec.structs.replace(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in tickets))
-    for ticket in tickets[1:]:
+    for ticket in others:
         for name in Ticket.__struct_fields__:
             ours, theirs = getattr(first, name), getattr(ticket, name)
             if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
                 raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
-    return read_ticket(merged)
+    return changed(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in given))

@@ -8,19 +8,19 @@ Who makes a ticket need not be where the lease is: `Ticket.without_leases` names
 its readers ask every rank for its lease. The request id is what they ask for, so it has to be a secret of that ticket.
 A *rendezvous* (`Ticket.rendezvous`) does not know the blocks either: its readers ask for the offer, and wait for it.
 
-In a ticket's dict the entry of each rank has a digest of all that its readers rely on, under the id of its lease. If a
-dict was changed on its way, or mixed from several, its content has another digest, and it is refused. That is against
+In a ticket's dict the entry of each rank has a checksum of what its readers rely on, under the id of its lease. If a
+dict was changed on its way, or mixed from several, its content has another one, and it is refused. That is against
 mistakes: no secret goes into it. It leaves out who the engine is and where it listens: whoever answers there says so.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
+from zlib import crc32
 
 import msgspec
 from msgspec import Meta
@@ -29,9 +29,7 @@ from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, few, shown
 from kvflow.config import RANKS_MAX, rank_offset
 from kvflow.core.bounds import (
-    OFFER_PART_CHARS,
     Count,
-    OfferDigest,
     PromptDigest,
     RankCount,
     Seconds,
@@ -46,6 +44,7 @@ from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.core.protocol.messages import digest_of
 from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
 from kvflow.core.protocol.ticket_checks import (
+    DICT_EXPECTED,
     check_digests,
     check_engine_id,
     check_groups,
@@ -64,10 +63,12 @@ _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
 _LEASE_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
 _SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(MARK) + CHARS_MAX
-_READ = "_read"  # of a ticket that was read, among its attributes: how many block ids it has, or will have
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
-
-StructT = TypeVar("StructT", bound=msgspec.Struct)
+_DIGEST_IN = operator.methodcaller("get", "digest", "")
+_NAMES = (
+    *("do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_request_id", "remote_block_ids"),
+    *("remote_host", "remote_port", "tp_size", "kvflow"),
+)
 
 Int64: TypeAlias = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
 """Python and JSON know larger integers, but no message of ours can carry them."""
@@ -79,7 +80,20 @@ Kinds: TypeAlias = Annotated[tuple[tuple[Size, Size, Count], ...], Meta(max_leng
 RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=REQUEST_ID_CHARS_MAX)]
 
 
-class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Checked(msgspec.StructMeta):
+    """Structs whose constructor checks the types and bounds of the fields, as decoding does: none exists unchecked."""
+
+    def __call__(self, **given: Any) -> Any:
+        if unknown := given.keys() - {*self.__struct_fields__}:
+            raise TypeError(f"{self.__name__} has no fields {sorted(unknown)}")
+        more = given.get("more_block_ids")
+        for ids in (given.get("block_ids"), more, *(more if isinstance(more, tuple | list) else ())):
+            if isinstance(ids, set | frozenset):  # msgspec would take one, but its order is nobody's
+                raise RequestError(f"ticket: block_ids, more_block_ids: expected tuples, got {shown(ids)}")
+        return _convert(given, self)
+
+
+class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_defaults=True):
     """The lease of one rank, and where its side channel listens.
 
     `block_ids` are set if the rank's differ from the engine's: it offers host buffers. In a ticket's dict the first
@@ -102,8 +116,13 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """True if a payload comes with the lease's end."""
     held: bool = True
     """True if blocks are held for a moment after the lease's end; else the seal is looked at after the last byte."""
-    digest: OfferDigest = ""
-    """Digest of what the rank offers, in a ticket's dict; "" where whoever has made the dict knows none."""
+
+    def __post_init__(self) -> None:
+        if {*map(type, _LEASE_TEXTS(self))} != {str}:
+            raise foreign_text(self)
+        host = check_place(self.host, self.port, self.incarnation)
+        if host != self.host:  # hosts have one form
+            msgspec.structs.force_setattr(self, "host", host)
 
     @classmethod
     def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
@@ -124,29 +143,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 Ranks: TypeAlias = Annotated[tuple[RankLease, ...], Meta(min_length=1, max_length=RANKS_MAX)]
 
 
-class _Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that a ticket and its dict have alike."""
-
-    num_tokens: Count
-    ttl_s: Seconds
-    dp_rank: Count
-    pp_size: RankCount
-    block_size: Size
-    kv_heads: Size
-    model_kv_heads: Count
-    fixed_ports: bool
-    traceparent: Traceparent
-    prompt_digest: PromptDigest
-    groups: Groups = ()
-    more_kinds: Kinds = ()
-    extends: bool = False
-    """True if more blocks follow, until they hold all tokens (`Lease.extend`)."""
-    awaited: bool = False
-    """True if the offer is not known yet: a rendezvous."""
-
-
 _pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
-_DIGEST_OF = operator.attrgetter("digest")
 _IDS_OF = operator.attrgetter("block_ids", "more_block_ids")
 _TOKENS_OF = operator.attrgetter("num_tokens", "prompt_digest", "extends", "awaited")
 _REST_OF = operator.attrgetter(
@@ -156,44 +153,10 @@ _REST_OF = operator.attrgetter(
 _PLACE_AND_FLAGS_OF = operator.attrgetter(
     *("pp_rank", "tp_rank", "incarnation", "seal_index", "pending", "payload", "held")
 )
-_OFFERED = _Offer.__struct_fields__
-_OFFER = operator.attrgetter(*_OFFERED)
 
 
-class _TicketExtension(_Offer, frozen=True, kw_only=True, omit_defaults=True):
-    """kvflow's own part of a ticket, under the key "kvflow"."""
-
-    version: Int64
-    ranks: Ranks
-    padding: Count = 0
-    """Number of ids at the end of each table that are not offered, for readers of another make that count them."""
-
-
-class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The dict as routers see it; its other field names are the ones that routers of this field forward."""
-
-    do_remote_prefill: bool
-    do_remote_decode: bool
-    remote_engine_id: Name
-    remote_request_id: RequestId
-    remote_block_ids: BlockIds
-    remote_host: Host
-    remote_port: Int64
-    tp_size: RankCount
-    kvflow: _TicketExtension
-
-
-class _GroupedTicketParams(_TicketParams, frozen=True, kw_only=True):
-    """The dict of a ticket of several groups: block ids are nested, a list per group, as others of this field do it.
-
-    One group may be written like that, too, for readers that take nothing else.
-    """
-
-    remote_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=GROUPS_MAX)]  # type: ignore[assignment]
-
-
-class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
-    """The offer of one request's blocks, as a consumer needs it to read them.
+class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_defaults=True, dict=True):
+    """The offer of one request's blocks, as a consumer needs it to read them: checked, by whatever way it was made.
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
     that the lease had left when the ticket was made, and what each renewal gives it anew; it is a hint, readers trust
@@ -208,13 +171,46 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
     engine_id: Name
     request_id: RequestId
     block_ids: BlockIds
+    num_tokens: Count
+    ttl_s: Seconds
+    dp_rank: Count
     tp_size: RankCount
+    pp_size: RankCount
+    block_size: Size
+    kv_heads: Size
+    model_kv_heads: Count
+    fixed_ports: bool
     ranks: Ranks
-    traceparent: Traceparent = ""
+    traceparent: Traceparent
     """W3C trace context of the request, for what observes the load; "" if there is none."""
-    prompt_digest: PromptDigest = ""
+    prompt_digest: PromptDigest
     """Tells its tokens from those of another prompt (`core.protocol.prompts`); "" if the producer did not say."""
     more_block_ids: tuple[BlockIds, ...] = ()
+    groups: Groups = ()
+    more_kinds: Kinds = ()
+    extends: bool = False
+    """True if more blocks follow, until they hold all tokens (`Lease.extend`)."""
+    awaited: bool = False
+    """True if the offer is not known yet: a rendezvous."""
+
+    def __post_init__(self) -> None:
+        """Check what the fields have to be together. RequestError names one that cannot be."""
+        if {*map(type, _TEXTS(self))} != {str}:
+            raise foreign_text(self)
+        check_engine_id(self.engine_id)
+        if not self.request_id.isascii() and not encodes(self.request_id):
+            raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
+        if self.groups or self.more_block_ids:
+            check_groups(self)
+        for lease in self.ranks:
+            if lease.block_ids is not None or lease.tp_rank >= self.tp_size or lease.pp_rank >= self.pp_size:
+                check_lease(lease, self)
+        if len(self.leases) < len(self.ranks):
+            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, but only {len(self.leases)} different ones")
+        if self.extends or self.awaited:
+            check_to_come(self)
+        elif len(self.ranks) == 1 and self.ranks[0].block_ids is None and not self.more_block_ids:
+            vars(self)["block_ids_count"] = len(self.block_ids)  # in few steps
 
     @property
     def first(self) -> RankLease:
@@ -274,6 +270,12 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         if not self.groups:
             return (-(-self.num_tokens // self.block_size),)
         return tuple(group.blocks_needed(self.num_tokens) for group in self.groups)
+
+    @cached_property
+    def block_ids_count(self) -> int:
+        """Block ids that it has, over all its ranks, or will have."""
+        tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
+        return max(sum(map(len, tables)), sum(self.block_counts))
 
     @cached_property
     def blocks_digest(self) -> bytes:
@@ -357,25 +359,24 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         """
         ranks = tuple(
             RankLease.unasked(Rank(self.dp_rank, rank.pp_rank, rank.tp_rank), rank.incarnation, rank.host, rank.port)
-            for rank in self.typed().ranks
+            for rank in self.ranks
         )
         tables: Any = (block_ids,) if len(self.block_tables) == 1 else block_ids
         if len(tables) != len(self.block_tables):
             raise RequestError(f"ticket: {len(tables)} block tables, but {len(self.block_tables)} groups")
         first, *more = (tuple(checks.whole_numbers(ids, "ticket: remote_block_ids").tolist()) for ids in tables)
-        ticket = msgspec.structs.replace(
+        return changed(
             self,
             request_id=request_id,
             block_ids=first,
             more_block_ids=tuple(more),
-            num_tokens=checks.whole(num_tokens, "ticket: num_tokens"),
-            ttl_s=checks.seconds(ttl_s, "ticket: ttl_s"),
+            num_tokens=num_tokens,
+            ttl_s=ttl_s,
             ranks=ranks,
             prompt_digest=prompt_digest,
             extends=False,
             awaited=False,
         )
-        return read_ticket(ticket)
 
     @classmethod
     def rendezvous(
@@ -404,38 +405,28 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         nothing: list[Any] = [[] for _ in known.block_tables]
         tables = nothing[0] if len(nothing) == 1 else nothing
         ticket = known.without_leases(request_id=request_id, block_ids=tables, num_tokens=0, ttl_s=ttl_s)
-        changes = {"awaited": True, "extends": False, "traceparent": checked_traceparent(traceparent)}
-        return read_ticket(msgspec.structs.replace(ticket, **changes))
+        return changed(ticket, awaited=True, traceparent=checked_traceparent(traceparent))
 
     def to_params(self) -> dict[str, Any]:
         """The ticket as a dict, in the form that `from_params` reads.
 
         Returns:
             A new dict of JSON types that survives any HTTP router.
-
-        Raises:
-            RequestError: a field is of another type, or not in the form that it has to have.
         """
-        ticket = self.typed()
-        offer = dict(zip(_OFFERED, _OFFER(ticket), strict=True))
-        try:
-            entries = zip(ticket.ranks, _digests(ticket), strict=True)
-            ranks = tuple(msgspec.structs.replace(lease, digest=digest) for lease, digest in entries)
-            extension = _TicketExtension(version=PROTOCOL_VERSION, ranks=ranks, **offer)
-            kvflow = _unpack(_pack(extension))  # builtins as JSON has them: lists, no tuples
-        except (TypeError, UnicodeEncodeError) as error:  # a text of another class, or half a surrogate pair
-            raise RequestError(f"ticket: {shown(error)}") from error
-        first = kvflow["ranks"][0]
+        kvflow = _unpack(_pack(self))  # builtins as JSON has them: lists, no tuples
+        for rank, digest in zip(kvflow["ranks"], _digests(self), strict=True):
+            rank["digest"] = digest
+        first, ids, more = kvflow["ranks"][0], kvflow.pop("block_ids"), kvflow.pop("more_block_ids", None)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_engine_id": ticket.engine_id,
-            "remote_request_id": ticket.request_id,
-            "remote_block_ids": [*map(list, ticket.block_tables)] if ticket.more_block_ids else [*ticket.block_ids],
-            "remote_host": first.pop("host", ""),
-            "remote_port": first.pop("port", 0),
-            "tp_size": ticket.tp_size,
-            "kvflow": kvflow,
+            "remote_engine_id": kvflow.pop("engine_id"),
+            "remote_request_id": kvflow.pop("request_id"),
+            "remote_block_ids": [ids, *more] if more else ids,
+            "remote_host": first.pop("host"),
+            "remote_port": first.pop("port"),
+            "tp_size": kvflow.pop("tp_size"),
+            "kvflow": {"version": PROTOCOL_VERSION, **kvflow},
         }
 
     @classmethod
@@ -453,135 +444,55 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         """
         return read_ticket(params)
 
-    def typed(self) -> Ticket:
-        """Check the fields' types, since constructors take anything.
-
-        Returns:
-            An equal ticket, each field of its type.
-
-        Raises:
-            RequestError: it names a field that is of another type.
-        """
-        for name, kind in (("ranks", RankLease), ("groups", GroupFacts)):
-            found = getattr(self, name)
-            if not isinstance(found, tuple) or not all(isinstance(one, kind) for one in found):
-                raise RequestError(f"ticket: {name}: expected a tuple of {kind.__name__}s, got {shown(found)}")
-        parts: tuple[Ticket | RankLease, ...] = (self, *self.ranks)
-        for part in parts:
-            more = part.more_block_ids
-            tables = (more, *more) if isinstance(more, tuple | list) else (more,)
-            for name, ids in (("block_ids", part.block_ids), *zip(itertools.repeat("more_block_ids"), tables)):
-                if isinstance(ids, set | frozenset):  # msgspec would take one, but its order is nobody's
-                    raise RequestError(f"ticket: {name}: expected a tuple of whole numbers, got {shown(ids)}")
-        values = msgspec.structs.asdict(self)
-        plain = {name: tuple(map(msgspec.structs.asdict, values[name])) for name in ("ranks", "groups")}
-        return _convert({**values, **plain}, Ticket)
-
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
-    """Read a ticket or its dict, and check it. RequestError names what is wrong, before much work is done for it.
+    """Return a ticket of its dict. RequestError names what is wrong, before much work is done for it.
 
-    A ticket that was read before is given back as it is: nobody can change it.
+    A ticket was checked when it was made, but for the number of its block ids.
     """
-    if isinstance(ticket, Ticket):
-        count = vars(ticket).get(_READ)
-        if count is not None and count <= block_ids_max:
-            return ticket
-        return _read_made(ticket, block_ids_max)
-    params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
-    request_id = params.get("remote_request_id")
-    if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
-        _check_sizes(params, block_ids_max)  # before they are copied, and what the spare has once more
-        params = without_spare(params, request_id)
-    nested = _check_sizes(params, block_ids_max)
-    kind = _GroupedTicketParams if nested else _TicketParams
-    try:
-        raw = msgspec.convert(params, kind)
-    except Exception as error:
-        doubles = type(params.get("remote_port")) is float
-        whole = checks.answer(partial(_without_doubles, params, kind)) if doubles else None
-        if whole is None:
-            raise wrong(params, error) from error
-        raw = whole
-    tables: Any = raw.remote_block_ids if nested else (raw.remote_block_ids,)
-    extension = raw.kvflow
-    first, *others = extension.ranks
-    told = [*map(_DIGEST_OF, extension.ranks)]
-    if any(told[1:]):
-        others = [msgspec.structs.replace(lease, digest="") for lease in others]
-    if extension.padding:
-        tables = tuple(ids[: -extension.padding] for ids in tables)
-    if extension.version != PROTOCOL_VERSION:
-        raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extension.version}")
-    if not raw.do_remote_prefill:
-        raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
-    read = Ticket(
-        engine_id=raw.remote_engine_id,
-        request_id=raw.remote_request_id,
-        block_ids=tables[0],
-        more_block_ids=tables[1:],
-        tp_size=raw.tp_size,
-        ranks=(msgspec.structs.replace(first, host=raw.remote_host, port=raw.remote_port, digest=""), *others),
-        **dict(zip(_OFFERED, _OFFER(extension), strict=True)),
-    )
-    checked = _checked(read, block_ids_max)
-    if any(told) and (found := _digests(checked)) != told:
-        check_digests(checked, told, found)
-    return checked
-
-
-def _without_doubles(params: Mapping[str, Any], kind: type[StructT]) -> StructT:
-    """Read a dict whose whole numbers have become doubles on the way."""
-    return msgspec.convert(
-        {name: checks.without_doubles(params[name]) for name in kind.__struct_fields__ if name in params}, kind
-    )
-
-
-def _read_made(ticket: Ticket, block_ids_max: int) -> Ticket:
-    """Check a ticket that somebody has made by its constructor."""
-    count = checks.answer(partial(_block_ids_in, ticket)) or 0  # None: a type that is wrong
-    if count > block_ids_max:
-        raise too_many(count, block_ids_max)
-    return _checked(ticket.typed(), block_ids_max)
+    told: list[str] = []
+    if not isinstance(ticket, Ticket):
+        params, nested = _params_of(ticket if type(ticket) is dict else checks.mapping(ticket, "ticket"), block_ids_max)
+        fields: dict[str, Any] = {}
+        try:
+            wanted, decode, tables = params["do_remote_prefill"], params["do_remote_decode"], params["remote_block_ids"]
+            extra = params["kvflow"]
+            fields = {**(extra if type(extra) is dict else checks.mapping(extra, "ticket: kvflow"))}
+            ranks, version, padding = fields["ranks"], fields["version"], fields.get("padding", 0)
+            place = {"host": params["remote_host"], "port": params["remote_port"]}
+            if isinstance(ranks, list | tuple) and ranks and isinstance(ranks[0], Mapping):
+                fields["ranks"] = [{**ranks[0], **place}, *ranks[1:]]
+            if padding:
+                own = checks.whole(padding, "ticket: kvflow.padding", least=0)
+                tables = [ids[:-own] for ids in tables] if nested else tables[:-own]
+            fields["block_ids"], fields["more_block_ids"] = (tables[0], tables[1:]) if nested else (tables, ())
+            fields["engine_id"], fields["request_id"] = params["remote_engine_id"], params["remote_request_id"]
+            fields["tp_size"] = params["tp_size"]
+            if type(version) is not int or version != PROTOCOL_VERSION:
+                raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {shown(version)}")
+            if type(decode) is not bool or wanted is not True:
+                checks.flag(decode, "ticket: do_remote_decode")
+                checks.flag(wanted, "ticket: do_remote_prefill")
+                raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
+            ticket = msgspec.convert(fields, Ticket)
+            told = [*map(_DIGEST_IN, ranks)]
+        except RequestError:
+            raise
+        except KeyError as error:
+            what = f"no required field `{error.args[0]}`, got {shown(params)}"
+            raise RequestError(f"ticket: {what}; {DICT_EXPECTED}") from error
+        except Exception as error:
+            raise wrong(fields, error, on_the_way=True) from error
+    read: Ticket = ticket
+    if read.block_ids_count > block_ids_max:
+        raise too_many(read.block_ids_count, block_ids_max)
+    if any(told) and (found := _digests(read)) != told:
+        check_digests(read, told, found)
+    return read
 
 
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
-    """Check a lease of the ticket's blocks that came by another way. RequestError names a field that cannot be."""
-    _check_lease(_convert(msgspec.structs.asdict(lease), RankLease), ticket)
-
-
-def _checked(ticket: Ticket, block_ids_max: int) -> Ticket:
-    """Check a ticket whose types are right. RequestError names a field that cannot be."""
-    if {*map(type, _TEXTS(ticket))} != {str}:
-        raise foreign_text(ticket)
-    check_engine_id(ticket.engine_id)
-    if not ticket.request_id.isascii() and not encodes(ticket.request_id):
-        raise RequestError(f"ticket: remote_request_id {ticket.request_id[:80]!a} is no request id")
-    if ticket.groups or ticket.more_block_ids:
-        check_groups(ticket)
-    ranks = []
-    for lease in ticket.ranks:
-        ranks.append(_check_lease(lease, ticket))
-    if any(map(operator.is_not, ranks, ticket.ranks)):
-        ticket = msgspec.structs.replace(ticket, ranks=tuple(ranks))
-    lone = len(ticket.ranks) == 1 and ticket.ranks[0].block_ids is None and not ticket.more_block_ids
-    count = len(ticket.block_ids) if lone else _block_ids_in(ticket)  # in few steps
-    if count > block_ids_max:  # once more: mappings within its dict may be no dicts
-        raise too_many(count, block_ids_max)
-    if len(ticket.leases) < len(ticket.ranks):
-        raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, but only {len(ticket.leases)} different ones")
-    if ticket.extends or ticket.awaited:
-        check_to_come(ticket, block_ids_max)
-        count = max(count, sum(ticket.block_counts))
-    vars(ticket)[_READ] = count
-    return ticket
-
-
-def _check_lease(lease: RankLease, ticket: Ticket) -> RankLease:
-    """Return the lease with its host in the one form that hosts have. RequestError names a field that cannot be."""
-    if {*map(type, _LEASE_TEXTS(lease))} != {str}:
-        raise foreign_text(lease)
-    host = check_place(lease.host, lease.port, lease.incarnation)
+    """RequestError names what cannot be in a lease of the ticket's blocks."""
     if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
         if counts != theirs:
@@ -590,59 +501,44 @@ def _check_lease(lease: RankLease, ticket: Ticket) -> RankLease:
         raise RequestError(
             f"ticket: tp_rank {lease.tp_rank} of {ticket.tp_size}, pp_rank {lease.pp_rank} of {ticket.pp_size}"
         )
-    return lease if lease.host == host else msgspec.structs.replace(lease, host=host)
+
+
+def changed(ticket: Ticket, **changes: Any) -> Ticket:
+    """Return a ticket with other values in these fields, checked as every ticket is."""
+    return Ticket(**{**{name: getattr(ticket, name) for name in Ticket.__struct_fields__}, **changes})
 
 
 def _digests(ticket: Ticket) -> list[str]:
-    """Digest of what each rank offers, under the id of its lease: of block ids, of tokens, and of all the rest.
-
-    In one go, since tables may be long, and each load passes here.
-    """
-    ids, tokens, rest = (
-        hashlib.sha256(_pack(_IDS_OF(ticket)), usedforsecurity=False),
-        hashlib.sha256(_pack(_TOKENS_OF(ticket)), usedforsecurity=False),
-        hashlib.sha256(_pack(_REST_OF(ticket)), usedforsecurity=False),
-    )
+    """Return the checksums of what each rank offers, under the id of its lease: block ids, tokens, and all the rest."""
+    ids, tokens, rest = crc32(_pack(_IDS_OF(ticket))), crc32(_pack(_TOKENS_OF(ticket))), crc32(_pack(_REST_OF(ticket)))
     found = []
     for lease in ticket.ranks:
-        text = ""
-        for state, of_lease in ((ids, _IDS_OF), (tokens, _PLACE_OF), (rest, _PLACE_AND_FLAGS_OF)):
-            one = state.copy()
-            one.update(_pack((lease.lease_id, of_lease(lease))))
-            text += one.hexdigest()[:OFFER_PART_CHARS]
-        found.append(text)
+        name = lease.lease_id
+        own_ids = crc32(_pack((name, _IDS_OF(lease))), ids)
+        own_tokens = crc32(_pack((name, _PLACE_OF(lease))), tokens)
+        own_rest = crc32(_pack((name, _PLACE_AND_FLAGS_OF(lease))), rest)
+        found.append(f"{own_ids:08x}{own_tokens:08x}{own_rest:08x}")
     return found
 
 
-def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
+def _convert(given: Mapping[str, Any], kind: Any) -> Any:
     """Convert a struct that somebody else has filled in. RequestError names a field of another type."""
     try:
         return msgspec.convert(given, kind)
+    except RequestError:
+        raise
     except Exception as error:
         raise wrong(given, error) from error
 
 
-def check_count(ticket: Ticket, block_ids_max: int, what: str) -> None:
-    """RequestError if a ticket whose types are right is of more block ids than that, now or in the end."""
-    count = max(_block_ids_in(ticket), sum(ticket.block_counts) if ticket.extends else 0)
-    if count > block_ids_max:
-        raise too_many(count, block_ids_max, what)
-
-
-def _block_ids_in(ticket: Ticket) -> int:
-    count = 0
-    parts: tuple[Ticket | RankLease, ...] = (ticket, *ticket.ranks)
-    for part in parts:
-        for ids in (part.block_ids or (), *part.more_block_ids):
-            count += len(ids)
-    return count
-
-
-def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
+def _params_of(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
     """Refuse more block ids, ranks or fields than can be right, before time is spent on reading them.
 
-    True if the dict has a list of block tables, one for each group.
+    Returns the dict without its spare and its doubles, and whether it has a list of block tables, one for each group.
     """
+    request_id = params.get("remote_request_id")
+    if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
+        params = without_spare(params, request_id) if len(params) <= _FIELDS_MAX else params
     extra = params.get("kvflow")
     ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
     ranks = ranks if isinstance(ranks, list | tuple) else ()
@@ -665,4 +561,7 @@ def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
             count += checks.answer(found.__len__) or 0
     if count > block_ids_max:
         raise too_many(count, block_ids_max)
-    return nested
+    if type(params.get("remote_port")) is float:
+        known = {name: params[name] for name in _NAMES if name in params}
+        params = checks.answer(partial(checks.without_doubles, known)) or params
+    return params, nested

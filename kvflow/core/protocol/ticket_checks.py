@@ -7,9 +7,10 @@ field and its value.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,6 +65,8 @@ _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
 def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> None:
     """RequestError names the parts of a ticket that are not what a rank has offered, by their digests."""
     for lease, theirs, ours in zip(ticket.ranks, told, found, strict=True):
+        if checks.text(theirs, "ticket: digest") and len(theirs) != len(ours):
+            raise RequestError(f"ticket: digest: expected {len(ours)} characters, got {shown(theirs)}")
         cuts = range(0, len(theirs), OFFER_PART_CHARS)
         both = [(theirs[at : at + OFFER_PART_CHARS], ours[at : at + OFFER_PART_CHARS]) for at in cuts]
         wrong = {name: pair for name, pair in zip(_PARTS, both, strict=False) if pair[0] != pair[1]}
@@ -88,7 +91,7 @@ def check_groups(ticket: Ticket) -> None:
             raise RequestError(f"ticket: group {group.name[:80]!a}: {what}")
 
 
-def check_to_come(ticket: Ticket, block_ids_max: int) -> None:
+def check_to_come(ticket: Ticket) -> None:
     """RequestError if an offer whose blocks are still to come cannot be right."""
     counts = tuple(map(len, ticket.block_tables))
     if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
@@ -98,8 +101,6 @@ def check_to_come(ticket: Ticket, block_ids_max: int) -> None:
     if any(count > most for count, most in zip(counts, ticket.block_counts, strict=True)):
         why = f"{ticket.num_tokens} tokens need {ticket.block_counts}"
         raise RequestError(f"ticket: {counts} blocks by group of a lease that is extended, but {why}")
-    if (count := sum(ticket.block_counts)) > block_ids_max:
-        raise too_many(count, block_ids_max)
 
 
 def checked_traceparent(value: object, what: str = "traceparent") -> str:
@@ -110,9 +111,21 @@ def checked_traceparent(value: object, what: str = "traceparent") -> str:
     return traceparent
 
 
-def wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
-    """Error for a struct that cannot be read."""
-    if isinstance(error, msgspec.ValidationError):
-        hint = "; expected a dict of `lease.ticket.to_params()`" if "required field" in str(error) else ""
-        return RequestError(f"ticket: {checks.refusal(error, given)}{hint}")
-    return RequestError(f"ticket: {shown(error)}")
+DICT_EXPECTED = "expected a dict of `lease.ticket.to_params()`"
+_NAMED = {"engine_id": "remote_engine_id", "request_id": "remote_request_id", "block_ids": "remote_block_ids"}
+_NAMED |= {"ranks[0].host": "remote_host", "ranks[0].port": "remote_port", "tp_size": "tp_size"}
+_FIELD = re.compile(r"`\$\.(ranks\[0\]\.(?:host|port)|\w+)")
+
+
+def wrong(given: Mapping[str, Any], error: Exception, *, on_the_way: bool = False) -> RequestError:
+    """Error for fields that make no struct; `on_the_way`: named as in a ticket's dict."""
+    if isinstance(error, UnicodeEncodeError):
+        is_it = partial(operator.is_, error.object)
+        where = [name for name, one in given.items() if type(one) in (list, tuple) and any(map(is_it, one))]
+        return RequestError(f"ticket: {', '.join(where)}: UTF-8 cannot carry {shown(error.object)}")
+    if not isinstance(error, msgspec.ValidationError):
+        return RequestError(f"ticket: {shown(error)}")
+    said = checks.refusal(error, given)
+    if on_the_way:
+        said = _FIELD.sub(lambda found: f"`$.{_NAMED.get(found[1]) or f'kvflow.{found[1]}'}", said, count=1)
+    return RequestError(f"ticket: {said}" + (f"; {DICT_EXPECTED}" if "required field" in said else ""))

@@ -65,32 +65,35 @@ class LeaseQuestions:
         try:
             check_lease(lease, ticket)
         except RequestError as error:
-            raise wrong_lease(peer, error) from error
+            raise wrong_lease(peer.at, error) from error
         return lease
 
 
 def lease_told(at: Address, found: messages.LeaseFound) -> RankLease:
-    """The lease in a rank's answer."""
+    """The lease in a rank's answer. ProtocolError if it cannot be right."""
     host, port = split_address(at.address, what="peer")
-    return RankLease(
-        pp_rank=at.rank.pp,
-        tp_rank=at.rank.tp,
-        lease_id=found.lease_id,
-        seal_index=found.seal_index,
-        incarnation=found.incarnation,
-        host=host,
-        port=port,
-        block_ids=found.block_ids,
-        more_block_ids=found.more_block_ids,
-        pending=found.pending,
-        payload=found.payload,
-        held=found.held,
-    )
+    try:
+        return RankLease(
+            pp_rank=at.rank.pp,
+            tp_rank=at.rank.tp,
+            lease_id=found.lease_id,
+            seal_index=found.seal_index,
+            incarnation=found.incarnation,
+            host=host,
+            port=port,
+            block_ids=found.block_ids,
+            more_block_ids=found.more_block_ids,
+            pending=found.pending,
+            payload=found.payload,
+            held=found.held,
+        )
+    except RequestError as error:
+        raise wrong_lease(at, error) from error
 
 
-def wrong_lease(peer: Peer, error: RequestError) -> PeerError:
+def wrong_lease(at: Address, error: RequestError) -> PeerError:
     """Error of a rank that tells of a lease that cannot be right."""
-    return peer.at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
+    return at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
 
 
 def expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:

@@ -284,7 +284,7 @@ class Reach:
                 check_block_ids(ids, num_blocks=count, what="block_ids")
             return self.source(ticket, peer, connection, lease)
         except RequestError as error:
-            raise wrong_lease(peer, error) from error
+            raise wrong_lease(peer.at, error) from error
 
     def succeeded(self, sources: Sequence[Source]) -> None:
         """Forget failures of these ranks, since bytes were read from all of them."""

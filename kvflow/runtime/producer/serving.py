@@ -23,7 +23,9 @@ import asyncio
 import logging
 import math
 from functools import partial
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvflow import checks
@@ -38,7 +40,7 @@ from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.claims import check_cache_shares
 from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.protocol.prompts import offered_digest
-from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.growing.growing_leases import GrowingLeases
 from kvflow.growing.lease_news import Newsroom
@@ -359,50 +361,50 @@ class _Tickets:
     def __init__(self, context: RankContext, local: LocalRank) -> None:
         config, identity, kinds = context.config, context.identity, parallelism_of(local.cache_shares)
         self._ttl_s = config.lease_ttl_s
-        self._own = partial(
-            RankLease,
-            pp_rank=config.pp_rank,
-            tp_rank=config.tp_rank,
-            incarnation=identity.incarnation,
-            host=identity.host,
-            port=identity.port,
-        )
-        self._ticket = partial(
-            Ticket,
-            engine_id=config.engine_id,
-            tp_size=config.tp_size,
-            pp_size=config.pp_size,
-            dp_rank=config.dp_rank,
-            block_size=kinds.block_size,
-            kv_heads=kinds.kv_heads,
-            model_kv_heads=kinds.model_kv_heads,
-            more_kinds=kinds.more,
-            groups=told_groups(local.groups),
-            fixed_ports=config.listen_port > 0,
-        )
+        self._own: dict[str, Any] = {
+            "pp_rank": config.pp_rank,
+            "tp_rank": config.tp_rank,
+            "incarnation": identity.incarnation,
+            "host": identity.host,
+            "port": identity.port,
+        }
+        self._ticket: dict[str, Any] = {
+            "engine_id": config.engine_id,
+            "tp_size": config.tp_size,
+            "pp_size": config.pp_size,
+            "dp_rank": config.dp_rank,
+            "block_size": kinds.block_size,
+            "kv_heads": kinds.kv_heads,
+            "model_kv_heads": kinds.model_kv_heads,
+            "more_kinds": kinds.more,
+            "groups": told_groups(local.groups),
+            "fixed_ports": config.listen_port > 0,
+        }
 
     def make(self, request: ServeRequest, held: HeldBlocks, digest: str, holds: bool) -> Ticket:
         """Make the ticket of a lease that is about to be opened."""
-        first, *more = map(tuple, map(np.ndarray.tolist, held.tables))
-        host = [*map(tuple, map(np.ndarray.tolist, held.host_tables or ()))]
+        first, *more = map(np.ndarray.tolist, held.tables)
+        host = [*map(np.ndarray.tolist, held.host_tables or ())]
         ttl_s, extends = self._ttl_s if request.ttl_s is None else request.ttl_s, request.extends or held.extends
-        own = self._own(
-            lease_id=held.lease_id,
-            seal_index=held.seal_index,
-            block_ids=host[0] if host else None,
-            more_block_ids=tuple(host[1:]),
-            pending=(len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
-            payload=request.payload,
-            held=holds,
-        )
-        return self._ticket(
-            request_id=request.request_id,
-            block_ids=first,
-            more_block_ids=tuple(more),
-            num_tokens=request.num_tokens,
-            ttl_s=ttl_s,
-            ranks=(own,),
-            traceparent=request.traceparent,
-            prompt_digest=digest,
-            extends=extends,
-        )
+        own = self._own | {
+            "lease_id": held.lease_id,
+            "seal_index": held.seal_index,
+            "block_ids": host[0] if host else None,
+            "more_block_ids": host[1:],
+            "pending": (len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
+            "payload": request.payload,
+            "held": holds,
+        }
+        offer = {
+            "request_id": request.request_id,
+            "block_ids": first,
+            "more_block_ids": more,
+            "num_tokens": request.num_tokens,
+            "ttl_s": ttl_s,
+            "ranks": (own,),
+            "traceparent": request.traceparent,
+            "prompt_digest": digest,
+            "extends": extends,
+        }
+        made: Ticket = msgspec.convert(self._ticket | offer, Ticket)
+        return made
