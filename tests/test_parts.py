@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from kvflow import LeaseOutcome, LoadRequest, parts
+from kvflow.errors import RequestError
+from kvflow.testing import inproc_pair
+
 ROOT = Path(__file__).parents[1]
-PARTS = ("storage",)
+PARTS = ("failover", "storage")
 CORE = ("tests/core", "tests/transport", "tests/runtime/test_lifecycle.py", "tests/runtime/test_ownership.py")
 
 WITHOUT_INSTALLED = """import sys
@@ -40,10 +44,44 @@ def test_the_core_works_without_a_part(copy: Path, part: str) -> None:
     shutil.rmtree(copy / "tests" / part)
     names = copy / "kvflow" / "__init__.py"
     names.write_text(re.sub(rf'\n    "kvflow\.{part}[\w.]*",', "", names.read_text("utf-8")))
+    table = copy / "kvflow" / "parts.py"
+    table.write_text(re.sub(rf'\n    "{part}": .*', "", table.read_text("utf-8")))
     said = run(copy, "-c", f"import kvflow, importlib.util as u; print(kvflow.__file__, u.find_spec('kvflow.{part}'))")
     assert said.split() == [str(names), "None"]
     run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CORE)
     run(copy, "-m", "kvflow.cli.main", "selftest")
+
+
+def test_a_part_that_is_gone_is_named_and_one_that_is_broken_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kvflow_broken_part.py").write_text("import kvflow_of_nowhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(parts, "PARTS", {"gone": "kvflow.gone.module", "broken": "kvflow_broken_part"})
+    with pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"):
+        parts.part("broken", "request 'req'")
+    for name in ("gone", "unknown"):
+        with pytest.raises(RequestError, match=f"^request 'req' needs kvflow.{name}, which is not there$"):
+            parts.part(name, "request 'req'")
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_load_of_one_ticket_needs_no_failover(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    """Nor one of a list of one. What needs it says so, and its blocks and leases are as they were."""
+
+    async def elsewhere(_: object) -> None:
+        return None
+
+    monkeypatch.setattr(parts, "PARTS", {})
+    async with inproc_pair() as pair:
+        one, two = pair.offer([3], "one"), pair.offer([3], "two")
+        load = pair.consumer.runtime.load_blocks
+        tickets = [one.ticket] if again else [one.ticket, two.ticket]
+        with pytest.raises(RequestError, match=r"^request .req.: a load of several .* needs kvflow\.failover"):
+            await load(LoadRequest("req", tickets, [0], again=elsewhere if again else None))
+        for ticket in (one.ticket, [two.ticket]):
+            await load(LoadRequest("req", ticket, [0]))
+        assert [await one, await two] == [LeaseOutcome.READ] * 2
 
 
 def run(folder: Path, *command: str) -> str:

@@ -71,7 +71,7 @@ def awaited_in(params: Mapping[str, Any]) -> Ticket | None:
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Make the parameters of a request whose prompt several engines have computed, or are to.
 
-    The load reads from the first, and from the next one if that fails, has ended, or is late.
+    The load reads from the first, and from the next one if that fails or has ended.
 
     Args:
         params: what each engine has answered, or `Ticket.to_params()`, the best first.

@@ -12,12 +12,11 @@ from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.messages import PREFIX_OF
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
-from kvflow.failover.several_tickets import SOURCES_MAX
 from kvflow.logs import logger_of
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.kv_events import EventSource, PrefixMap, Subscriber
 from kvflow.prefix.prefix_requests import PEERS_MAX, PrefixOffer, PrefixRequest
-from kvflow.runtime.load.requests import LoadReport
+from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport
 from kvflow.runtime.runtime import Runtime
 
 __all__ = ["PrefixOutcome", "PrefixPeers"]
@@ -82,7 +81,7 @@ class PrefixPeers:
         tickets, most = tuple(offer.ticket for offer in offers), offers[0].num_tokens
         if not self._pays(offers[0], most - question.cached_tokens):
             return PrefixOutcome.SLOWER, (), tickets
-        alike = min(sum(offer.num_tokens == most for offer in offers), SOURCES_MAX)
+        alike = min(sum(offer.num_tokens == most for offer in offers), TICKETS_MAX)
         return PrefixOutcome.FOUND, tickets[:alike], tickets[alike:]
 
     async def greet(self, runtime: Runtime) -> None:

@@ -21,7 +21,6 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
-from kvflow.failover.several_tickets import SOURCES_MAX
 from kvflow.prefix.prefix_requests import (
     PrefixOffer,
     PrefixReport,
@@ -36,7 +35,7 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.loader import Loader
-from kvflow.runtime.load.requests import LoadReport, LoadRequest
+from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport, LoadRequest
 from kvflow.runtime.peers.peer import LocalRank, Reaching, token_bytes
 from kvflow.runtime.records import LOADED
 
@@ -142,7 +141,7 @@ class Prefixes:
     async def _best(self, pull: _Pull) -> list[Holder]:
         """Return the holders to load from next, the best first: all have as many tokens, and pulling from each pays."""
         while alike := await pull.search.best(pull.tried, pull.answers_end_s):
-            del alike[SOURCES_MAX:]
+            del alike[TICKETS_MAX:]
             pull.tried += alike
             if paying := [one for one in alike if self._pays(pull.request, one)]:
                 return paying

@@ -25,7 +25,6 @@ from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.errors import ConfigError, RequestError, UsageError
-from kvflow.failover.several_tickets import Surviving
 from kvflow.growing.pending_loads import Meeting
 from kvflow.growing.pending_tickets import Rendezvous
 from kvflow.logs import logger_of
@@ -110,8 +109,7 @@ class RegisteredCache:
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling, meet)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
         meeting = Meeting(local, meet, self.remote_leases, self.whole.carry)
-        several = Surviving(context, meeting, self.reach, self.remote_leases, gear, self.whole.carry)
-        carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry, several.accept)
+        carriers = Carriers(self.whole.gate, self.whole.carry, meeting)
         self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving)

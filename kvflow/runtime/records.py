@@ -36,7 +36,7 @@ class Attempt:
     address: str
     """Address of the rank that its ticket names first."""
     outcome: str
-    """"loaded", "late", the name of the error's type, or "ended" if the load has ended before it was known."""
+    """"loaded", the name of the error's type, or "ended" if the load has ended before it was known."""
     error: str
     """The reason why it has not given the prompt, or ""."""
     bytes: int

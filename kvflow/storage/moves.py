@@ -28,25 +28,18 @@ class _Folder(NamedTuple):
     agent: AgentName
 
 
-class _Disk:
-    """The `peer` of a file's source: a flight notes there how long its reads take."""
-
-    heard_s = read_s = 0.0
-
-
 class _File(NamedTuple):
     """A file as the source of a flight, which claims nothing of it: its connection and its proof."""
 
     connection: _Folder
     proof: SealProof
-    peer: _Disk
 
 
 def opened_file() -> Source:
     """The source of a flight that reads an open file: it cannot go meanwhile, and digests prove its bytes."""
     proof = SealProof(grows=False, quick_read_max_s=0.0)
     proof.heard(0, 0.0)
-    return cast("Source", _File(_Folder(STORE), proof, _Disk()))
+    return cast("Source", _File(_Folder(STORE), proof))
 
 
 class Moves:
@@ -76,14 +69,11 @@ class Moves:
         """True if no byte is on its way."""
         return not self._under_way and not self._given_up
 
-    def post(self, _agent: AgentName, descriptors: Descriptors, told: Told, _owner: object) -> None:
+    def post(self, _agent: AgentName, descriptors: Descriptors, told: Told) -> None:
         """Start a move. Raises TransportBroken once the store's thread has ended."""
         move = PostedRead(descriptors.size_bytes)
         self._files.post(descriptors, self._direction, partial(self._ended, move), partial(self._over, move))
         self._under_way[move] = told
-
-    def give_up_reads(self, owner: object) -> None:
-        """No effect: a file has no other source."""
 
     def all_stopped(self) -> None:
         """End lost moves: the store's thread has ended in good order, so they have stopped, too."""

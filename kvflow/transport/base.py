@@ -8,7 +8,7 @@ cannot be taken back: each posted read ends in exactly one event, or in the tran
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol, TypeAlias
 
@@ -146,12 +146,6 @@ class Transport(Protocol):
         """Start to read; returns at once, and an event tells the end, a failure to start included.
 
         Reads, and the descriptors of one read, may be performed in any order.
-        """
-
-    def give_up(self, reads: Collection[PostedRead]) -> None:
-        """Have reads end soon, with an error, although their peer does not answer; no effect where that cannot be done.
-
-        Events tell, as of any end. Other reads go on, or begin again.
         """
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import ctypes
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -90,8 +90,6 @@ class InprocFaults:
         """Bytes land, but the end of the read is never reported."""
         self.drop_notifications = False
         self.duplicate_notifications = False
-        self.gives_up = False
-        """Reads that are held can be given up."""
         self.cut = False
         """The agent is unreachable for others: their reads from it fail with PeerGone."""
 
@@ -293,16 +291,6 @@ class InprocTransport:
         """
         assert self._carrier is not None, "it says so"
         self._carrier.wake(partial(self._tell, ReadEnded(read, error, 0.0)))
-
-    def give_up(self, reads: Collection[PostedRead]) -> None:
-        """End reads that are held, with an error; no effect without `InprocFaults.gives_up`.
-
-        Args:
-            reads: Which, as `post_read` gave them.
-        """
-        for read in [held for held in self.held if self.faults.gives_up and held in reads]:
-            self.held.remove(read)
-            self._loop.call_soon(self._tell, ReadEnded(read, PeerGone(f"agent {read.peer!r} does not answer"), 0.0))
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         """Send a notification; returns at once. One to a peer that is gone, cut off or not added is counted as failed.

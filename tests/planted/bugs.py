@@ -59,6 +59,12 @@ BUGS: dict[str, Bug] = {
         "            self.over = False",
         (CORE + "protocol/test_proof.py",),
     ),
+    # --- loads of several tickets
+    "the next source is read under the last one": Bug(
+        "        if work.flight is not None:\n            await work.flight.settled()\n",
+        "",
+        ("tests/failover/test_surviving.py::test_the_next_source_is_read_once_nothing_of_the_last_one_can_land",),
+    ),
     # --- ledger, queue, permits, contacts, rates
     "blocks that are being loaded may be served": Bug(
         '        if (use < _FREE).any():\n            self._refuse(ids, use < _FREE, "served")\n',

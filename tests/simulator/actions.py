@@ -97,15 +97,15 @@ TROUBLE: Sequence[tuple[int, Callable[[SimEngine], None]]] = (
 
 
 def cut_off(engine: SimEngine, consumer: SimEngine) -> None:
-    """Cut a consumer off from this engine, for so long that reads of it are late."""
+    """Cut a consumer off from this engine for a while; reads between them stand still."""
     engine.simulation.network.cut(engine.host, consumer.host)
     engine.simulation.network.later(engine.simulation.rng.uniform(*_CUT_OFF_S), engine.simulation.network.heal)
 
 
 STRIKES: Sequence[tuple[int, Callable[[SimEngine, SimEngine], None]]] = (
-    (1, lambda engine, _: crash(engine)),
+    (3, lambda engine, _: crash(engine)),
     (1, lambda engine, _: freeze(engine)),
-    (3, cut_off),
+    (1, cut_off),
 )
 _CUT_OFF_S = (0.3, 1.5)
 _STRUCK_SHARE = 0.5  # of loads that have several sources: something befalls the first one while they are read

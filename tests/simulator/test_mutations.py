@@ -21,7 +21,7 @@ from kvflow.core.policy.queue import Permit
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
-from kvflow.failover.several_tickets import Surviving, _Course
+from kvflow.failover.several_tickets import Course
 from kvflow.growing.growing_loads import GrowingLoads
 from kvflow.growing.load_news import News
 from kvflow.runtime.copy_thread import CopyThread
@@ -327,23 +327,11 @@ async def end_without_the_payload(*_: Any) -> bytes:
     return b""
 
 
-@instead_of(_Course, "_leave", "I1 I5 I7", 16, "survives")
-async def read_the_next_under_the_last(real: Any, self: _Course, error: KVFlowError | None) -> None:
-    """A load goes to its next source while bytes of the one before may land."""
-
-    async def at_once() -> None:
-        pass
-
-    if self._work.flight is not None:
-        vars(self._work.flight)["settled"] = at_once
-    await real(self, error)
-
-
-@instead_of(Surviving, "__init__", "I2 I3", 21, "survives")
-def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Surviving, *others: Any) -> None:
+@instead_of(Course, "__init__", "I2 I3", 21, "survives")
+def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Course, *others: Any) -> None:
     """A source whose lease has ended while it was read counts, since all of its bytes have landed."""
     real(self, *others)
-    whole = self.whole
+    whole = self._read
 
     async def carry(load: Load, work: Work) -> LoadReport:
         try:
@@ -353,11 +341,11 @@ def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Surviving, *oth
                 raise
             return work.report(load.request_id)
 
-    self.whole = carry
+    self._read = carry
 
 
-@instead_of(_Course, "_leave", "I7", 20, "survives")
-async def give_each_source_a_deadline(real: Any, self: _Course, error: KVFlowError | None) -> None:
+@instead_of(Course, "_leave", "I7", 20, "survives")
+async def give_each_source_a_deadline(real: Any, self: Course, error: KVFlowError) -> None:
     """The time of a load begins anew when it leaves a source."""
     self._work.ends_s += 2.0
     await real(self, error)

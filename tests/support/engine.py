@@ -67,8 +67,6 @@ class EngineSetup:
     """The first of its rank's heads."""
     config: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
-    parks: bool = True
-    """Whether reads that are stuck can be given up."""
 
 
 @contextlib.asynccontextmanager

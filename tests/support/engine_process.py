@@ -24,7 +24,6 @@ from typing import Any, Self
 
 import uvloop
 
-from kvflow.transport.nixl import agents
 from tests.support.engine import EngineSetup, open_engine
 from tests.support.steered_loop import SteeredLoop
 from tests.support.verbs import LINE_BYTES_MAX, EngineError, described, line, serve
@@ -42,8 +41,6 @@ def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environm
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    if not setup.parks:
-        agents._PARKED_MAX = 0
     if setup.namespace is not None:
         enter_namespace(setup.namespace)
     with asyncio.Runner(loop_factory=SteeredLoop if setup.steered else uvloop.new_event_loop) as runner:

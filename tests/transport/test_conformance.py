@@ -19,7 +19,7 @@ from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError, TransportBroken
 from kvflow.limits import Limits
-from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, PeerGone, ReadEnded, Transport, TransportError
+from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from kvflow.transport.nixl.loop import NixlTransport
 
@@ -310,22 +310,6 @@ async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], 
     await side.transport.aclose(WAIT_S)
 
 
-async def test_reads_that_may_be_given_up_end_once_and_others_are_as_they_were(ends: Ends) -> None:
-    """However far each has come: one that has landed has, one that is left says so."""
-    transport = ends.reader.transport
-    given_up = [transport.post_read(ends.peer, ends.descriptors((at, at, 8))) for at in range(0, 64, 8)]
-    others = [transport.post_read(ends.peer, ends.descriptors((at, at, 8))) for at in range(64, 128, 8)]
-    transport.give_up(given_up)
-    events = await end_of(transport, len(given_up) + len(others))
-    ended = {event.read: event.error for event in events if isinstance(event, ReadEnded)}
-    assert set(ended) == {*given_up, *others}
-    assert [ended[read] for read in others] == [None] * len(others)
-    assert all(error is None or isinstance(error, PeerGone) for error in ended.values())
-    assert (ends.reader.buffer[64:128] == ends.writer.buffer[64:128]).all()
-    await read_ended(ends, (0, 0, SIZE))
-    assert (ends.reader.buffer == ends.writer.buffer).all()
-
-
 @pytest.fixture
 async def nixl() -> AsyncIterator[tuple[Ends, Any]]:
     """Ends of NIXL, and the reader; the first reads of a connection, which have to wait for it, are over."""
@@ -344,30 +328,6 @@ def busy(transport: Any) -> Iterator[None]:
         yield
     finally:
         gate.set()
-
-
-@pytest.mark.nixl
-async def test_nixl_reads_on_with_another_agent_and_tells_it_of_peers_when_they_are_needed(
-    nixl: tuple[Ends, Any],
-) -> None:
-    """What was under way is posted once more; the parked agent goes when its peers have answered the other one."""
-    ends, transport = nixl
-    thread, agents = transport._alive()
-    first = agents._reading
-    agents._check, agents._start = (lambda request: True), agents._in_flight.append
-    left, other = (transport.post_read(ends.peer, ends.descriptors((at, at, 8))) for at in (0, SIZE - 8))
-    async with asyncio.timeout(WAIT_S):
-        while await thread.call(lambda: sum(len(one.together) for one in agents._in_flight)) < 2:
-            pass
-    del agents._check, agents._start
-    transport.give_up([left])
-    events = [event for event in await end_of(transport, 2) if isinstance(event, ReadEnded)]
-    assert {event.read: type(event.error) for event in events} == {left: PeerGone, other: type(None)}
-    assert agents._reading is not first
-    assert await thread.call(lambda: (agents._parked, agents._unknown)) == ([], set())
-    assert agents.taken == transport._given
-    transport.notify(ends.peer, b"from the other agent")
-    assert await end_of(ends.writer.transport) == [Notified(b"from the other agent")]
 
 
 @pytest.mark.nixl

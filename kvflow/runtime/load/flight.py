@@ -33,8 +33,6 @@ from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import ReadEnded, TransportError
 
-_FADE = 63 / 64  # factor of the longest known read of a peer, with each shorter one
-
 # Steps that each load goes through, looked up once.
 _READING = fire(TRANSFER_TABLE, TransferState.PENDING, TransferEvent.POST)
 _LANDED = fire(TRANSFER_TABLE, TransferState.READING, TransferEvent.LAND)
@@ -179,10 +177,6 @@ class Flight:
         self.state = _LANDED
         self._give_back()
 
-    def give_up(self) -> None:
-        """Have its reads end although the peers do not answer, where the transport can do that."""
-        self._gear.poller.give_up_reads(self)
-
     async def stop(self, grace_s: float) -> bool:
         """End the flight whatever it is doing: wait up to `grace_s` for posted reads. True if the blocks are safe.
 
@@ -311,7 +305,7 @@ class Flight:
                 raise self._error
             now_s = gear.clock.now_s()
             told = partial(self._heard, source, permit, running, now_s, fetches_seal)
-            gear.poller.post(agent, descriptors, told, self)
+            gear.poller.post(agent, descriptors, told)
         except BaseException:
             gear.queue.end(permit)
             raise
@@ -354,11 +348,9 @@ class Flight:
                 self._lost.append(running)
             self._note_lost(event)
             return
-        failed, peer = event.error is not None, source.peer
-        self.heard_s = peer.heard_s = gear.clock.now_s()
-        took_s = 0.0 if failed else self.heard_s - posted_s
-        gear.queue.end(permit, took_s)
-        peer.read_s = max(took_s, peer.read_s * _FADE)
+        failed = event.error is not None
+        self.heard_s = gear.clock.now_s()
+        gear.queue.end(permit, 0.0 if failed else self.heard_s - posted_s)
         self.post_s += event.post_s
         if failed:
             if self._error is None:

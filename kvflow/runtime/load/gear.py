@@ -50,9 +50,7 @@ class Posts(Protocol):
     @property
     def behind(self) -> bool: ...
 
-    def post(self, agent: AgentName, descriptors: Descriptors, told: Told, owner: object) -> None: ...
-
-    def give_up_reads(self, owner: object) -> None: ...
+    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None: ...
 
 
 class Poller:
@@ -61,8 +59,8 @@ class Poller:
     def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
         self._transport = transport
         self._on_notification = on_notification
-        self._under_way: dict[PostedRead, tuple[Told, object]] = {}
-        """Callback and owner of each read."""
+        self._under_way: dict[PostedRead, Told] = {}
+        """Callback of each read."""
         self._cause: BaseException | None = None
         self._ended = self._patient = False
 
@@ -71,15 +69,11 @@ class Poller:
         """See `Transport.behind`."""
         return self._transport.behind
 
-    def post(self, agent: AgentName, descriptors: Descriptors, told: Told, owner: object) -> None:
+    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None:
         """Post a read (see `Transport.post_read`); `told` is called once, when it ends."""
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
-        self._under_way[self._transport.post_read(agent, descriptors)] = told, owner
-
-    def give_up_reads(self, owner: object) -> None:
-        """Have the reads of one owner end although their peer does not answer, where the transport can do that."""
-        self._transport.give_up([read for read, (_, its_owner) in self._under_way.items() if its_owner is owner])
+        self._under_way[self._transport.post_read(agent, descriptors)] = told
 
     async def run(self) -> None:
         """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
@@ -100,7 +94,7 @@ class Poller:
     def settle(self, *, stopped: bool) -> None:
         """Fail all reads under way. They have `stopped`, or it is not known whether they have."""
         under_way, self._under_way = self._under_way, {}
-        for posted, (told, _) in under_way.items():
+        for posted, told in under_way.items():
             if stopped:
                 told(ReadEnded(posted, TransportError("the transport was closed"), 0.0))
             else:
@@ -110,8 +104,7 @@ class Poller:
 
     def _dispatch(self, event: ReadEnded | Notified) -> None:
         if isinstance(event, ReadEnded):
-            told, _ = self._under_way.pop(event.read)
-            told(event)
+            self._under_way.pop(event.read)(event)
         else:
             self._on_notification(event.payload)
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvflow import checks
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
+from kvflow.core.protocol.prompts import check_alike
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
@@ -30,8 +31,9 @@ from kvflow.errors import (
     RuntimeUnavailable,
     UsageError,
 )
-from kvflow.growing.pending_loads import check_expected
+from kvflow.growing.pending_loads import Meeting, check_expected
 from kvflow.logs import logger_of
+from kvflow.parts import part
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Gate, Gear
@@ -40,6 +42,7 @@ from kvflow.runtime.load.load import Carry, Load, Work, request_name, said_prior
 from kvflow.runtime.load.never_read import NeverRead
 from kvflow.runtime.load.requests import (
     PHASES,
+    TICKETS_MAX,
     InFlight,
     LoadingStatistics,
     LoadReport,
@@ -54,13 +57,11 @@ logger = logger_of(__name__)
 
 
 class Carriers(NamedTuple):
-    """Carriers of loads, by what is known of a load when it is accepted; and the gate before them."""
+    """Carriers of loads of one ticket, by what is known of the offer when the load is accepted; and their gate."""
 
     gate: Gate
     whole: Carry
-    meeting: Carry
-    several: Callable[[LoadRequest, int], tuple[tuple[Ticket, ...], Carry]]
-    """Reads the tickets of a load that may have several sources, and chooses its carrier."""
+    meeting: Meeting
 
 
 class Loader:
@@ -80,12 +81,13 @@ class Loader:
         self._bounds = (limits.block_ids_max, config.load_deadline_s)
         self._rank = context.identity.rank
         self._observers = context.observers
+        self.clock = context.clock
         self._now_s = context.clock.now_s
-        self._groups = local.groups
-        self._read_ticket = reach.read_ticket
-        self._remote_leases = remote_leases
-        self._gear = gear
-        self._carriers = carriers
+        self.groups = local.groups
+        self.reach = reach
+        self.remote_leases = remote_leases
+        self.gear = gear
+        self.carriers = carriers
         self._gate = carriers.gate
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
@@ -101,10 +103,10 @@ class Loader:
 
     @property
     def statistics(self) -> LoadingStatistics:
-        queue = self._gear.queue
+        queue = self.gear.queue
         return LoadingStatistics(
             open_loads=len(self._loads),
-            waiting_loads=self._gear.words.waiting,
+            waiting_loads=self.gear.words.waiting,
             waiting_reads=queue.waiting,
             in_flight=InFlight(*queue.used),
             peers={
@@ -112,7 +114,7 @@ class Loader:
                 for peer, used, waiting in queue.peers()
             },
             quarantines=len(self.quarantines),
-            renewals=self._remote_leases.sent,
+            renewals=self.remote_leases.sent,
             never_read=self._never_read.count,
             **self._counts,
             **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
@@ -138,7 +140,7 @@ class Loader:
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
         """Local blocks as a request gives them, by group. RequestError if they cannot be right."""
-        return self._gear.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
+        return self.gear.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`; raises what is wrong with the request."""
@@ -167,7 +169,7 @@ class Loader:
         """Make every load under way end soon, with RuntimeClosed; with CacheUnregistered if that is why."""
         self._closed, self._unregistered = True, self._unregistered or unregistered
         self._look_at(math.inf)
-        self._remote_leases.close()
+        self.remote_leases.close()
         for work in self._loads.values():
             work.end_now()
 
@@ -203,18 +205,18 @@ class Loader:
             given = plain.ticket
             if plain.again is None and (type(given) is dict or isinstance(given, Ticket)):
                 try:
-                    tickets: tuple[Ticket, ...] = (self._read_ticket(given, ids_max),)
+                    tickets: tuple[Ticket, ...] = (self.reach.read_ticket(given, ids_max),)
                 except RequestError as error:
                     raise RequestError(f"{what}: {error}") from error
-                carry = self._carriers.meeting if tickets[0].awaited else self._carriers.whole
+                carry = self.carriers.meeting.carry if tickets[0].awaited else self.carriers.whole
             else:
-                tickets, carry = self._carriers.several(plain, ids_max)
-            if plain.verify and (problem := self._gear.digests.own.problem):
+                tickets, carry = self._several(plain, ids_max)
+            if plain.verify and (problem := self.gear.digests.own.problem):
                 raise RequestError(f"{what}: verify: {problem}")
-            tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
+            tables, entries = self.gear.ledger.find(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
                 for one in tickets:
-                    check_expected(self._groups, plain, one, tables)
+                    check_expected(self.groups, plain, one, tables)
         except KVFlowError as error:
             self.refuse(request, error)
             raise
@@ -227,6 +229,28 @@ class Loader:
         if work.ends_s < self._look_s and not self._closed:
             self._look_at(work.ends_s)
         return load, work
+
+    def _several(self, request: LoadRequest, block_ids_max: int) -> tuple[tuple[Ticket, ...], Carry]:
+        """Read the tickets of a request that may have several, and choose the carrier of its load."""
+        what, given = f"request {request.request_id!r}", request.ticket
+        several: Sequence[Any] | None = (given,)
+        if isinstance(given, list | tuple):
+            several = checks.answer(lambda: tuple(given))
+        if several is None:
+            raise RequestError(f"{what}: ticket: expected a ticket or a list of them, got {checks.shown(given)}")
+        if not 0 < len(several) <= TICKETS_MAX:
+            raise RequestError(f"{what}: {len(several)} tickets, expected 1 to {TICKETS_MAX}")
+        try:
+            tickets = tuple(self.reach.read_ticket(one, block_ids_max) for one in several)
+        except RequestError as error:
+            raise RequestError(f"{what}: {error}") from error
+        for other in tickets[1:]:
+            check_alike(tickets[0], other, what)
+        if len(tickets) > 1 or request.again is not None:
+            needing = f"{what}: a load of several tickets, or with `again`,"
+            carry: Carry = part("failover", needing).carrier(self, tickets)
+            return tickets, carry
+        return tickets, self.carriers.meeting.carry if tickets[0].awaited else self.carriers.whole
 
     def _look_at(self, when_s: float) -> None:
         """Set the timer that looks for loads past their deadline. There is one for all: most loads are quick."""
@@ -329,7 +353,7 @@ class Loader:
         if counted != "succeeded" and work.flight is not None and not work.flight.safe:
             self._unsafe[work.flight], work.flight.on_safe = load, self._landed
         self._loads.pop(load, None)
-        self._remote_leases.forget(load)
+        self.remote_leases.forget(load)
         self._counts[counted] += 1
         if work.attempts:
             self._counts["sources_left"] += len(work.attempts) - 1
@@ -361,7 +385,7 @@ class Loader:
             phase=work.phase,
             bytes=flight.size_bytes if flight else 0,
             blocks=sum(map(len, work.tables)),
-            blocks_by_group=blocks_by_group(self._groups, work.tables),
+            blocks_by_group=blocks_by_group(self.groups, work.tables),
             descriptors=flight.descriptor_count if flight else 0,
             seconds=work.seconds,
             verification=work.verification,

@@ -21,7 +21,7 @@ class NeverRead:
     """Failures of engines that no load has ever read from."""
 
     def __init__(self, delivered: Callable[[str], bool]) -> None:
-        """`delivered`: True for an engine of which a read has ended well, as far as is remembered."""
+        """`delivered`: whether a load has ever read well from an engine, as far as is remembered."""
         self._delivered = delivered
         self._failures: dict[str, int] = {}
 

@@ -22,6 +22,9 @@ VERIFY = "verify"
 EVERY_PHASE = ("queued", "handshake", "plan", "post", COMPUTE, "wire", VERIFY, "notify")
 """All phases, with those that only some loads have: "compute" is of loads that had to wait for their producer."""
 
+TICKETS_MAX = 16
+"""Most tickets of one load."""
+
 GivenTicket: TypeAlias = Ticket | Mapping[str, Any]
 Again: TypeAlias = Callable[[Sequence[Attempt]], Awaitable[GivenTicket | None]]
 
@@ -38,7 +41,7 @@ class LoadRequest:
     end with that of the last offered token; a state's slot is of that token; either may be left out.
 
     `ticket` is a Ticket or its dict; or several of one prompt, the best first: the load reads from the next one if its
-    source fails, has ended, or is late. `deadline_s` covers every phase and defaults to Config.load_deadline_s. Where
+    source fails or has ended. `deadline_s` covers every phase and defaults to Config.load_deadline_s. Where
     loads have to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
     """
 
@@ -185,7 +188,7 @@ class LoadingStatistics:
     renewals: int
     """Renewals of leases, for loads under way and by `keep_leases`."""
     sources_left: int = 0
-    """Sources that loads have left since they failed or were late; which peers are not asked for now `peers` says."""
+    """Sources that loads have left since they failed; which peers are not asked for now `peers` says."""
     never_read: int = 0
     """Engines whose tickets loads have failed with again and again, and that no load has ever read from."""
     verified: int = 0

@@ -96,7 +96,7 @@ class Whole:
         except BaseException:
             await flight.stop(self._config.cancel_grace_s)
             raise
-        self._reach.succeeded(plan.sources)
+        self._reach.succeeded(plan.sources, fresh=fresh)
         if not fresh:
             raise self._over_error(load, work)
         return await self._tell(load, work, sources)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -161,10 +160,8 @@ class Peer:
         self.last_error = ""
         self.last_kind: type[PeerError] = PeerUnreachable
         """Class of the last failure that made it wait: what does not fit is no matter of time."""
-        self.heard_s = -math.inf
-        """Time at which its last read has ended, well or not."""
-        self.read_s = 0.0
-        """Time of its longest read lately; 0 if none has ended well."""
+        self.delivered = False
+        """True once a load has read from it well."""
         self.used_s = now_s
         self.leases_kept = 0
         """Leases of it that we keep: until they are read or given back it is not idle."""
@@ -252,7 +249,7 @@ class Reaching(Protocol):
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
 
-    def succeeded(self, sources: Sequence[Source]) -> None: ...
+    def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None: ...
 
     def backs_off(self, ticket: Ticket) -> bool: ...
 

@@ -286,11 +286,12 @@ class Reach:
         except RequestError as error:
             raise wrong_lease(peer.at, error) from error
 
-    def succeeded(self, sources: Sequence[Source]) -> None:
-        """Forget failures of these ranks, since bytes were read from all of them."""
+    def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None:
+        """Forget failures of these ranks, since bytes were read from all of them. `fresh`: whether the bytes count."""
         now_s = self._clock.now_s()
         for source in sources:
             source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
+            source.peer.delivered |= fresh
 
     def backs_off(self, ticket: Ticket) -> bool:
         """True if a rank that the ticket names has failed and is not asked for now."""
@@ -300,8 +301,8 @@ class Reach:
         return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
 
     def delivered(self, engine_id: str) -> bool:
-        """True once a read of any rank of an engine has ended well."""
-        return any(peer.engine_id == engine_id and peer.read_s > 0 for peer in self._peers.known.values())
+        """Return whether a load has ever read well from any rank of an engine."""
+        return any(peer.engine_id == engine_id and peer.delivered for peer in self._peers.known.values())
 
     def failed(self, source: Source, why: str) -> None:
         """Note that a read from a source failed."""

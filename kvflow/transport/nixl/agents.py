@@ -11,10 +11,7 @@ There are two, because serving and reading want opposite things of NIXL (measure
 Reads are made from address arrays, not from prepared lists of all blocks: plans join runs themselves, and a peer's
 cost stays independent of its number of blocks (docs/decisions/0001-address-plans.md).
 
-A posted read cannot be taken back, but over tcp and shared memory its bytes are moved by the reading agent itself, when
-it is polled. So reads that are given up are left with it: it is *parked*, never to be polled again, and another agent
-takes its place, with all other reads. To destroy it at once would be safe for us; but a stopped process that goes on,
-and finds requests of somebody who is gone, is aborted by UCX (docs/decisions/0037-parked-agents.md).
+A posted read cannot be taken back, so no agent is destroyed while one of its reads is under way.
 """
 
 from __future__ import annotations
@@ -22,9 +19,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,10 +65,7 @@ _TOGETHER_COUNT_MAX = 4096
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
-_PARKED_MAX = 4
-_PARKED_S = 600.0  # a peer that does not go on within that will not
 _LOOK_S = 1.0
-_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class _ToPost(NamedTuple):
@@ -100,15 +93,6 @@ class _Request:
     error: TransportError | None = None
 
 
-class _Parked(NamedTuple):
-    """Reading agent that is polled no more."""
-
-    agent: Agent
-    peers: frozenset[AgentName]
-    """Peers that did not answer."""
-    since_s: float
-
-
 class NixlAgents:
     """Pair of agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
@@ -128,13 +112,6 @@ class NixlAgents:
             raise ConfigError(f"NIXL cannot start backend {config.nixl_backend!r} as configured: {error}") from error
         self._name = name
         self._serving_listeners = self._serving.listener_count
-        self._by_software = set(config.nixl_backends) == {"UCX"} and not any(_RDMA_DEVICES.glob("*"))
-        """True if bytes land only when an agent is polled."""
-        self._parked: list[_Parked] = []
-        self._peers: dict[AgentName, bytes] = {}
-        """Metadata of all peers."""
-        self._unknown: set[AgentName] = set()
-        """Peers that the reading agent has not met."""
         self._in_flight: list[_Request] = []
         self._made: deque[_Request] = deque()
         """Requests that are to be posted next."""
@@ -180,7 +157,6 @@ class NixlAgents:
         if device.kind == "cpu":
             for span in spans:
                 prefault(span)
-        self._by_software = self._by_software and device.kind == "cpu"
         rows = [(span.address, span.size_bytes, device.number, "") for span in spans]
         self._keepalive.append(keepalive)
         try:
@@ -208,17 +184,11 @@ class NixlAgents:
         except self._errors as error:
             raise TransportError(f"NIXL does not accept the peer's metadata: {error}") from error
         # A name that is no UTF-8 is not the one that was expected; the caller compares.
-        peer = AgentName(name.decode(errors="replace"))
-        self._peers[peer] = metadata
-        self._unknown.discard(peer)
-        return peer
+        return AgentName(name.decode(errors="replace"))
 
     def remove_peer(self, name: AgentName) -> None:
         self.send_notifications()
-        self._peers.pop(name, None)
-        if name not in self._unknown:
-            self._reading.native.invalidateRemoteMD(name)
-        self._unknown.discard(name)
+        self._reading.native.invalidateRemoteMD(name)
 
     def post(self, read: PostedRead, peer: AgentName, descriptors: Descriptors) -> None:
         """Have the crank post a read, small ones first; its end, a failure to start included, is an event.
@@ -226,52 +196,6 @@ class NixlAgents:
         Over shared memory the call that posts a read copies it, so the order of posting is the order of reading.
         """
         self._to_post.add(_ToPost(read, peer, descriptors), descriptors.size_bytes)
-
-    def give_up(self, reads: Collection[PostedRead]) -> None:
-        """Give reads up (`Transport.give_up`): park the reading agent if one of them is under way there."""
-        silent = {one.peer for request in self._in_flight for one in request.together if one.read in reads}
-        again = self._park(silent) if silent else []
-        while self._to_post:
-            again.append(self._to_post.pop())
-        for one in again:
-            if one.read in reads:
-                self.taken += one.descriptors.size_bytes + POST_COST_BYTES
-                self._ended.append(_Request([one], error=PeerGone("it does not answer, and was given up")))
-            else:
-                self._to_post.add(one, one.descriptors.size_bytes)
-
-    def _park(self, silent: Collection[AgentName]) -> list[_ToPost]:
-        """Replace the reading agent, and give back what was under way, to be posted once more.
-
-        Nothing if it cannot be replaced: then all goes on as it was.
-        """
-        if not self._by_software or len(self._parked) >= _PARKED_MAX:
-            return []
-        try:
-            agent = Agent(self._bindings, f"{self._name}/reader {time.monotonic_ns()}", self._config, progress=False)
-            for descriptors in self._reading.registered:
-                agent.register(descriptors)
-        except self._errors as error:
-            logger.warning("%s: no other reading agent can be made, so stuck reads stay so: %s", self._name, error)
-            return []
-        self._release((*self._tell(), *self._made))
-        again = [one for request in (*self._in_flight, *self._made) for one in request.together]
-        self.taken -= sum(one.descriptors.size_bytes + POST_COST_BYTES for one in again)
-        self._parked.append(_Parked(self._reading, frozenset(silent), time.monotonic()))
-        self._reading, self._unknown = agent, set(self._peers)
-        self._in_flight, self._made = [], deque()
-        return again
-
-    def _unpark(self, answered: Collection[AgentName]) -> None:
-        """Destroy parked agents whose peers have gone on, or never will."""
-        since_s = time.monotonic() - _PARKED_S
-        self._parked = [one for one in self._parked if one.since_s > since_s and one.peers.isdisjoint(answered)]
-
-    def _meet(self, peer: AgentName) -> None:
-        """Have the reading agent know a peer that was met by another one."""
-        if peer in self._unknown:
-            self._reading.native.loadRemoteMD(self._peers[peer])
-            self._unknown.discard(peer)
 
     def _post_next(self) -> None:
         """Post the request whose turn it is.
@@ -314,8 +238,6 @@ class NixlAgents:
         request, native = _Request(together), self._reading.native
         started_s = time.monotonic()
         try:
-            if self._unknown:
-                self._meet(peer)
             local = self._descriptor_list(table[0], descriptors.local_device)
             remote = self._descriptor_list(table[1], descriptors.remote_device)
             request.handle = native.createXferReq(
@@ -366,7 +288,6 @@ class NixlAgents:
         for (peer, join), payloads in outbox.items():
             for payload in payloads if join is None or len(payloads) == 1 else join(payloads):
                 try:
-                    self._meet(peer)
                     self._reading.native.genNotif(peer, payload, self._reading.backends)
                 except self._errors:
                     self.unsent += 1
@@ -428,7 +349,6 @@ class NixlAgents:
     def close(self) -> None:
         """Deregister and destroy both agents; only legal when not busy."""
         assert not self.busy, "agents closed under a running read"
-        self._parked.clear()
         for agent in (self._reading, self._serving):
             agent.deregister()
         del self._reading, self._serving
@@ -477,8 +397,6 @@ class NixlAgents:
         for request in ended:
             for one in request.together:
                 self._put(ReadEnded(one.read, request.error, request.post_s))
-        if self._parked:
-            self._unpark([one.peer for request in ended if request.error is None for one in request.together])
         return ended
 
     def _release(self, requests: Sequence[_Request]) -> None:

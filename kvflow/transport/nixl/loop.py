@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvflow.config import Config
@@ -101,10 +101,6 @@ class NixlTransport:
         self._reads.add(read)
         self._reads_total += 1
         return read
-
-    def give_up(self, reads: Collection[PostedRead]) -> None:
-        thread, agents = self._alive()
-        thread.submit(partial(agents.give_up, frozenset(reads)))
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         thread, agents = self._alive()
