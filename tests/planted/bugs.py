@@ -136,8 +136,8 @@ BUGS: dict[str, Bug] = {
     ),
     # --- tickets
     "a merged ticket lives as long as the last of its leases": Bug(
-        "ttl_s=min(ticket.ttl_s for ticket in tickets))",
-        "ttl_s=max(ticket.ttl_s for ticket in tickets))",
+        "ttl_s=min(ticket.ttl_s for ticket in given))",
+        "ttl_s=max(ticket.ttl_s for ticket in given))",
         (CORE + "protocol/test_ticket.py",),
     ),
     "two leases of one rank are merged": Bug(

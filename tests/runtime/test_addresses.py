@@ -95,7 +95,7 @@ async def test_an_address_without_its_scheme_is_told_what_was_meant(given: str, 
         assert isinstance(outcome.error, RequestError)
         assert str(outcome.error) == f"address: {end}"
         lease = pair.offer(BLOCKS)
-        ticket = altered(lease.ticket, host=given)
+        ticket = {**lease.ticket.to_params(), "remote_host": given}
         said = await failed(pair.consumer.runtime, RequestError, ticket)
         assert said.endswith(f"remote_host {given!r} is no host to connect to: expected a name or number alone")
         lease.revoke()

@@ -197,7 +197,7 @@ async def test_another_rank_at_the_address_is_named(both: Engines) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("kv_heads", 4, r"num_kv_heads: ours 4 on each of 1 ranks, theirs 4 on each of 2 ranks|kv_heads: the ticket"),
+        ("kv_heads", 4, r"num_kv_heads: ours 4 on each of 1 rank, theirs 4 on each of 2 ranks|kv_heads: the ticket"),
         ("block_size", 8, "block_size: the ticket says 8, the rank 4"),
         ("model_kv_heads", 8, "num_kv_heads"),
     ],
