@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
@@ -27,6 +28,9 @@ from kvflow.runtime.part import Ending, Part
 from kvflow.runtime.tasks import Tasks
 from kvflow.runtime.world import World
 from kvflow.transport.base import TransportError
+
+if TYPE_CHECKING:
+    from kvflow.runtime.supervisor import Supervisor
 
 logger = logger_of(__name__)
 
@@ -58,7 +62,9 @@ class Registration:
         """The cache, once it is registered, until the last of it has ended."""
         self.early_notifications = 0
         """Notifications that came before the cache, when no lease could exist."""
-        self._parts = parts
+        self._given = parts
+        self.parts: list[Part] = []
+        """Parts that have begun with the cache. Others are not ended here: one may be at work for another runtime."""
         self._config = config
         self._runtime_tasks = tasks
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -84,6 +90,12 @@ class Registration:
         task.add_done_callback(self._tasks.pop)
         return task
 
+    async def begin_parts(self, runtime: Supervisor, cache: RegisteredCache) -> None:
+        """Have the parts begin with the cache, in order. Raises ConfigError."""
+        for part in self._given:
+            await part.registered(runtime, cache)
+            self.parts.append(part)
+
     @property
     def busy(self) -> bool:
         """True if a lease or a load is open, or a part has work under way, or blocks are quarantined."""
@@ -91,7 +103,7 @@ class Registration:
             return False
         loading = self.cache.loader.statistics
         open_now = self.cache.serving.statistics.open_leases or loading.open_loads or loading.quarantines
-        return bool(open_now or any(map(open_of, self._parts)))
+        return bool(open_now or any(map(open_of, self.parts)))
 
     async def drain(self, deadline_s: float) -> DrainReport:
         """Wait until nothing is open, at most `deadline_s`; then end what is left, and wait for that, too.
@@ -104,7 +116,7 @@ class Registration:
         serving, loader, engine_id = self.cache.serving, self.cache.loader, self._config.engine_id
         serving.news.turn_away(f"engine {engine_id!r} is draining")
         leases, loads = serving.statistics, loader.statistics
-        waits = [serving.drained(), loader.drained(), *(part.drained() for part in self._parts)]
+        waits = [serving.drained(), loader.drained(), *(part.drained() for part in self.parts)]
         finished = await _all_within(waits, deadline_s)
         if not finished:
             what = f"leases of {_some(serving.open_requests)}, loads of {_some(loader.open_requests)}"
@@ -126,7 +138,7 @@ class Registration:
             return
         self.cache.serving.close()
         self.cache.loader.close(unregistered=why is Ending.UNREGISTERED)
-        for part in self._parts:
+        for part in self.parts:
             part.end(why)
 
     async def end(self, *, broken: bool = False) -> None:
@@ -139,7 +151,7 @@ class Registration:
         self.stop(Ending.CLOSED)
         serving, loader, bound_s = self.cache.serving, self.cache.loader, self._config.ending_s
         waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
-        waits += [part.drained() for part in self._parts]
+        waits += [part.drained() for part in self.parts]
         if not await _all_within(waits, bound_s):
             what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"
             logger.warning("engine %r: still open after another %s s: %s", self._config.engine_id, bound_s, what)
@@ -164,7 +176,7 @@ class Registration:
         self.poller.settle(stopped=stopped)
         if self.cache is not None and stopped:
             self.cache.loader.all_stopped()
-        for part in self._parts:
+        for part in self.parts:
             problem = await part.closed(bound_s) or problem
         return problem
 
@@ -179,7 +191,7 @@ class Registration:
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = self.cache.loader.open_requests, self.cache.serving.open_requests
-        parts = {part.name: count for part in self._parts if (count := open_of(part))}
+        parts = {part.name: count for part in self.parts if (count := open_of(part))}
         if not (loads or leases or parts):
             return ""
         return f"bytes of loads {loads} may still land, leases {leases} hold their blocks, requests of parts: {parts}"
@@ -188,7 +200,7 @@ class Registration:
         """Give back what it has without the loop, which is gone; waits up to `wait_s` for its threads."""
         self.cache = None
         self.transport.abandon(wait_s)
-        for part in self._parts:
+        for part in self.parts:
             part.end(Ending.ABANDONED, wait_s)
 
     async def _end_tasks(self) -> None:

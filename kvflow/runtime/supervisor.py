@@ -184,7 +184,11 @@ class Supervisor:
             serving=past.with_serving(cache.serving.statistics if cache else None),
             loading=past.with_loading(cache.loader.statistics if cache else None),
             peers=cache.peers.statistics if cache else (),
-            parts={part.name: now for part in self.parts if (now := part.statistics) is not None},
+            parts={
+                part.name: now
+                for part in (registration.parts if registration else ())
+                if (now := part.statistics) is not None
+            },
             sharing=cache.sharing.statistics if cache and cache.sharing else None,
             prefixes=cache.prefixes.statistics if cache else None,
             readers=cache.readers.count if cache else 0,
@@ -271,8 +275,7 @@ class Supervisor:
                 copy_blocks,
                 self.parts,
             )
-            for part in self.parts:
-                await part.registered(self, cache)
+            await registration.begin_parts(self, cache)
             self.require_running(new_work=True)
         except BaseException:
             await self.tasks.carried("kvflow-unregister", self._unregister)

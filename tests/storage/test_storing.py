@@ -850,7 +850,11 @@ async def test_a_storage_works_for_the_runtime_that_it_was_given_to(tmp_path: Pa
         async with Runtime(replace(config, engine_id="other"), parts=[storage]) as other:
             with pytest.raises(ConfigError, match="part of another runtime"):
                 await other.register_kv_caches(*small_cache())
-        assert not storage.has("a"), "the other one has changed nothing"
+            assert other.statistics().parts == {}
+        async with Runtime(replace(config, engine_id="idle"), parts=[storage]):
+            pass
+        await storage.save(SaveRequest("s", "a", [1], 4))
+        assert storage.has("a"), "the others have ended nothing of it"
 
 
 @pytest.mark.parametrize(
