@@ -15,7 +15,7 @@ from kvflow.errors import RequestError
 from kvflow.testing import inproc_pair
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("failover", "storage")
+PARTS = ("failover", "stock", "storage")
 CORE = ("tests/core", "tests/transport", "tests/runtime/test_lifecycle.py", "tests/runtime/test_ownership.py")
 
 WITHOUT_INSTALLED = """import sys

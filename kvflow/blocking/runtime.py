@@ -79,8 +79,7 @@ def _verb(within: Callable[..., float] = lambda *_, **__: 0.0) -> Callable[[Verb
             try:
                 found = self._host.call(work, within(self.config, *given, **named) + self._host.call_timeout_s)
             except KVFlowError as error:
-                if error.quarantine is not None:
-                    error.quarantine = QuarantinedBlocks(error.quarantine, self._host)
+                self._wrap_quarantine(error)
                 raise
             return Lease(found, self._host) if isinstance(found, AsyncLease) else found
 
@@ -461,8 +460,12 @@ class Runtime:
             try:
                 return await work(runtime)
             except KVFlowError as error:
-                if error.quarantine is not None:
-                    error.quarantine = QuarantinedBlocks(error.quarantine, self._host)
+                self._wrap_quarantine(error)
                 raise
 
         return self._host.start(run)
+
+    def _wrap_quarantine(self, error: KVFlowError) -> None:
+        """Have the quarantine of an error be one that threads can wait for."""
+        if error.quarantine is not None:
+            error.quarantine = QuarantinedBlocks(error.quarantine, self._host)

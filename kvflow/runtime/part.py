@@ -36,8 +36,9 @@ class PartStatistics:
 class Part:
     """A capability beside the core: `Runtime(config, parts=[...])`. It is used through its own object.
 
-    A part belongs to one runtime at a time, which calls the methods below on its loop. The core calls nothing else of
-    it, and parts do not know each other. What a part does not need it leaves as it is here.
+    A part belongs to one runtime at a time, which calls the methods below on its loop: `registered` first, and the
+    others only if it has returned. The core calls nothing else of it, and parts do not know each other. What a part
+    does not need it leaves as it is here.
     """
 
     name: str
