@@ -105,7 +105,7 @@ class Pool:
 
     def layer_values(self, block: int) -> dict[str, list[float]]:
         """The values of a block, by the name of the layer."""
-        values = (layer[block].unique().tolist() for layer in self._by_block)
+        values = (sorted({*layer[block].flatten().tolist()}) for layer in self._by_block)
         return dict(zip(self.tensors, values, strict=True))
 
     def write_pattern(self, block_ids: Sequence[int], first_head: int) -> None:
