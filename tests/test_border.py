@@ -53,7 +53,8 @@ from kvflow import (
 )
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.ticket import RankLease, read_ticket
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import read_ticket
 from kvflow.errors import ConfigError, InvalidInput, LayoutError, RequestError
 from kvflow.runtime.part import Part
 from kvflow.runtime.world import World

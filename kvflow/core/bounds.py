@@ -27,7 +27,8 @@ NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 OFFER_PART_CHARS = 8
 TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
 """W3C trace context: version, trace id, span id and flags; or none."""
-_ENTRIES_MAX = 1 << 24
+ENTRIES_MAX = 1 << 24
+"""Block ids in one table."""
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
 Count: TypeAlias = checks.Count
@@ -69,5 +70,5 @@ TicketLeaseId: TypeAlias = Annotated[
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
-BlockIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=_ENTRIES_MAX)]
+BlockIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=ENTRIES_MAX)]
 Layers: TypeAlias = Annotated[tuple[LayerIndex, ...], Meta(max_length=LAYERS_MAX)]

@@ -21,7 +21,8 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.ticket import RankLease, Ticket, changed, read_ticket
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import Ticket, changed, read_ticket
 from kvflow.core.protocol.ticket_checks import too_many
 from kvflow.errors import (
     KVFlowError,

@@ -18,7 +18,8 @@ from kvflow import checks
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
-from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.core.protocol.ticket_checks import too_many
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address

@@ -14,7 +14,8 @@ import msgspec
 
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.hosts import split_address
 from kvflow.runtime.peers.peer import Connection, Source
 from kvflow.runtime.peers.reach import Reach

@@ -13,8 +13,9 @@ from kvflow.checks import encodes, is_name, shown
 from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
 from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.spare import MARK, with_mark
-from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
 from kvflow.limits import REQUEST_ID_CHARS_MAX

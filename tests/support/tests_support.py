@@ -15,7 +15,8 @@ import torch
 
 from kvflow import CacheLayout, Config, Limits, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState
-from kvflow.core.protocol.ticket import RankLease, changed
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import changed
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import run_virtual
 

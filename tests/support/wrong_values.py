@@ -151,7 +151,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "GivenBlockIds": lambda: [None, *(value for value in _no_list() if type(value) is not dict or value)],
     "BlockIds": lambda: [None, *_no_list()],
     "BlockIds | None": _no_list,
-    "tuple[BlockIds, ...]": lambda: [None, *_odd(), 0, "", "0", {}, [0], [None], ["0"], [[1.5]], [[None]], [{0}]],
+    "BlockTables": lambda: [None, *_odd(), 0, "", "0", {}, [0], [None], ["0"], [[1.5]], [[None]], [{0}]],
     "Groups": lambda: [None, *_odd(), 0, "a", [0], (None,), ({},), (Hostile(),), _generator()],
     "Kinds": lambda: [None, *_odd(), 0, "a", [0], [(1, 1)], [(0, 1, 1)], [(1, 1, "1")]],
     "LayerNames": lambda: [None, *_no_texts()],

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvflow import checks
 from kvflow.checks import shown
 from kvflow.config import RANKS_MAX
-from kvflow.core.protocol.ticket import RankLease, Ticket, changed
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import Ticket, changed
 from kvflow.errors import RequestError
 
 

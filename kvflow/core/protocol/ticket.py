@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, INT64_MIN, encodes, few, shown
+from kvflow.checks import INT64_MAX, encodes, few, shown
 from kvflow.config import RANKS_MAX, rank_offset
 from kvflow.core.bounds import (
     Count,
@@ -34,21 +34,19 @@ from kvflow.core.bounds import (
     RankCount,
     Seconds,
     Size,
-    TicketLeaseId,
     Traceparent,
 )
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
-from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.core.protocol.messages import digest_of
+from kvflow.core.protocol.rank_lease import BlockIds, BlockTables, Checked, Name, RankLease
 from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
 from kvflow.core.protocol.ticket_checks import (
     DICT_EXPECTED,
     check_digests,
     check_engine_id,
     check_groups,
-    check_place,
     check_to_come,
     checked_traceparent,
     foreign_text,
@@ -56,12 +54,11 @@ from kvflow.core.protocol.ticket_checks import (
     wrong,
 )
 from kvflow.errors import RequestError
-from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at
+from kvflow.hosts import PORT_MAX, address_at
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
-_LEASE_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
 _SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(MARK) + CHARS_MAX
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 _DIGEST_IN = operator.methodcaller("get", "digest", "")
@@ -70,76 +67,9 @@ _NAMES = (
     *("remote_host", "remote_port", "tp_size", "kvflow"),
 )
 
-Int64: TypeAlias = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
-"""Python and JSON know larger integers, but no message of ours can carry them."""
-Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
-Host: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX)]
-BlockIds: TypeAlias = tuple[Int64, ...]
 Groups: TypeAlias = Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
 Kinds: TypeAlias = Annotated[tuple[tuple[Size, Size, Count], ...], Meta(max_length=GROUPS_MAX)]
 RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=REQUEST_ID_CHARS_MAX)]
-
-
-class Checked(msgspec.StructMeta):
-    """Structs whose constructor checks the types and bounds of the fields, as decoding does: none exists unchecked."""
-
-    def __call__(self, **given: Any) -> Any:
-        if unknown := given.keys() - {*self.__struct_fields__}:
-            raise TypeError(f"{self.__name__} has no fields {sorted(unknown)}")
-        more = given.get("more_block_ids")
-        for ids in (given.get("block_ids"), more, *(more if isinstance(more, tuple | list) else ())):
-            if isinstance(ids, set | frozenset):  # msgspec would take one, but its order is nobody's
-                raise RequestError(f"ticket: block_ids, more_block_ids: expected tuples, got {shown(ids)}")
-        return _convert(given, self)
-
-
-class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_defaults=True):
-    """The lease of one rank, and where its side channel listens.
-
-    `block_ids` are set if the rank's differ from the engine's: it offers host buffers. In a ticket's dict the first
-    rank has no host and port: they are where routers look for them. With an empty `lease_id` the rank has to be asked.
-    """
-
-    pp_rank: Count
-    tp_rank: Count
-    lease_id: TicketLeaseId
-    seal_index: Count
-    incarnation: Name
-    host: Host = ""
-    port: Int64 = 0
-    block_ids: BlockIds | None = None
-    more_block_ids: tuple[BlockIds, ...] = ()
-    """Block ids of the further groups, as in a ticket."""
-    pending: bool = False
-    """True if blocks were still being computed: the seal has to be seen before anything is read."""
-    payload: bool = False
-    """True if a payload comes with the lease's end."""
-    held: bool = True
-    """True if blocks are held for a moment after the lease's end; else the seal is looked at after the last byte."""
-
-    def __post_init__(self) -> None:
-        if {*map(type, _LEASE_TEXTS(self))} != {str}:
-            raise foreign_text(self)
-        host = check_place(self.host, self.port, self.incarnation)
-        if host != self.host:  # hosts have one form
-            msgspec.structs.force_setattr(self, "host", host)
-
-    @classmethod
-    def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
-        """The entry of a rank that has to be asked for its lease."""
-        place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
-        return cls(**place, incarnation=incarnation, lease_id="", seal_index=0)
-
-    @property
-    def address(self) -> str:
-        return address_at(self.host, self.port)
-
-    @property
-    def block_tables(self) -> tuple[BlockIds, ...]:
-        """Block ids by group, if they differ from the engine's."""
-        return () if self.block_ids is None else (self.block_ids, *self.more_block_ids)
-
-
 Ranks: TypeAlias = Annotated[tuple[RankLease, ...], Meta(min_length=1, max_length=RANKS_MAX)]
 
 
@@ -185,7 +115,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
     """W3C trace context of the request, for what observes the load; "" if there is none."""
     prompt_digest: PromptDigest
     """Tells its tokens from those of another prompt (`core.protocol.prompts`); "" if the producer did not say."""
-    more_block_ids: tuple[BlockIds, ...] = ()
+    more_block_ids: BlockTables = ()
     groups: Groups = ()
     more_kinds: Kinds = ()
     extends: bool = False
@@ -519,16 +449,6 @@ def _digests(ticket: Ticket) -> list[str]:
         own_rest = crc32(_pack((name, _PLACE_AND_FLAGS_OF(lease))), rest)
         found.append(f"{own_ids:08x}{own_tokens:08x}{own_rest:08x}")
     return found
-
-
-def _convert(given: Mapping[str, Any], kind: Any) -> Any:
-    """Convert a struct that somebody else has filled in. RequestError names a field of another type."""
-    try:
-        return msgspec.convert(given, kind)
-    except RequestError:
-        raise
-    except Exception as error:
-        raise wrong(given, error) from error
 
 
 def _params_of(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:

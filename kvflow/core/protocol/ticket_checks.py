@@ -23,7 +23,8 @@ from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
 
 if TYPE_CHECKING:
-    from kvflow.core.protocol.ticket import RankLease, Ticket
+    from kvflow.core.protocol.rank_lease import RankLease
+    from kvflow.core.protocol.ticket import Ticket
 
 
 # Engines have few ranks, and each ticket names one of them again. Types bound the lengths of what is remembered.

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import Ticket, check_lease
 from kvflow.errors import LeaseExpired, PeerError, PrefillFailed, ProtocolError, RequestError
 from kvflow.hosts import split_address
 from kvflow.runtime.peers.peer import LocalRank, Peer, words

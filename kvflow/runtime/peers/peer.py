@@ -21,7 +21,8 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.core.protocol.proof import HOST, Proof, quick_read_max_s
-from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PeerError, PeerIncompatible, PeerUnreachable
 from kvflow.logs import logger_of
 from kvflow.transport.base import AgentName

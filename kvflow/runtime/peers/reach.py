@@ -25,7 +25,8 @@ from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
-from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import Ticket, read_ticket
 from kvflow.errors import (
     KVFlowError,
     PeerIncompatible,
