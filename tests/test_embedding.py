@@ -142,9 +142,8 @@ async def cancelled_before_the_load_has_begun(engine: Embedded) -> None:
 
 
 async def cancelled_while_a_rendezvous_is_waited_for(engine: Embedded) -> None:
-    introduction = engine.other.runtime.serve_blocks(ServeRequest("introduction", [], num_tokens=0))
     request = wanted()
-    rendezvous = kvflow.Ticket.rendezvous(introduction.ticket.to_params(), "secret", ttl_s=30.0)
+    rendezvous = kvflow.Ticket.rendezvous(engine.other.runtime.introduce().to_params(), "secret", ttl_s=30.0)
     request.kv_transfer_params = rendezvous.to_params()
     decoding = asyncio.create_task(engine.decode(request))
     await asyncio.wait([decoding], timeout=1.0)

@@ -83,11 +83,6 @@ def open_engine(name: str, checkpoint: Path) -> Engine:
     )
 
 
-def introduction_of(runtime: kvflow.Runtime) -> kvflow.Ticket:
-    """A ticket of nothing: where this worker's blocks are to be had."""
-    return runtime.serve_blocks(kvflow.ServeRequest("introduction", block_ids=[], num_tokens=0)).ticket
-
-
 async def run_worker(settings: WorkerSettings) -> None:
     """The whole life of a worker."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -108,7 +103,7 @@ async def _app(settings: WorkerSettings, config: kvflow.Config, engine: Engine) 
     async with registered(config, engine, [metrics.kvflow]) as runtime, background_tasks() as start_task:
         metrics.kvflow.watch(runtime)
         if settings.role == "prefill":
-            introduction = introduction_of(runtime)
+            introduction = runtime.introduce()
             app = worker_app(settings, engine, runtime, metrics, introduction)
             shares = settings.share_prefixes
             yield prefill_app(app, PrefillWorker(engine, runtime, start_task, metrics, share_prefixes=shares))

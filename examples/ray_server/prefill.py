@@ -11,7 +11,6 @@ from disaggregated.messages import PrefillReply, PrefillRequest
 from disaggregated.prefill import PrefillWorker
 from disaggregated.told import reported
 from openai_server.metrics import PrefillMetrics
-from openai_server.worker import introduction_of
 from ray import serve
 
 import kvflow
@@ -30,7 +29,7 @@ class Prefill:
     async def __init__(self, checkpoint: str, share_prefixes: bool = False) -> None:  # type: ignore[misc]  # Serve awaits it
         self._replica = Replica(checkpoint, PrefillMetrics)
         self._opened = opened = await self._replica.open()
-        self._introduction = introduction_of(opened.kvflow.runtime)
+        self._introduction = opened.kvflow.runtime.introduce()
         self._worker = PrefillWorker(
             opened.engine, opened.kvflow.runtime, opened.start_task, opened.metrics, share_prefixes=share_prefixes
         )

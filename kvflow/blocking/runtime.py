@@ -208,6 +208,17 @@ class Runtime:
         """
 
     @_verb()
+    def introduce(self) -> Ticket:
+        """Say who this rank is: see `kvflow.Runtime.introduce`.
+
+        Returns:
+            A ticket that offers nothing.
+
+        Raises:
+            RuntimeUnavailable: as `kvflow.Runtime.introduce` has it.
+        """
+
+    @_verb()
     def decline(
         self,
         request_id: str,

@@ -20,7 +20,6 @@ from kvflow.connector.step import Found, Step
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch
-from kvflow.runtime.producer.lease import ServeRequest
 
 __all__ = ["Answered", "ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]
 
@@ -73,9 +72,9 @@ class ConnectorWorker:
             A ticket of nothing.
 
         Raises:
-            RuntimeUnavailable: no cache is registered; or what `blocking.Runtime.serve_blocks` raises.
+            RuntimeUnavailable: no cache is registered.
         """
-        return self._runtime.serve_blocks(ServeRequest("introduction", block_ids={}, num_tokens=0)).ticket
+        return self._runtime.introduce()
 
     def share(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
         """Let peers read prefixes out of the cache that is registered, as `Step.shelved` tells of it.

@@ -64,7 +64,7 @@ LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
 """Lease id as readers send it: any text, since one that is not ours names no lease."""
 NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]
 TicketLeaseId: TypeAlias = Annotated[
-    str, Meta(pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
+    str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]
 """Lease id of a ticket; "" of a rank that has to be asked."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]

@@ -19,16 +19,15 @@ from typing import NamedTuple
 from kvflow.core.cache.groups import tokens_held
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.messages import LeaseNews
+from kvflow.core.protocol.messages import Told
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
-from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX, QUESTION_WAIT_S
+from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
+from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, words
 
-_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.01, 0.5
-_UNREACHABLE_MAX = 3  # failures in a row
+_PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
 
 
 class LeaseOver(Exception):
@@ -53,7 +52,7 @@ class Followed:
     known: list[int]
     """Blocks that are known, by group."""
     num_tokens: int
-    end: asyncio.Future[LeaseNews]
+    end: asyncio.Future[Told]
     """End of the lease, or an error: it will not be known."""
     wake: Callable[[], object]
     """Callback told of every answer."""
@@ -84,7 +83,7 @@ class Followed:
             self.lowered.set()
         self.missing_max = missing_max
 
-    def take(self, news: messages.News) -> None:
+    def take(self, news: messages.LeaseAnswer) -> None:
         """Note what was told. Raises ProtocolError, and changes nothing then."""
         added = [ids for ids in news.more_block_ids if ids]
         if added:
@@ -92,17 +91,17 @@ class Followed:
         if len(news.payload) > GIVEN_PAYLOAD_BYTES_MAX:
             size = f"{len(news.payload)} bytes, at most {GIVEN_PAYLOAD_BYTES_MAX}"
             raise self.source.peer.at.failure(ProtocolError, f"its payload has {size}")
-        if news.state is LeaseNews.COMPLETE and self.known_tokens < self.num_tokens:
+        if news.state is Told.COMPLETE and self.known_tokens < self.num_tokens:
             told = f"its blocks hold {self.known_tokens} of {self.num_tokens} tokens"
             raise self.source.peer.at.failure(ProtocolError, f"its lease is complete, but {told}")
         self.payload = news.payload
-        over = news.state is LeaseNews.ENDED or news.state is LeaseNews.FAILED
+        over = news.state is Told.ENDED or news.state is Told.FAILED
         if over and self.unknown and self.known_tokens < self.num_tokens:
             self.source.proof.heard(None, -math.inf)  # as if the seal was wiped: perhaps no look at it comes
-        if news.state is LeaseNews.FAILED:
+        if news.state is Told.FAILED:
             why = words(news.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"
-        if news.state is not LeaseNews.OPEN and not self.end.done():
+        if news.state is not Told.OPEN and not self.end.done():
             self.end.set_result(news.state)
 
     def fail(self, error: KVFlowError) -> None:
@@ -163,7 +162,7 @@ class News:
         found = b""
         for one in self.followed:
             if one.source.lease.payload:
-                if await asyncio.shield(one.end) is not LeaseNews.COMPLETE:
+                if await asyncio.shield(one.end) is not Told.COMPLETE:
                     raise LeaseOver
                 found = found or one.payload
         return found
@@ -199,41 +198,28 @@ class Follower:
 
     async def _ask(self, ticket: Ticket, one: Followed) -> None:
         """Body of a task: ask one rank until its lease has come to its end, or the rank fails to answer."""
-        loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
         peer, lease = one.source.peer, one.source.lease
         while True:
-            begun_s, wait_s, known = loop.time(), QUESTION_WAIT_S, tuple(one.known)
+            known = tuple(one.known)
             one.lowered.clear()
-            question = messages.NewsRequest(
+            question = messages.LeaseRequest(
                 reader=self._reader,
                 target=peer.at.target,
                 request_id=ticket.request_id,
                 lease_id=lease.lease_id,
                 known=known,
                 missing_max=one.missing_max,
-                wait_s=wait_s,
             )
             try:
-                reply = await self._reach.ask_patiently(peer, question)
-                if not isinstance(reply, messages.News):
-                    raise peer.at.failure(ProtocolError, f"expected News, got {type(reply).__name__}")
-                one.take(reply)
-                unreachable = 0
+                answer = await self._reach.ask_until(peer, question)
+                one.take(answer)
             except PeerError as error:
-                unreachable += 1
-                if unreachable == _UNREACHABLE_MAX or not isinstance(error, PeerUnreachable):
-                    one.fail(error)
-                    return
-            else:
-                one.wake()
-                if reply.state is not LeaseNews.OPEN:
-                    return
-                if tuple(one.known) != known:
-                    pause_s = _PAUSE_FIRST_S
-                    continue
-            if loop.time() - begun_s < wait_s / 2:
-                with contextlib.suppress(TimeoutError):  # unless something else is of interest now
-                    async with asyncio.timeout(pause_s):
+                one.fail(error)
+                return
+            one.wake()
+            if answer.state is not Told.OPEN:
+                return
+            if tuple(one.known) == known:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_PAUSE_S):
                         await one.lowered.wait()
-                        continue
-                pause_s = min(2 * pause_s, _PAUSE_MOST_S)

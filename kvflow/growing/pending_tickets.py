@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.messages import Told
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, changed, read_ticket
 from kvflow.core.protocol.ticket_checks import too_many
@@ -28,13 +29,11 @@ from kvflow.errors import (
     KVFlowError,
     LeaseExpired,
     LoadError,
-    PeerUnreachable,
     PrefillFailed,
     ProtocolError,
     RequestError,
     RuntimeUnavailable,
 )
-from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import lease_told
@@ -46,9 +45,15 @@ logger = logger_of(__name__)
 
 ErrorT = TypeVar("ErrorT", bound=LoadError)
 
-_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.1
-_UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all of them
 _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
+
+
+class _Offered(NamedTuple):
+    """The offer of one rank, and its lease; None if there is nothing to read."""
+
+    at: Address
+    offer: messages.Offer
+    lease: RankLease | None
 
 
 class Rendezvous:
@@ -108,7 +113,7 @@ class Rendezvous:
             )
             async with room:
                 try:
-                    await self._peers.decline(self._peers.get(at), question)
+                    await self._peers.tell(self._peers.get(at), question)
                 except KVFlowError as error:
                     logger.info("request %s: its readers are not sent on: %s", awaited.request_id, error)
 
@@ -133,95 +138,65 @@ class Rendezvous:
     ) -> Ticket:
         room: dict[Address, tuple[int, ...]] = {}
 
-        async def visit(at: Address) -> messages.Offer | None:
+        async def visit(at: Address) -> _Offered | None:
             peer, connection = await self._reach.connected(ticket, at)
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator == 0:
                 return None
             if connected is not None:
                 connected()
-            offer = await self._offer(ticket, peer, give_up_s)
+            offer, opened = await self._offer(ticket, peer, give_up_s)
             if (count := sum(map(len, offer.block_ids))) > (most := self._limits.block_ids_max):
                 raise too_many(count, most, f"request {ticket.request_id!r}: the offer of {at}")
-            if offer.lease is None:
-                if any(offer.block_ids) or offer.extends:
-                    raise at.failure(ProtocolError, "an offer of blocks without a lease")
-            else:
-                lease = lease_told(at, offer.lease)
+            lease = None
+            if opened is not None:
+                lease = lease_told(at, opened)
                 tables = lease.block_tables or offer.block_ids
                 found(self._reach.told(ticket, peer, connection, lease, tables), offer.ttl_s)
+            elif any(offer.block_ids) or offer.extends:
+                raise at.failure(ProtocolError, "an offer of blocks without a lease")
             room[at] = connection.num_blocks
-            return offer
+            return _Offered(at, offer, lease)
 
         await self._reach.check(ticket)
-        ranks = self._reach.whereabouts(ticket)
         offers = await self._reach.walk(ticket, visit)
-        told = [(at, offer) for at, offer in zip(ranks, offers, strict=True) if offer is not None]
-        agreed = self._agreed(ticket, told)
+        agreed = self._agreed(ticket, [one for one in offers if one is not None])
         for at, counts in room.items():
             if any(total > count for total, count in zip(agreed.block_counts, counts, strict=True)):
                 why = f"it offers {agreed.block_counts} blocks in the end, but there are {counts}"
                 raise at.failure(ProtocolError, why)
         return agreed
 
-    async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> messages.Offer:
-        """Wait for a rank's offer. A question that comes back without one is put again, if need be after a pause."""
-        loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
-        while True:
-            begun_s = loop.time()
-            question = messages.OfferRequest(
-                reader=self._local.reader,
-                target=peer.at.target,
-                request_id=ticket.request_id,
-                wait_s=min(max(give_up_s - begun_s, 0.0), QUESTION_WAIT_S),
-            )
-            try:
-                reply = await self._reach.ask_patiently(peer, question)
-                unreachable = 0
-            except PeerUnreachable:
-                unreachable += 1
-                if unreachable == _UNREACHABLE_MAX:
-                    raise
-                reply = messages.NoLease(ended=False)
-            match reply:
-                case messages.Offer():
-                    return reply
-                case messages.Declined() if reply.instead:
-                    raise _failure(_SentOn, ticket, peer, words(reply.reason)).to(peer.at, reply.instead)
-                case messages.Declined():
-                    raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {words(reply.reason)}")
-                case messages.NoLease(ended=True):
-                    raise _failure(LeaseExpired, ticket, peer, "its lease has ended: compute the prompt again")
-                case messages.NoLease():
-                    if loop.time() >= give_up_s:
-                        raise _failure(
-                            PrefillFailed,
-                            ticket,
-                            peer,
-                            f"it has opened no lease for it in time, {ticket.ttl_s:g} s (the ticket's ttl_s)",
-                        )
-                case _:
-                    raise peer.at.failure(ProtocolError, f"expected an Offer, got {type(reply).__name__}")
-            if loop.time() - begun_s < question.wait_s / 2:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
-            else:
-                pause_s = _PAUSE_FIRST_S
+    async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> tuple[messages.Offer, RankLease | None]:
+        """Wait for a rank's offer, and its lease; None if there is nothing to read."""
+        question = messages.LeaseRequest(reader=self._local.reader, target=peer.at.target, request_id=ticket.request_id)
+        answer = await self._reach.ask_until(peer, question, give_up_s)
+        match answer.state:
+            case Told.FAILED if answer.instead:
+                raise _failure(_SentOn, ticket, peer, words(answer.reason)).to(peer.at, answer.instead)
+            case Told.FAILED:
+                raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {words(answer.reason)}")
+            case Told.ENDED:
+                raise _failure(LeaseExpired, ticket, peer, "its lease has ended: compute the prompt again")
+            case Told.WAITING:
+                why = f"it has opened no lease for it in time, {ticket.ttl_s:g} s (the ticket's ttl_s)"
+                raise _failure(PrefillFailed, ticket, peer, why)
+        if answer.offer is None:
+            raise peer.at.failure(ProtocolError, f"a lease that is {answer.state}, without its offer")
+        return answer.offer, answer.lease
 
-    def _agreed(self, ticket: Ticket, offers: list[tuple[Address, messages.Offer]]) -> Ticket:
+    def _agreed(self, ticket: Ticket, offers: list[_Offered]) -> Ticket:
         """The ticket of the offers of all ranks, which have to be equal."""
         if not offers:
             raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks has anything for us")
-        (first_at, first), *others = offers
-        for at, other in others:
+        first_at, first, _ = offers[0]
+        for at, other, _ in offers:
             for name in _SAME:
                 ours, theirs = getattr(first, name), getattr(other, name)
                 if ours != theirs:
                     both = f"{first_at.rank} says {str(ours)[:80]}, {at.rank} says {str(theirs)[:80]}"
                     raise at.failure(ProtocolError, f"its ranks offer different things: {name}: {both}")
-        leases = {
-            (at.rank.pp, at.rank.tp): lease_told(at, offer.lease) for at, offer in offers if offer.lease is not None
-        }
+        leases = {(at.rank.pp, at.rank.tp): lease for at, _, lease in offers if lease is not None}
         ranks = [leases.pop((rank.pp_rank, rank.tp_rank), rank) for rank in ticket.ranks]
         tables = first.block_ids or ((),)
         try:
@@ -231,7 +206,7 @@ class Rendezvous:
                 block_ids=tables[0],
                 more_block_ids=tables[1:],
                 num_tokens=first.num_tokens,
-                ttl_s=min(offer.ttl_s for _, offer in offers),
+                ttl_s=min(offer.ttl_s for _, offer, _ in offers),
                 extends=first.extends,
                 prompt_digest=first.prompt_digest,
                 ranks=(*ranks, *leases.values()),

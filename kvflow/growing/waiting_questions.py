@@ -31,7 +31,7 @@ OF_REQUEST_MAX = 256
 class _Question:
     """A question that waits."""
 
-    question: messages.WaitingRequest
+    question: messages.LeaseRequest
     reply: asyncio.Future[messages.Reply]
     due_s: float
 
@@ -42,13 +42,11 @@ class WaitingQuestions:
     def __init__(
         self,
         clock: Clock,
-        answer: Callable[[messages.WaitingRequest], messages.Reply | None],
-        nothing_yet: Callable[[messages.WaitingRequest], messages.Reply],
+        answer: Callable[[messages.LeaseRequest], messages.Reply | None],
     ) -> None:
         """`answer` gives the reply to a question, if there is one by now."""
         self._answer = answer
         self._clock = clock
-        self._nothing_yet = nothing_yet
         self._of_request: dict[str, dict[_Question, None]] = {}
         """Questions by request, in the order in which they came."""
         self._of_reader: Counter[str] = Counter()
@@ -63,13 +61,13 @@ class WaitingQuestions:
     def __len__(self) -> int:
         return self._count
 
-    def wait(self, question: messages.WaitingRequest) -> Answered:
+    def wait(self, question: messages.LeaseRequest) -> Answered:
         """Promise an answer; or give one at once, if there is no room to wait."""
         reader = asked_by(question)
         others = self._of_request.get(question.request_id, ())
         room = self._count < WAITING_MAX and len(others) < OF_REQUEST_MAX
         if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:
-            return self._nothing_yet(question)
+            return messages.NOTHING_YET
         due_s = self._clock.now_s() + min(question.wait_s, QUESTION_WAIT_S)
         waiting = _Question(question, asyncio.get_running_loop().create_future(), due_s)
         self._of_request.setdefault(question.request_id, {})[waiting] = None
@@ -130,5 +128,5 @@ class WaitingQuestions:
         while self._due and self._due[0][0] <= now_s:
             waiting = heapq.heappop(self._due)[2]
             if not self._is_settled(waiting):
-                self._end(waiting, self._nothing_yet(waiting.question))
+                self._end(waiting, messages.NOTHING_YET)
         self._set_timer()

@@ -47,6 +47,14 @@ class _Engine(NamedTuple):
     fixed_ports: bool
 
 
+class _Offered(NamedTuple):
+    """What one rank has of a prefix, and its lease of that."""
+
+    at: Address
+    offer: messages.Offer
+    lease: RankLease
+
+
 class Seeker:
     """Asks engines for prefixes."""
 
@@ -121,7 +129,7 @@ class Seeker:
         every = max(-(-len(request.keys) // messages.KEYS_MAX), 1)
         keys, key_tokens = b"".join(request.keys[every - 1 :: every]), request.key_tokens * every
 
-        async def one(at: Address) -> messages.Offer | None:
+        async def one(at: Address) -> _Offered | None:
             question = messages.SeekRequest(
                 reader=self._local.reader,
                 target=at.target,
@@ -130,15 +138,17 @@ class Seeker:
                 key_tokens=key_tokens,
                 alone=not request.every_rank,
             )
-            reply = await self._peers.seek(self._peers.get(at), question)
-            return _within(question, reply, at) if isinstance(reply, messages.Offer) else None
+            answer = await self._peers.seek(self._peers.get(at), question)
+            if answer.offer is None or answer.lease is None:
+                return None
+            return _within(question, _Offered(at, answer.offer, lease_told(at, answer.lease)))
 
         if len(ranks) == 1:  # as most engines have it: without a task of its own
-            replies: list[messages.Offer | BaseException | None] = [await one(ranks[0])]
+            replies: list[_Offered | BaseException | None] = [await one(ranks[0])]
         else:
             replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - begun_s
-        offers = [(at, reply) for at, reply in zip(ranks, replies, strict=True) if isinstance(reply, messages.Offer)]
+        offers = [reply for reply in replies if isinstance(reply, _Offered)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
         engine = await self._connected_again(engine, offers)
         ticket = _ticket(engine, question_id, offers, self._context.config.limits.block_ids_max)
@@ -149,23 +159,23 @@ class Seeker:
                 raise problem
             return "it has nothing of it" if not offers else "it has no more than is cached here"
         try:
-            for at, _ in offers:
-                self._check(ticket, at)
+            for one_offered in offers:
+                self._check(ticket, one_offered.at)
         except PeerError:
             self._remote_leases.release_soon(ticket)
             raise
-        queued = max(offer.queued_bytes for _, offer in offers)
+        queued = max(offered.offer.queued_bytes for offered in offers)
         return PrefixOffer(
             peer=asked.peer, ticket=ticket, num_tokens=ticket.num_tokens, queued_bytes=queued, round_trip_s=took_s
         )
 
-    async def _connected_again(self, engine: _Engine, offers: Sequence[tuple[Address, messages.Offer]]) -> _Engine:
+    async def _connected_again(self, engine: _Engine, offers: Sequence[_Offered]) -> _Engine:
         """Connect again to ranks that have restarted, or registered again, since we were connected."""
         connection = engine.connection
-        for at, offer in offers:
+        for at, _, lease in offers:
             peer = self._peers.get(at)
-            if peer.current is not None and offer.lease is not None:
-                connection = await self._peers.connect(peer, offer.lease.incarnation)
+            if peer.current is not None:
+                connection = await self._peers.connect(peer, lease.incarnation)
         return engine._replace(connection=connection)
 
     def _check(self, ticket: Ticket, at: Address) -> None:
@@ -206,14 +216,15 @@ class Seeker:
         """Ask which engine listens at an address."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
         address = PeerAddress(engine_id="unknown", address=address).checked().address
-        question = messages.WhoRequest(reader=self._local.reader)
+        nobody = messages.Target("unknown", 0, 0, 0)
+        question = messages.MetadataRequest(reader=self._local.reader, target=nobody)
         fingerprint = self._local.compatibility.fingerprint()
         reply = await self._context.side_channel.ask(address, question, fingerprint=fingerprint)
-        if not isinstance(reply, messages.RankNamed):
+        known = reply.listens if isinstance(reply, messages.Refusal) else None
+        if known is None:
             said = reply.reason if isinstance(reply, messages.Refusal) else f"a {type(reply).__name__}"
             kind: type[PeerError] = PeerUnreachable if isinstance(reply, messages.Refusal) else ProtocolError
             raise kind(f"{given}: it does not say who it is: {checks.printable(said, 300)}", peer=address)
-        known = reply.target
         ranks = {"dp_rank": known.dp_rank, "pp_rank": known.pp_rank, "tp_rank": known.tp_rank}
         found = self._names[given] = PeerAddress(engine_id=known.engine_id, address=address, **ranks)
         if len(self._names) > _NAMES_MAX:
@@ -234,31 +245,28 @@ def _named(peer: GivenPeer) -> str:
     return peer if isinstance(peer, str) else checks.shown(peer)
 
 
-def _within(question: messages.SeekRequest, offer: messages.Offer, at: Address) -> messages.Offer:
+def _within(question: messages.SeekRequest, offered: _Offered) -> _Offered:
     """Return an offer if it is of tokens that were asked for; ProtocolError else."""
+    at, offer, _ = offered
     keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
     if not 0 < offer.num_tokens <= keys * key_tokens or offer.num_tokens % key_tokens:
         asked = f"asked for up to {keys * key_tokens}, in steps of {key_tokens}"
         raise at.failure(ProtocolError, f"it offers {offer.num_tokens} tokens of a prefix, {asked}")
-    return offer
+    return offered
 
 
-def _ticket(
-    engine: _Engine, question_id: str, offers: Sequence[tuple[Address, messages.Offer]], block_ids_max: int
-) -> Ticket | None:
+def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block_ids_max: int) -> Ticket | None:
     """The ticket of these ranks' offers: as many tokens as all have. None if they have none in common.
 
     ProtocolError if a rank offers more or fewer blocks than these tokens take. Ranks may have a prefix in different
     blocks. A window, or state, is of one length only.
     """
-    leased = [(at, offer, offer.lease) for at, offer in offers if offer.lease is not None]
-    if not leased:
+    if not offers:
         return None
-    tokens = min(offer.num_tokens for _, offer, _ in leased)
+    tokens = min(offer.num_tokens for _, offer, _ in offers)
     connection = engine.connection
     groups, tables, ranks = connection.groups, [], list[RankLease]()
-    for at, offer, found in leased:
-        lease = lease_told(at, found)
+    for at, offer, lease in offers:
         given = lease.block_tables or offer.block_ids
         if len(given) != len(groups) or (offer.num_tokens > tokens and not all(group.whole for group in groups)):
             return None
@@ -279,13 +287,13 @@ def _ticket(
     cut: Any = connection.parallelism
     try:
         ticket = Ticket(
-            engine_id=offers[0][0].engine_id,
+            engine_id=offers[0].at.engine_id,
             request_id=messages.PREFIX_OF + question_id,
             block_ids=tables[0][0],
             more_block_ids=tuple(tables[0][1:]),
             num_tokens=tokens,
-            ttl_s=min(offer.ttl_s for _, offer, _ in leased),
-            dp_rank=offers[0][0].rank.dp,
+            ttl_s=min(offer.ttl_s for _, offer, _ in offers),
+            dp_rank=offers[0].at.rank.dp,
             tp_size=cut.tp_size,
             pp_size=cut.pp_size,
             block_size=cut.block_size,
@@ -299,7 +307,7 @@ def _ticket(
             ranks=(*ranks, *engine.others),
         )
     except RequestError as error:
-        raise offers[0][0].failure(ProtocolError, f"what it offers cannot be right: {error}") from error
+        raise offers[0].at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
     if ticket.block_ids_count > block_ids_max:
-        raise too_many(ticket.block_ids_count, block_ids_max, f"the offer of {offers[0][0]}")
+        raise too_many(ticket.block_ids_count, block_ids_max, f"the offer of {offers[0].at}")
     return ticket

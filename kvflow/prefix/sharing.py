@@ -38,7 +38,6 @@ _RUNS_MAX = 1 << 10
 _ASKED_AT_ONCE_MAX = 256  # questions to a shelf that has to be waited for
 _SHELF_WITHIN_S = 1.0
 _SHARE_OF_CACHE = 4
-_MISS = messages.NoLease(ended=False)
 
 
 class Leasing(NamedTuple):
@@ -192,7 +191,7 @@ class SharedPrefixes:
         if len(question.keys) % size:
             return refusal(f"keys of a prefix: {len(question.keys)} bytes, expected a multiple of {size}")
         if self._closed:
-            return _MISS
+            return messages.NOTHING_YET
         if self._leasing.find(messages.PREFIX_OF + question.request_id) is not None:
             return refusal("this question has an offer already")  # it came by another address of this engine
         most = self._tokens_in(self._pinned_max) // question.key_tokens
@@ -221,7 +220,7 @@ class SharedPrefixes:
         waiting: asyncio.Future[Run | None],
         reply: asyncio.Future[messages.Reply],
     ) -> None:
-        answer: messages.Reply = _MISS
+        answer: messages.Reply = messages.NOTHING_YET
         done, _ = await asyncio.wait([waiting], timeout=_SHELF_WITHIN_S)
         if not done:
             waiting.add_done_callback(self._too_late)
@@ -238,7 +237,7 @@ class SharedPrefixes:
     ) -> None:
         """End a question that had to wait: answered, or ended with the registration while the shelf looked."""
         if not reply.done():
-            reply.set_result(_MISS)
+            reply.set_result(messages.NOTHING_YET)
         if task.cancelled():
             waiting.add_done_callback(self._too_late)
 
@@ -284,15 +283,8 @@ class SharedPrefixes:
             blocks, tokens = len(opened.held.entries), run.num_tokens
             return self._failed(question, RequestError(f"a Shelf's match: {blocks} blocks for {tokens} tokens"))
         self._counts["found"] += 1
-        return messages.Offer(
-            lease=opened.found(),
-            num_tokens=run.num_tokens,
-            ttl_s=opened.ticket.ttl_s,
-            block_ids=opened.ticket.block_tables,
-            extends=False,
-            prompt_digest="",
-            queued_bytes=queued,
-        )
+        state, lease = messages.Told.OPEN, opened.lease()
+        return messages.LeaseAnswer(state=state, lease=lease, offer=opened.offer(queued))
 
     def _ended(self, opened: OpenLease, _: object) -> None:
         self._over(opened)
@@ -310,7 +302,7 @@ class SharedPrefixes:
 
     def _counted(self, what: str) -> messages.Reply:
         self._counts[what] += 1
-        return _MISS
+        return messages.NOTHING_YET
 
     def _failed(self, question: messages.SeekRequest, error: BaseException | None) -> messages.Reply:
         """Answer with a miss, since the shelf has failed: a bug of its engine, or a block that is being written."""

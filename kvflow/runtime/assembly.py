@@ -146,15 +146,13 @@ class RegisteredCache:
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
         ours = self.local.caller.target
-        if isinstance(request, messages.WhoRequest):
-            return messages.RankNamed(target=ours)
         theirs = request.target
         if theirs.engine_id != ours.engine_id:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
             it_is = f"{UNKNOWN_ENGINE}: expected {asked_for!r}, this is {ours.engine_id!r}"
             if getattr(request, "reader", "") == self.local.reader:
                 it_is += ", the reader itself: the address that it was given leads back to it"
-            return refusal(it_is)
+            return msgspec.structs.replace(refusal(it_is), listens=ours)
         if header.fingerprint != self.local.compatibility.fingerprint():
             told = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
             return msgspec.structs.replace(refusal("the caches are not compatible"), **told)
@@ -162,8 +160,6 @@ class RegisteredCache:
             expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
             return refusal(f"expected {expected}, this is {self._rank}")
         match request:
-            case messages.LeaseRequest():
-                return self.serving.find(request)
             case messages.ReleaseRequest():
                 try:
                     return self.serving.release(request)
@@ -172,8 +168,8 @@ class RegisteredCache:
             case messages.DigestRequest():
                 return self.digests.answer(request)
             case messages.SeekRequest():
-                return messages.NoLease(ended=False) if draining or not self.sharing else self.sharing.answer(request)
-            case messages.OfferRequest() | messages.NewsRequest():
+                return messages.NOTHING_YET if draining or not self.sharing else self.sharing.answer(request)
+            case messages.LeaseRequest():
                 try:
                     return self.serving.news.answer(request)
                 except codec.WireError as error:
@@ -182,7 +178,7 @@ class RegisteredCache:
                 return self.serving.news.came_elsewhere(request)
             case messages.Goodbye():
                 self.peers.said_goodbye(request)
-                return messages.Ack()
+                return messages.Ack(incarnation=self.metadata.incarnation)
             case messages.MetadataRequest():
                 if draining and not self.serving.serves(request.request_id):
                     return refusal(f"engine {ours.engine_id!r} is draining", transient=True)

@@ -210,6 +210,20 @@ class Runtime:
         """
         return self._require_cache("serve_blocks").serving.serve(request)
 
+    def introduce(self) -> Ticket:
+        """Say who this rank is: make a ticket that offers nothing, and opens no lease.
+
+        A router, or a scheduler, makes tickets for requests of it: `Ticket.rendezvous`, `Ticket.without_leases`. An
+        engine of several ranks merges its ranks' (`merge_tickets`). It holds until the cache is registered again.
+
+        Returns:
+            The ticket.
+
+        Raises:
+            RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
+        """
+        return self._require_cache("introduce").serving.introduce()
+
     def decline(
         self,
         request_id: str,

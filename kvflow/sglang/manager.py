@@ -39,7 +39,6 @@ from kvflow.errors import ConfigError, KVFlowError, PeerIncompatible
 from kvflow.hosts import address_at
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
-from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, items_named, kv_buffers, state_buffers
@@ -379,8 +378,7 @@ class _Pool:
         self.runtime.register_kv_caches([buffers.group("cpu" if buffers.host else get_device().device)])
         self.introduction: dict[str, Any] = {}
         if producer:
-            nothing = self.runtime.serve_blocks(ServeRequest("introduction", [], 0))
-            self.introduction = nothing.ticket.to_params()
+            self.introduction = self.runtime.introduce().to_params()
 
 
 def _own_ip() -> str:

@@ -34,8 +34,8 @@ class StockReach:
     """The way from a ticket of either kind to its ranks; see `runtime.peers.peer.Reaching`."""
 
     def __init__(self, context: RankContext, peers: Peers, own: Reach, handshakes: StockHandshakes) -> None:
-        self.walk, self.when_served, self.ask_digests = own.walk, own.when_served, own.ask_digests
-        self.ask_patiently = own.ask_patiently
+        self.walk, self.ask_digests = own.walk, own.ask_digests
+        self.ask_until, self.standing = own.ask_until, own.standing
         self.succeeded, self.failed = own.succeeded, own.failed
         self.backs_off, self.delivered = own.backs_off, own.delivered
         self._block_ids_max = context.config.limits.block_ids_max

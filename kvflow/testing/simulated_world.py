@@ -60,7 +60,8 @@ def garbled(network: Network, frames: Frames) -> Frames:
         case 1:
             return [network.rng.randbytes(len(header)), body]
         case 2:
-            return [header, codec.encode(messages.NoLease(ended=network.rng.random() < 0.5))]
+            state = network.rng.choice((messages.Told.WAITING, messages.Told.ENDED))
+            return [header, codec.encode(messages.LeaseAnswer(state=state))]
         case _:
             return [header, body, body]
 

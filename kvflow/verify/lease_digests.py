@@ -58,7 +58,7 @@ class DigestAnswers:
         reader, limits = question.reader, self._limits
         found = self._known(question.lease_id, question.request_id)
         if found is None:
-            return self._refused(messages.NoLease(ended=True))
+            return self._refused(messages.LeaseAnswer(state=messages.Told.ENDED))
         held = found.held
         if held.missing and any(part.stop > held.num_tokens - held.missing for part in question.parts):
             return self._refused(refusal("its blocks are not there yet", transient=True))
@@ -92,7 +92,7 @@ class DigestAnswers:
             reply.set_result(self._refused(refusal(f"no digests: {error}")))
             return
         if self._known(question.lease_id, question.request_id) is None:
-            reply.set_result(self._refused(messages.NoLease(ended=True)))
+            reply.set_result(self._refused(messages.LeaseAnswer(state=messages.Told.ENDED)))
         else:
             self._counts["digests"] += 1
             reply.set_result(messages.Digests(values=tuple(values)))

@@ -96,7 +96,7 @@ class Verifier:
             reply = await self._reach.ask_digests(peer, question)
         except PeerError as error:
             raise NotCompared(str(error)) from error
-        if isinstance(reply, messages.NoLease):
+        if isinstance(reply, messages.LeaseAnswer):
             raise LeaseEnded
         count = sum(len(part.asked.layers) for part in parts)
         if len(reply.values) != count:

@@ -153,7 +153,7 @@ class Prefixes:
             frame = codec.encode(question)
             begun_s = time.perf_counter()
             reply = cache.answer(header, codec.decode_request(frame), draining=False)
-            assert isinstance(reply, messages.Offer), reply
+            assert isinstance(reply, messages.LeaseAnswer), reply
             codec.encode_frames(header, reply)
             times.append(time.perf_counter() - begun_s)
             sharing.reclaim(1000)

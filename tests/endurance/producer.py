@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -43,7 +42,6 @@ class Producer:
         self._open: dict[str, set[Lease]] = {name: set() for name in caches}
         self._outcomes: Counter[str] = Counter()
         self._many: dict[int, tuple[Lease, list[list[int]]]] = {}
-        self._introductions = itertools.count()
 
     async def open(self) -> None:
         await self.homes.open()
@@ -110,9 +108,7 @@ class Producer:
 
     async def do_introduce(self, home: str) -> dict[str, Any]:
         """What a rendezvous is made of."""
-        nothing = self.homes[home].cache.given([[] for _ in self.homes[home].cache.groups])
-        request = ServeRequest(f"introduction {next(self._introductions)}", nothing, num_tokens=0)
-        return self.homes[home].runtime.serve_blocks(request).ticket.to_params()
+        return self.homes[home].runtime.introduce().to_params()
 
     async def do_upset(self, home: str, how: str) -> None:
         if how == "revoke":

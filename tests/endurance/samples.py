@@ -32,7 +32,7 @@ what `heap_mib` counts.
 BOUNDED = frozenset(
     {
         "kvflow.core.protocol.messages.Offer",  # what late readers are told of (lease_news.py)
-        "kvflow.core.protocol.messages.Declined",
+        "kvflow.core.protocol.messages.LeaseAnswer",
         "kvflow.core.protocol.messages.Caller",  # who is told goodbye (Limits.readers_max)
         "kvflow.storage.index.Entry",  # files of the store
         "zmq.constants.Event",  # combinations of flags, which enum keeps

@@ -28,7 +28,7 @@ from disaggregated.messages import (
 )
 from disaggregated.prefill import PrefillWorker
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
-from openai_server.worker import WorkerSettings, introduction_of, prefill_app, worker_app
+from openai_server.worker import WorkerSettings, prefill_app, worker_app
 from paged_engine import GREEDY, Engine, LlamaModel, Sampling
 from paged_engine.weights import load_model
 from tests_support import until
@@ -100,7 +100,7 @@ class Workers:
         return Failure.read(line).kind
 
     def ticket(self, request_id: str) -> dict[str, Any]:
-        return kvflow.Ticket.rendezvous(introduction_of(self.prefill_side.runtime), request_id).to_params()
+        return kvflow.Ticket.rendezvous(self.prefill_side.runtime.introduce(), request_id).to_params()
 
     def decode_request(self, request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> DecodeRequest:
         return DecodeRequest(
@@ -147,7 +147,7 @@ async def test_the_decode_worker_goes_on_where_the_prefill_worker_stopped(worker
     assert prefill.sample("openai_server_leases_total", outcome="read") == 1
     assert decode.sample("openai_server_load_seconds_count", phase="wire") == 1
     assert decode.sample("openai_server_hand_over_overhead_seconds_count") == 1
-    assert prefill.sample("kvflow_leases_total", outcome="read") == 2  # and the introduction, a lease of nothing
+    assert prefill.sample("kvflow_leases_total", outcome="read") == 1
     assert prefill.sample("kvflow_open_leases") == 0
     assert decode.sample("kvflow_loads_total", outcome="loaded") == 1
     assert decode.sample("kvflow_blocks", use="free") == 16

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvflow import LeaseOutcome, LoadRequest, ServeRequest, Ticket
+from kvflow import LeaseOutcome, LoadRequest, Ticket
 from kvflow.errors import Blame, DeadlineExceeded, PrefillFailed
 from kvflow.testing import InprocPair, assert_quiet
 from tests.growing.test_growing import BLOCKS, TAKEN, opened, pair_of, wanted
@@ -88,7 +88,7 @@ async def test_a_producer_that_stands_still_while_its_prompt_is_awaited() -> Non
 @in_virtual_time
 async def test_a_rendezvous_whose_lease_is_never_opened_is_its_producers_fault() -> None:
     async with pair_of() as pair:
-        hello = pair.producer.runtime.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+        hello = pair.producer.runtime.introduce()
         ticket = Ticket.rendezvous(hello, "req", ttl_s=9.0)
         error = await late(pair, LoadRequest("req", ticket, TAKEN, deadline_s=1.0))
         assert (error.phase, error.blame) == ("compute", Blame.PEER)

@@ -103,10 +103,7 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
         messages.ReleaseRequest(
             reader=READER,
             target=TARGET,
-            request_id="honest",
-            num_tokens=8,
-            blocks_digest=digest,
-            lease_id=rng.choice((None, "0" * 32)),
+            lease_id="0" * 32,
             cache_shares=cache_shares,
         ),
         messages.DigestRequest(
@@ -117,8 +114,8 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
             definition=1,
             parts=(messages.DigestPart("", (0, 1), 0, 2, 2, 0, 4),),
         ),
-        messages.OfferRequest(reader=READER, target=TARGET, request_id=rng.choice(("honest", "x")), wait_s=0.5),
-        messages.NewsRequest(
+        messages.LeaseRequest(reader=READER, target=TARGET, request_id=rng.choice(("honest", "x")), wait_s=0.5),
+        messages.LeaseRequest(
             reader=READER, target=TARGET, request_id="honest", lease_id="0" * 32, known=(0,), wait_s=rng.random()
         ),
         messages.DeclineRequest(
@@ -131,9 +128,9 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
 def strangers() -> list[msgspec.Struct]:
     """Messages of ours that are no requests."""
     return [
-        messages.NoLease(ended=True),
+        messages.LeaseAnswer(state=messages.Told.ENDED),
         messages.Refusal(reason="no", version=codec.PROTOCOL_VERSION),
-        messages.Ack(),
+        messages.Ack(incarnation="i"),
         ReadDone(lease_ids=("0" * 32,), reader=READER, numerator=1, denominator=1),
     ]
 

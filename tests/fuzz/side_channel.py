@@ -239,10 +239,10 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
         compatibility=local.compatibility,
         cache_shares=local.cache_shares,
     )
-    released = messages.Released(incarnation=honest.incarnation)
+    noted = messages.Ack(incarnation=honest.incarnation)
 
     def lie() -> list[bytes]:
-        body = rng.choice((honest, honest, honest, refusal, released))
+        body = rng.choice((honest, honest, honest, refusal, noted))
         header = codec.our_header(b"")
         match rng.randrange(8):
             case 0:

@@ -59,8 +59,8 @@ def leased(pair: InprocPair) -> int:
     return known(pair.producer.runtime.statistics().blocks).leased
 
 
-def asked_of(channel: ScriptedSideChannel) -> list[messages.NewsRequest]:
-    return [one for one in channel.asked if isinstance(one, messages.NewsRequest)]
+def asked_of(channel: ScriptedSideChannel) -> list[messages.LeaseRequest]:
+    return [one for one in channel.asked if isinstance(one, messages.LeaseRequest)]
 
 
 @each("staging", ["never", "always"])
@@ -346,8 +346,8 @@ async def test_a_producer_that_tells_wrong_blocks() -> None:
                 serving = pair.producer.runtime._supervisor.cache.serving
                 serving.revoke(serving.open_lease(one).entry)
 
-    def news(*ids: tuple[int, ...], payload: bytes = b"") -> messages.News:
-        return messages.News(state=messages.LeaseNews.OPEN, more_block_ids=ids, payload=payload)
+    def news(*ids: tuple[int, ...], payload: bytes = b"") -> messages.LeaseAnswer:
+        return messages.LeaseAnswer(state=messages.Told.OPEN, more_block_ids=ids, payload=payload)
 
     await fails(news((1, 99)), ProtocolError, "block id 99")
     await fails(news((1, 1)), ProtocolError, "given twice")
@@ -355,8 +355,8 @@ async def test_a_producer_that_tells_wrong_blocks() -> None:
     await fails(news((1, 2, 3, 4, 5)), ProtocolError, "5 blocks of a lease that has 4")
     await fails(news((1,), (2,)), ProtocolError, "more blocks of 2 groups")
     await fails(news(payload=bytes(1 << 13)), ProtocolError, "8192 bytes, at most 4096")
-    await fails(messages.News(state=messages.LeaseNews.COMPLETE), ProtocolError, "blocks hold 0 of 16 tokens")
-    await fails(messages.Ack(), ProtocolError, "expected News, got Ack")
+    await fails(messages.LeaseAnswer(state=messages.Told.COMPLETE), ProtocolError, "blocks hold 0 of 16 tokens")
+    await fails(messages.Ack(incarnation="i"), ProtocolError, "expected LeaseAnswer, got Ack")
 
 
 @in_virtual_time
@@ -364,7 +364,7 @@ async def test_blocks_that_nobody_tells() -> None:
     """Without an answer a load that needs no more blocks ends as well; one that does fails, typed and soon."""
     channel = ScriptedSideChannel()
     world = InprocCluster().world()
-    channel.beneath, channel.mute = world.side_channel, (messages.NewsRequest,)
+    channel.beneath, channel.mute = world.side_channel, (messages.LeaseRequest,)
     reader = replace(world, side_channel=channel)
     async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=reader) as pair:
         lease = opened(pair, BLOCKS)

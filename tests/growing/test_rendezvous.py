@@ -16,6 +16,7 @@ import pytest
 from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, Ticket, blocking, merge_tickets
 from kvflow.core.bounds import NO_LEASE_ID
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
@@ -26,10 +27,11 @@ from kvflow.errors import (
     PromptMismatch,
     ProtocolError,
     RequestError,
+    RuntimeUnavailable,
 )
 from kvflow.growing import waiting_questions
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.producer.serving import OpenLease
+from kvflow.runtime.producer.open_lease import OpenLease
 from kvflow.runtime.records import LoadRecord
 from kvflow.testing import (
     CacheSize,
@@ -54,7 +56,7 @@ PROMPT = list(range(100, 116))
 
 def rendezvous(pair: Any, request_id: str = SECRET, **more: Any) -> dict[str, Any]:
     """What a router makes of what the producer has said of itself when it started; as JSON has it."""
-    hello = pair.producer.runtime.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket.to_params()
+    hello = pair.producer.runtime.introduce().to_params()
     made = Ticket.rendezvous(json.loads(json.dumps(hello)), request_id, **more)
     params: dict[str, Any] = json.loads(json.dumps(made.to_params()))
     return params
@@ -79,7 +81,7 @@ def ask(pair: InprocPair, reader: str = "r/0.0.0#1", request_id: str = "x", wait
     cache = cache_of(pair.producer.runtime)
     target = cache.local.caller.target
     return cache.serving.news.answer(
-        messages.OfferRequest(reader=reader, target=target, request_id=request_id, wait_s=wait_s)
+        messages.LeaseRequest(reader=reader, target=target, request_id=request_id, wait_s=wait_s)
     )
 
 
@@ -219,7 +221,7 @@ async def with_a_sibling(**settings: Any) -> AsyncIterator[tuple[InprocPair, Tes
 
 
 def awaited_at(sibling: TestEngine) -> Ticket:
-    hello = sibling.runtime.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+    hello = sibling.runtime.introduce()
     return Ticket.rendezvous(hello, SECRET)
 
 
@@ -310,7 +312,7 @@ async def test_readers_are_sent_on_to_nothing_but_their_own_request(instead: byt
             instead = msgspec.msgpack.encode(rendezvous(pair, "other"))
         lease = offer(pair)
         await pair.consumer.runtime.prewarm([lease.ticket])
-        channel.script.append(messages.Declined(reason="elsewhere", instead=instead))
+        channel.script.append(messages.LeaseAnswer(state=messages.Told.FAILED, reason="elsewhere", instead=instead))
         with pytest.raises(ProtocolError, match="it sends readers on to"):
             await start(pair, rendezvous(pair))
         lease.revoke()
@@ -537,11 +539,11 @@ async def test_how_long_a_question_waits() -> None:
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         short, long = ask(pair, wait_s=1.0), ask(pair, wait_s=99.0)
-        assert await short == messages.NoLease(ended=False)
+        assert await short == messages.NOTHING_YET
         assert loop.time() - begun_s == pytest.approx(1.0)
-        assert await long == messages.NoLease(ended=False)
+        assert await long == messages.NOTHING_YET
         assert loop.time() - begun_s == pytest.approx(10.0)
-        assert ask(pair, wait_s=0.0) == messages.NoLease(ended=False)
+        assert ask(pair, wait_s=0.0) == messages.NOTHING_YET
 
 
 @in_virtual_time
@@ -556,18 +558,26 @@ async def test_offers_that_cannot_be() -> None:
             lease.revoke()
 
     def changed(**changes: Any) -> Any:
-        return lambda reply: msgspec.structs.replace(reply, **changes)
+        def lie(reply: messages.Reply) -> messages.Reply:
+            assert isinstance(reply, messages.LeaseAnswer)
+            assert reply.offer is not None
+            return msgspec.structs.replace(reply, offer=msgspec.structs.replace(reply.offer, **changes))
+
+        return lie
 
     def of_lease(**changes: Any) -> Any:
         def lie(reply: messages.Reply) -> messages.Reply:
-            assert isinstance(reply, messages.Offer)
+            assert isinstance(reply, messages.LeaseAnswer)
             assert reply.lease is not None
             return msgspec.structs.replace(reply, lease=msgspec.structs.replace(reply.lease, **changes))
 
         return lie
 
-    await fails(messages.Ack(), ProtocolError, "expected an Offer, got Ack")
-    await fails(changed(lease=None), ProtocolError, "an offer of blocks without a lease")
+    await fails(messages.Ack(incarnation="i"), ProtocolError, "expected LeaseAnswer, got Ack")
+    await fails(
+        messages.LeaseAnswer(state=messages.Told.OPEN), ProtocolError, "a lease that is open, without its offer"
+    )
+    await fails(lambda reply: msgspec.structs.replace(reply, lease=None), ProtocolError, "an offer of blocks without")
     await fails(changed(num_tokens=-1), ProtocolError, "cannot be right")
     await fails(changed(num_tokens=1 << 60, extends=True), RequestError, r"at most 262144 \(limits.block_ids_max\)")
     await fails(changed(block_ids=(tuple(range((1 << 18) + 1)),)), RequestError, r"at most 262144 \(limits.block_ids")
@@ -584,7 +594,8 @@ async def test_offers_that_cannot_be() -> None:
     await fails(of_lease(block_ids=(1,)), ProtocolError, "cannot be right")
     await fails(of_lease(block_ids=(1, 2, 3, 5), more_block_ids=((1,),)), ProtocolError, "of 2 groups, it has 1")
     await fails(of_lease(lease_id=NO_LEASE_ID), ProtocolError, "lease_id")
-    await fails(messages.Declined(reason="no\nroom" + "x" * 9999), PrefillFailed, r"no\\nroom")
+    failed = messages.LeaseAnswer(state=messages.Told.FAILED, reason="no\nroom" + "x" * 9999)
+    await fails(failed, PrefillFailed, r"no\\nroom")
 
 
 @each("incarnation", ["", "x" * 1_000_000, "a\n2026-01-01 ERROR kvflow.forged", "\x1b[2J", "a b", "\u202e"])
@@ -592,20 +603,20 @@ async def test_offers_that_cannot_be() -> None:
 @in_virtual_time
 async def test_an_incarnation_that_is_no_name_is_refused_unread(incarnation: str, met: bool) -> None:
     """Whether it is told by an offer, or by a rank that is asked for the lease that a ticket does not name."""
-    found, records = OpenLease.found, list[LoadRecord]()
+    lease_of, records = OpenLease.lease, list[LoadRecord]()
 
-    def lie(self: OpenLease) -> messages.LeaseFound:
-        return msgspec.structs.replace(found(self), incarnation=incarnation)
+    def lie(self: OpenLease) -> RankLease:
+        return msgspec.structs.replace(lease_of(self), incarnation=incarnation)
 
     observer = SimpleNamespace(load_ended=records.append, lease_ended=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenLease, "found", lie)
+        patch.setattr(OpenLease, "lease", lie)
         async with pair_of() as pair:
             lease = offer(pair)
             ticket = rendezvous(pair) if met else asked(lease.ticket)
             with (
                 pair.consumer.runtime.observed_by(observer),
-                pytest.raises(ProtocolError, match=r"incarnation`") as raised,
+                pytest.raises(ProtocolError, match=r"incarnation") as raised,
             ):
                 await start(pair, ticket)
             lease.revoke()
@@ -623,7 +634,7 @@ def asked(ticket: Ticket) -> dict[str, Any]:
 
 def of_ranks(both: Engines, **more: Any) -> dict[str, Any]:
     """A rendezvous with an engine of two ranks that have introduced themselves."""
-    hello = [rank.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket for rank in both.ranks]
+    hello = [rank.introduce() for rank in both.ranks]
     return Ticket.rendezvous(merge_tickets(hello).to_params(), SECRET, **more).to_params()
 
 
@@ -756,7 +767,7 @@ def test_both_legs_in_callers_threads() -> None:
     with producer, consumer:
         producer.register_kv_caches(theirs, offered.layout)
         consumer.register_kv_caches(ours, offered.layout)
-        hello = producer.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+        hello = producer.introduce()
         load = consumer.start_load(LoadRequest("local", Ticket.rendezvous(hello, SECRET), TAKEN))
         declined = consumer.start_load(LoadRequest("other", Ticket.rendezvous(hello, "other"), [1]))
         offered.fill(BLOCKS)
@@ -767,4 +778,17 @@ def test_both_legs_in_callers_threads() -> None:
         with pytest.raises(PrefillFailed, match="no room"):
             declined.result(WAIT_S)
         assert lease.wait(WAIT_S) is LeaseOutcome.READ
-    assert known(producer.statistics().serving).read == 2
+    assert known(producer.statistics().serving).read == 1
+
+
+@in_virtual_time
+async def test_an_introduction_names_the_rank_and_opens_no_lease() -> None:
+    async with pair_of() as pair:
+        runtime = pair.producer.runtime
+        before, ticket = runtime.statistics(), runtime.introduce()
+        assert (ticket.offers_nothing, ticket.has_blocks, ticket.address) == (True, False, runtime.address)
+        assert Ticket.from_params(ticket.to_params()) == ticket
+        assert runtime.statistics() == before
+        await runtime.drain()
+        with pytest.raises(RuntimeUnavailable):
+            runtime.introduce()

@@ -440,10 +440,10 @@ async def test_an_offer_that_cannot_be_an_answer_is_not_believed(
     answer = holder.sharing.answer
 
     def lie(question: messages.SeekRequest) -> Any:
-        offer = answer(question)
-        assert isinstance(offer, messages.Offer)
-        assert offer.lease is not None
-        return msgspec.structs.replace(offer, **changes)
+        told = answer(question)
+        assert isinstance(told, messages.LeaseAnswer)
+        assert told.lease is not None
+        return msgspec.structs.replace(told, offer=msgspec.structs.replace(told.offer, **changes))
 
     with monkeypatch.context() as patched:
         patched.setattr(holder.sharing, "answer", lie)
@@ -736,7 +736,7 @@ async def test_forged_questions_pin_nothing(them: Fleet) -> None:
     )
     for keys, key_tokens in ((b"x" * 33, 4), (b"x" * 32, 1 << 62), (b"x" * (32 * 1024), 4)):
         reply = cache.sharing.answer(msgspec.structs.replace(question, keys=keys, key_tokens=key_tokens))
-        assert isinstance(reply, messages.Refusal | messages.NoLease)
+        assert isinstance(reply, messages.Refusal | messages.LeaseAnswer)
     assert holder.shelf.asked <= asked + 1
     assert holder.sharing.pinned_blocks == 0
 

@@ -29,7 +29,7 @@ def load_request(pair: InprocPair, ticket: Ticket, **more: Any) -> LoadRequest:
 
 
 def met(pair: InprocPair) -> Ticket:
-    hello = pair.producer.runtime.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+    hello = pair.producer.runtime.introduce()
     return Ticket.rendezvous(hello, "req")
 
 

@@ -92,9 +92,9 @@ def start(channel: ZmqSideChannel, address: str, index: int = 0) -> asyncio.Task
     return asyncio.create_task(channel.ask(address, numbered(index), fingerprint=b""))
 
 
-def shown(answer: float) -> messages.Released:
+def shown(answer: float) -> messages.Ack:
     """An answer that can be told from others."""
-    return messages.Released(incarnation=str(float(answer)))
+    return messages.Ack(incarnation=str(float(answer)))
 
 
 async def acquainted(peer: Scripted, channel: ZmqSideChannel, address: str) -> bytes:
@@ -179,8 +179,11 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
             await seen(listener, dropped=0, connections=1)
 
 
-OFFER = messages.Offer(
-    lease=None, num_tokens=900_000, ttl_s=1.0, block_ids=((1 << 20,) * 900_000,), extends=False, prompt_digest=""
+OFFER = messages.LeaseAnswer(
+    state=messages.Told.COMPLETE,
+    offer=messages.Offer(
+        num_tokens=900_000, ttl_s=1.0, block_ids=((1 << 20,) * 900_000,), extends=False, prompt_digest=""
+    ),
 )
 
 
@@ -192,7 +195,8 @@ async def test_an_answer_is_as_large_as_its_own_reader_takes_whatever_the_produc
         address = f"tcp://127.0.0.1:{listener.port}"
         with asking(PLAIN) as channel:
             declined, refused = await start(channel, address, 1), await start(channel, address, 2)
-            assert isinstance(declined, messages.Declined)
+            assert isinstance(declined, messages.LeaseAnswer)
+            assert declined.state is messages.Told.FAILED
             assert f"the reader takes at most {4 << 20} (limits.block_ids_max)" in declined.reason
             assert isinstance(refused, messages.Refusal)
             assert await start(channel, address, 0) == ANSWER

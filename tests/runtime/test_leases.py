@@ -421,16 +421,13 @@ async def test_a_producer_that_cannot_be_told_is_no_error(timed: TimedPair) -> N
     assert not lease.done
 
 
-def answer_to_release(timed: TimedPair, lease: Lease, *, named: bool = True, **change: object) -> messages.Reply:
+def answer_to_release(timed: TimedPair, lease: Lease, **change: object) -> messages.Reply:
     """What the producer says to a release by a rank like the consumer, but for a change in what it holds."""
     local = cache_of(timed.reader).local
     question = messages.ReleaseRequest(
         reader="reader",
         target=messages.Target("producer", 0, 0, 0),
-        request_id=lease.request_id,
-        num_tokens=lease.ticket.num_tokens,
-        blocks_digest=messages.digest_of(lease.ticket.block_ids),
-        lease_id=lease.ticket.lease_id if named else None,
+        lease_id=lease.ticket.lease_id,
         cache_shares=(msgspec.structs.replace(local.cache_shares[0], **change),),
     )
     return timed.writer._supervisor._answer(codec.our_header(local.compatibility.fingerprint()), question)
@@ -443,35 +440,44 @@ async def test_a_release_by_one_who_cannot_be_a_reader_is_refused(timed: TimedPa
     assert lease.state == "offered"
 
 
-@pytest.mark.parametrize("named", [True, False])
-async def test_a_release_by_a_stage_that_holds_none_of_our_layers_changes_nothing(
-    timed: TimedPair, named: bool
-) -> None:
+async def test_a_release_by_a_stage_that_holds_none_of_our_layers_changes_nothing(timed: TimedPair) -> None:
     lease = timed.offer([3])
     for _ in range(2):  # while it is open, and after it
-        reply = answer_to_release(timed, lease, named=named, pp_size=2, pp_rank=1, layers=(5,))
-        assert isinstance(reply, messages.Released)
+        reply = answer_to_release(timed, lease, pp_size=2, pp_rank=1, layers=(5,))
+        assert isinstance(reply, messages.Ack)
         lease.revoke()
     assert (timed.serving.malformed_notifications, timed.serving.late_notifications) == (0, 0)
 
 
-async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only(timed: TimedPair) -> None:
+async def test_a_release_of_a_ticket_that_names_no_lease_is_for_the_same_blocks_only(timed: TimedPair) -> None:
+    """The rank is asked for the lease first, and for as long as it may be about to open it."""
     old = timed.offer([4])
     old.revoke()
     lease = timed.offer([3])  # the same request, offered anew
-    assert answer_to_release(timed, old, named=False) == messages.NoLease(ended=True)
+    given_back = old.ticket.without_leases(request_id="req", block_ids=[4], num_tokens=4, ttl_s=30.0)
+    assert await timed.reader.release_blocks(given_back), "there is nothing to give back"
     assert lease.state == "offered"
-    assert isinstance(answer_to_release(timed, lease, named=False), messages.Released)
+    assert await timed.reader.release_blocks(unnamed(lease))
     assert lease.state == "read"
-    assert answer_to_release(timed, lease, named=False) == messages.NoLease(ended=True)
+    assert await timed.reader.release_blocks(unnamed(lease))
+    assert timed.serving.late_notifications == 0
+    late = asyncio.ensure_future(
+        timed.reader.release_blocks(
+            lease.ticket.without_leases(request_id="late", block_ids=[5], num_tokens=4, ttl_s=9.0)
+        )
+    )
+    await settle()
+    opened = timed.offer([5], "late")
+    assert await late
+    assert opened.state == "read"
 
 
 async def test_a_lease_of_nothing_leaves_no_line_of_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    """Every engine introduces itself by one: it is no request, and nobody has read anything."""
+    """Nobody has read anything."""
     caplog.set_level("INFO")
     async with timed_pair() as pair:
-        lease = pair.producer.runtime.serve_blocks(ServeRequest("introduction", [], 0))
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("nothing", [], 0))
         assert await lease is LeaseOutcome.READ
-        assert "introduction" not in caplog.text
+        assert "nothing" not in caplog.text
         pair.offer([3], "offered").revoke()
         assert "lease offered: offered -> revoked" in caplog.text

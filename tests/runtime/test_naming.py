@@ -47,7 +47,7 @@ class Scene:
 
     @property
     def hello(self) -> Ticket:
-        return self.pair.producer.runtime.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+        return self.pair.producer.runtime.introduce()
 
     @property
     def rendezvous(self) -> Ticket:
@@ -170,7 +170,7 @@ async def of_another_length(scene: Scene) -> Load:
 
 async def nonsense_is_offered(scene: Scene) -> Load:
     ticket = scene.rendezvous
-    scene.answer(True, messages.NoLease(ended=False), messages.Ack())
+    scene.answer(True, messages.LeaseAnswer(state=messages.Told.WAITING), messages.Ack(incarnation="i"))
     return scene.load(ticket)
 
 
@@ -191,7 +191,7 @@ async def silent_lately(scene: Scene) -> Load:
 
 
 async def silent_about_news(scene: Scene) -> Load:
-    scene.channel.mute = (messages.NewsRequest,)
+    scene.channel.mute = (messages.LeaseRequest,)
     return scene.load(scene.offer((3,), computed_tokens=0, extends=True))
 
 
@@ -201,7 +201,7 @@ async def silent_about_digests(scene: Scene) -> Load:
 
 
 async def silent_at_a_rendezvous(scene: Scene) -> Load:
-    scene.channel.mute = (messages.OfferRequest,)
+    scene.channel.mute = (messages.LeaseRequest,)
     return scene.load(scene.rendezvous)
 
 
@@ -214,7 +214,7 @@ def answered(*outcomes: Any) -> Failing:
 
 
 async def bad_news(scene: Scene) -> Load:
-    scene.answer(True, messages.Ack())
+    scene.answer(True, messages.Ack(incarnation="i"))
     return scene.load(scene.offer((3,), computed_tokens=0, extends=True))
 
 
@@ -269,7 +269,7 @@ async def other_bytes(scene: Scene) -> Load:
 
 async def no_digests_any_more(scene: Scene) -> Load:
     await scene.meet()
-    scene.answer(messages.NoLease(ended=True))
+    scene.answer(messages.LeaseAnswer(state=messages.Told.ENDED))
     return scene.load(scene.offer(), verify=True)
 
 
@@ -341,8 +341,8 @@ CASES: list[tuple[Failing, type[KVFlowError]]] = [
     (answered(refusal("no")), errors.PeerRefused),
     (answered(refusal("later", transient=True)), errors.PeerNotReady),
     (answered(refusal("other", version=7)), errors.PeerIncompatible),
-    (answered(messages.Ack()), errors.ProtocolError),
-    (answered(True, messages.Ack()), errors.ProtocolError),
+    (answered(messages.Ack(incarnation="i")), errors.ProtocolError),
+    (answered(True, messages.Ack(incarnation="i")), errors.ProtocolError),
     (answered(True, refusal("no")), errors.PeerRefused),
     (bad_news, errors.ProtocolError),
     (no_room_for_a_peer, errors.Overloaded),

@@ -30,6 +30,7 @@ from kvflow.errors import (
     ProtocolError,
     TransferFailed,
 )
+from kvflow.runtime.peers.lease_questions import LeaseQuestions
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, ManualClock
@@ -119,7 +120,7 @@ async def pair() -> AsyncIterator[ScriptedPair]:
         (NOBODY, PeerUnreachable),
         (refusal("unknown engine"), PeerRefused),
         (refusal("no", version=7), PeerIncompatible),
-        (messages.Ack(), ProtocolError),
+        (messages.Ack(incarnation="i"), ProtocolError),
     ],
     ids=["unreachable", "refused", "another version", "another answer"],
 )
@@ -229,11 +230,8 @@ async def test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all
 
     pair.scripted.channel.ask = say_nothing  # type: ignore[method-assign]
     peer = peers.get(Address("producer", Rank(0, 0, 0), ticket.address))
-    target = messages.Target("producer", 0, 0, 0)
-    question = messages.LeaseRequest(
-        reader="r", target=target, request_id="req", num_tokens=4, blocks_digest=ticket.blocks_digest
-    )
-    asking = [asyncio.create_task(peers.find_lease(peer, question)) for _ in range(100)]
+    find = LeaseQuestions(cache_of(pair.reader).local, peers, 1.0).find
+    asking = [asyncio.create_task(find(ticket, peer)) for _ in range(100)]
     await turns(10)
     assert asked == 8
     silence.set_result(None)

@@ -12,14 +12,14 @@ from typing import TypeVar
 import msgspec
 import pytest
 import torch
-from pairs import known, load_request
+from pairs import cache_of, known, load_request
 from tests_support import PATIENT, WAIT_S, altered, leases_ended, limited, turns, until
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, Runtime, ServeRequest, Ticket, merge_tickets
-from kvflow.core.protocol import messages
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, ProtocolError, RequestError
 from kvflow.runtime.clock import Clock, SystemClock
-from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.producer.open_lease import OpenLease
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -52,8 +52,8 @@ class Engines:
         return known(self.ranks[rank].statistics().listener).answered
 
     async def until_asked_again(self) -> None:
-        """The second rank was met, asked and asked again."""
-        await until(lambda: self.answered(1) >= 3)
+        """The second rank was met, asked, and asked again by a question that waits."""
+        await until(lambda: self.answered(1) >= 2 and cache_of(self.ranks[1]).serving.news.waiting == 1)
 
     async def load(self, ticket: Ticket) -> LoadReport:
         return await self.reader.load_blocks(load_request(ticket.to_params(), [5, 6]))
@@ -219,12 +219,12 @@ async def test_a_rank_that_answers_with_a_lease_of_no_id_fails_the_load(
     both: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It must not pass for a rank of which nothing is needed: its heads would be missing."""
-    find = Serving.find
+    lease_of = OpenLease.lease
 
-    def nameless(self: Serving, question: messages.LeaseRequest) -> messages.LeaseFound | messages.NoLease:
-        return msgspec.structs.replace(find(self, question), lease_id="")
+    def nameless(self: OpenLease) -> RankLease:
+        return msgspec.structs.replace(lease_of(self), lease_id="")
 
-    monkeypatch.setattr(Serving, "find", nameless)
+    monkeypatch.setattr(OpenLease, "lease", nameless)
     leases, _ = both.offers()
     await both.fails(ProtocolError, leases[0].ticket, "lease_id")
 

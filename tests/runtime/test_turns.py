@@ -111,7 +111,7 @@ async def test_the_next_turn_may_be_on_its_way_before_the_answer_is_complete() -
     """The same rendezvous the other way round: the prefill engine asks for an answer that is still being decoded."""
     async with pair_of() as pair:
         prefill, decode = pair.producer.runtime, pair.consumer.runtime
-        hello = decode.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+        hello = decode.introduce()
         load = prefill.start_load(LoadRequest("turn 2", Ticket.rendezvous(hello, "answer"), AGAIN, cached_tokens=8))
         pair.consumer.cache.fill(OURS)
         request = ServeRequest("answer", OURS[:2], num_tokens=16, computed_tokens=8, payload=True)

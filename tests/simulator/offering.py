@@ -153,13 +153,11 @@ def introduce(engine: SimEngine, number: int) -> Ticket | None:
     """Ticket of nothing, by which the ranks of an engine introduce themselves; None if it cannot."""
     tickets = []
     for rank in engine.ranks:
-        request = ServeRequest(f"introduction-{number}", given_block_ids([[] for _ in engine.facts]), 0)
         try:
-            tickets.append(rank.runtime.serve_blocks(request).ticket)
+            tickets.append(rank.runtime.introduce())
         except KVFlowError as error:
-            engine.judge_refusal(request.request_id, error)
+            engine.judge_refusal(f"introduction-{number}", error)
             return None
-        rank.served += 1
     return merge_tickets(tickets)
 
 

@@ -18,7 +18,7 @@ from kvflow.testing import ManualClock
 
 PLAIN = replace(PATIENT, engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
 READER = replace(PLAIN, engine_id="reader")
-ANSWER = messages.NoLease(ended=True)
+ANSWER = messages.LeaseAnswer(state=messages.Told.ENDED)
 REQUEST = messages.MetadataRequest(reader="reader/0.0.0#1", target=messages.Target("producer", 0, 0, 0))
 
 

@@ -236,7 +236,7 @@ async def begin_listening() -> Net:
 
     async def serve() -> None:
         channel = InprocSideChannel(net.network.exchange, config)
-        listener = await channel.listen(lambda header, request: messages.Released(incarnation="1"))
+        listener = await channel.listen(lambda header, request: messages.Ack(incarnation="1"))
         await listener.serve()
 
     net.target.host.life.task(serve())
@@ -273,4 +273,4 @@ async def test_a_garbled_answer_is_no_answer_of_ours() -> None:
             found.add(type(await ask(net)).__name__)
         except ProtocolError:
             found.add("no message")
-    assert found == {"no message", "NoLease"}
+    assert found == {"no message", "LeaseAnswer"}

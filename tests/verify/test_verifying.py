@@ -202,7 +202,7 @@ SILENT = PeerUnreachable("no answer", peer="tcp://127.0.0.1:1")
         (BUSY, PeerNotReady),
         (SILENT, PeerUnreachable),
         (messages.Digests(values=()), kvflow.errors.ProtocolError),
-        (messages.Ack(), kvflow.errors.ProtocolError),
+        (messages.Ack(incarnation="i"), kvflow.errors.ProtocolError),
     ],
 )
 async def test_a_producer_that_has_no_digests(
@@ -339,9 +339,9 @@ async def test_only_who_has_the_ticket_gets_digests(pair: EnginePair) -> None:
     lease = pair.offer([3])
     answers = cache_of(pair.writer).digests
     for changes in ({"lease_id": "0" * 32}, {"lease_id": ""}, {"request_id": "another"}):
-        assert answers.answer(question(pair, lease, **changes)) == messages.NoLease(ended=True)
+        assert answers.answer(question(pair, lease, **changes)) == messages.LeaseAnswer(state=messages.Told.ENDED)
     lease.revoke()
-    assert answers.answer(question(pair, lease)) == messages.NoLease(ended=True)
+    assert answers.answer(question(pair, lease)) == messages.LeaseAnswer(state=messages.Told.ENDED)
     assert pair.serving.digests_refused == 4
 
 
@@ -450,5 +450,5 @@ async def test_bent_questions_are_answered(pair: EnginePair) -> None:
             continue
         reply = answers.answer(asked) if isinstance(asked, messages.DigestRequest) else None
         kinds.add(type(await reply if isinstance(reply, asyncio.Future) else reply))
-    assert {messages.Digests, messages.NoLease, messages.Refusal} <= kinds
+    assert {messages.Digests, messages.LeaseAnswer, messages.Refusal} <= kinds
     assert (await pair.load(lease, verify=True)).verified

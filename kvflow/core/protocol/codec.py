@@ -18,6 +18,7 @@ from kvflow.core.bounds import Count, Digest, Name
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.protocol.messages import DigestPart, Reply, Request, Target
 from kvflow.core.protocol.notifications import Notification, ReadDone
+from kvflow.errors import RequestError
 
 PROTOCOL_VERSION = 6
 MAGIC = "kvflow"
@@ -77,6 +78,8 @@ def decode_notification(payload: bytes) -> Notification:
 def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
+    except RequestError as error:  # of a struct that checks itself
+        raise WireError(f"{len(data)} bytes do not decode: {printable(str(error), _ERROR_CHARS_MAX)}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raw = answer(partial(msgspec.msgpack.decode, data))
         why = _with_names(str(error) if raw is None else refusal(error, raw), kind)

@@ -27,13 +27,11 @@ from kvflow.core.bounds import (
     Missing,
     Name,
     NetAddress,
-    NewLeaseId,
     PromptDigest,
     Reader,
     Reason,
     RequestName,
     SealCount,
-    SealIndex,
     Seconds,
     Size,
     Wait,
@@ -45,6 +43,7 @@ from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.state import ROWS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol.compatibility import Compatibility
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.limits import PAYLOAD_BYTES_MAX
 from kvflow.prefix.keys import KEY_BYTES
 
@@ -110,26 +109,34 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     incarnation: Incarnation
 
 
-class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="find_lease"):
-    """Question for the lease that holds these blocks of a request, to ranks that the reader's ticket does not name."""
+class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
+    """Question for the lease of a request. The answer is a `LeaseAnswer`.
 
-    request_id: RequestName
-    num_tokens: Count
-    blocks_digest: Digest
-    """`digest_of` the engine's block ids, which are the same on all its ranks."""
-
-
-class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
-    """Word that these blocks of a request are needed no more: a `ReadDone` of a reader that is not connected.
-
-    Its share of the lease follows from the cache shares (`topology.report_share`). The lease id is None where the
-    reader's ticket does not name the rank.
+    It comes as soon as there is something to tell that the reader does not know, at the latest after `wait_s`. The
+    request id is the secret that gives access; the request may have yet to begin.
     """
 
     request_id: RequestName
-    num_tokens: Count
-    blocks_digest: Digest
-    lease_id: LeaseId | None
+    wait_s: Wait = 0.0
+    num_tokens: Count = 0
+    blocks_digest: Digest = b""
+    """`digest_of` the engine's block ids, the same on all its ranks, of a reader that knows the offer: a lease of other
+    blocks, or of other than `num_tokens`, is not meant. Empty: the offer is told, too."""
+    lease_id: LeaseId | None = None
+    """The lease, of a reader that knows it: only what becomes of this one is told."""
+    known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
+    """Blocks of that lease that the reader knows, counted by group."""
+    missing_max: Missing = -1
+    """Missing tokens of that lease at which an answer is due as well; -1: not before the end of the lease."""
+
+
+class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
+    """Word that the blocks of a lease are needed no more: a `ReadDone` of a reader that is not connected.
+
+    Its share of the lease follows from the cache shares (`topology.report_share`). The answer is an `Ack`.
+    """
+
+    lease_id: LeaseId
     cache_shares: CacheShares
 
 
@@ -163,46 +170,20 @@ class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests")
     parts: DigestParts
 
 
-class OfferRequest(ReaderRequest, frozen=True, kw_only=True, tag="await_offer"):
-    """Question for the offer of a request that may have yet to begin, by readers of a rendezvous.
-
-    The request id is the secret that gives access. The answer comes as soon as there is one, at the latest after
-    `wait_s`.
-    """
-
-    request_id: RequestName
-    wait_s: Wait
-
-
 class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
     """Word of another engine that a request, whose readers wait for its offer here, has come to it.
 
-    The request id is the secret that gives access, as for an `OfferRequest`. The answer is an `Ack`.
+    The request id is the secret that gives access, as for a `LeaseRequest`. The answer is an `Ack`.
     """
 
     request_id: RequestName
     reason: Reason
     instead: Instead = b""
-    """See `Declined`."""
-
-
-class NewsRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_news"):
-    """Question for news of an open lease: complete, failed or ended, more blocks than these, more tokens.
-
-    It is answered as an `OfferRequest` is.
-    """
-
-    request_id: RequestName
-    lease_id: LeaseId
-    known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)]
-    """Blocks of the lease that the reader knows, counted by group."""
-    wait_s: Wait
-    missing_max: Missing = -1
-    """Missing tokens at which an answer is due as well; -1: not before the end of the lease."""
+    """See `LeaseAnswer`."""
 
 
 class SeekRequest(ReaderRequest, frozen=True, kw_only=True, tag="seek"):
-    """Question for the longest run of a prefix that is in the cache now. It is answered by an `Offer` of it."""
+    """Question for the longest run of a prefix that is in the cache now: a `LeaseAnswer` offers it."""
 
     request_id: RequestName
     """Name of the lease that the reader gets, with `PREFIX_OF` before it; the same at every rank of an engine."""
@@ -211,17 +192,6 @@ class SeekRequest(ReaderRequest, frozen=True, kw_only=True, tag="seek"):
     key_tokens: Size
     alone: bool = True
     """True if nobody but this rank is to read what is offered."""
-
-
-class WhoRequest(msgspec.Struct, frozen=True, kw_only=True, tag="who"):
-    """Question for the engine and rank that listens here, by a reader that knows an address only."""
-
-    reader: Reader
-
-    @property
-    def target(self) -> Target:
-        """A rank of an engine that the reader cannot name."""
-        return Target("unknown", 0, 0, 0)
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,27 +234,9 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     """Blocks are copied to host buffers before they can be read, so that a lease's seal says how far it is."""
 
 
-class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
-    """The rank's open lease for a request; `block_ids` are set if they differ from the engine's (host buffers)."""
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank offers: the content of a ticket, for readers that have none."""
 
-    incarnation: Incarnation
-    lease_id: NewLeaseId
-    seal_index: SealIndex
-    block_ids: BlockIds | None
-    more_block_ids: BlockTables = ()
-    pending: bool = False
-    """Blocks of the lease are still being computed."""
-    payload: bool = False
-    """A payload comes with the end of the lease."""
-    held: bool = True
-    """The blocks are held for a moment after the end of the lease: see `core.protocol.proof`."""
-
-
-class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
-    """Offer of a request by one rank, with the content of a ticket, for readers that have none."""
-
-    lease: LeaseFound | None
-    """None if there is nothing to read: a prompt that is shorter than a block."""
     num_tokens: Count
     ttl_s: Seconds
     block_ids: BlockTables
@@ -295,55 +247,40 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     """Bytes of prefixes that are leased to others now, and may be read before these."""
 
 
-class RankNamed(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
-    """Answer to a `WhoRequest`."""
+class Told(enum.StrEnum):
+    """States of a request's lease, as a rank tells them."""
 
-    target: Target
-
-
-class Declined(msgspec.Struct, frozen=True, kw_only=True, tag="declined"):
-    """Answer that the rank will not serve the request."""
-
-    reason: Reason
-    instead: Instead = b""
-    """Rendezvous (MessagePack of `Ticket.to_params`) at the engine that serves it instead; empty if none does."""
-
-
-class LeaseNews(enum.StrEnum):
-    """States of a lease in its news."""
-
+    WAITING = "waiting"
+    """There is nothing to tell yet: no lease, or no more of it than the reader knows."""
     OPEN = "open"
     """The end of the lease is still to come."""
     COMPLETE = "complete"
-    """All of it can be read, and it has its payload if one was promised."""
+    """All of it can be read, and it has its payload if one was promised. Without a lease: there is nothing to read."""
     ENDED = "ended"
     """The lease is over: no read of it can succeed any more."""
     FAILED = "failed"
-    """The prompt could not be computed: no read of it can succeed."""
+    """The prompt cannot be computed, or the rank will not serve it: no read of it can succeed."""
 
 
-class News(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
-    """News of a lease, with block ids, by group, that the reader did not know."""
+class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
+    """Answer about a lease, with what the reader does not know of it."""
 
-    state: LeaseNews
+    state: Told
+    lease: RankLease | None = None
+    """The lease; its `block_ids` are set if they differ from the engine's (host buffers). The reader knows where the
+    rank listens."""
+    offer: Offer | None = None
     more_block_ids: BlockTables = ()
+    """Block ids, by group, that the reader did not know."""
     payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
     reason: Reason = ""
     """Reason of a failure."""
+    instead: Instead = b""
+    """Rendezvous (MessagePack of `Ticket.to_params`) at the engine that serves the request instead; empty if none
+    does."""
 
 
-class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
-    """Answer that there is no such open lease. Unless `ended`, the rank may be about to open it."""
-
-    ended: bool
-    failed: Reason | None = None
-    """Reason why the prompt will never be there, if that is so."""
-
-
-class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
-    """Answer to a `ReleaseRequest`: noted, also where no lease of this incarnation is concerned."""
-
-    incarnation: Incarnation
+NOTHING_YET = LeaseAnswer(state=Told.WAITING)
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
@@ -361,28 +298,20 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """True if the answer may be another one soon: the rank has no cache yet, or is about to go."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
+    listens: Target | None = None
+    """The rank that listens here, if the question was for another engine."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
-    """Acknowledgement of a `Goodbye` or a `DeclineRequest`."""
+    """Acknowledgement, by this incarnation, of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`."""
+
+    incarnation: Incarnation
 
 
-WaitingRequest: TypeAlias = OfferRequest | NewsRequest
-"""Questions that may be answered late."""
 Request: TypeAlias = (
-    MetadataRequest
-    | LeaseRequest
-    | ReleaseRequest
-    | DigestRequest
-    | Goodbye
-    | DeclineRequest
-    | WaitingRequest
-    | SeekRequest
-    | WhoRequest
+    MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye | DeclineRequest | SeekRequest
 )
-Reply: TypeAlias = (
-    Metadata | LeaseFound | NoLease | Released | Digests | Ack | Refusal | Offer | Declined | News | RankNamed
-)
+Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 
 
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:

@@ -353,7 +353,8 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
 
 def _too_large(reply: messages.Reply, why: str) -> messages.Reply:
     """Return what is answered in place of a reply that is larger than readers take."""
-    if isinstance(reply, messages.Offer):
-        count = sum(map(len, reply.block_ids))
-        return messages.Declined(reason=f"{count} block ids are too many for an answer: {why} (limits.block_ids_max)")
+    if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
+        count = sum(map(len, reply.offer.block_ids))
+        reason = f"{count} block ids are too many for an answer: {why} (limits.block_ids_max)"
+        return messages.LeaseAnswer(state=messages.Told.FAILED, reason=reason)
     return refusal(why)

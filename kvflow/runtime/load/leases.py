@@ -34,6 +34,7 @@ from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, R
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import LocalRank, Meet, Reaching, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import AgentName
@@ -311,16 +312,15 @@ class RemoteLeases:
             if lease is not None and peer.current.incarnation == lease.incarnation:
                 self._telling.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
                 return True
-        question = messages.ReleaseRequest(
+        if lease is None:
+            answer = await self._reach.standing(ticket, peer)
+            if answer.lease is None:
+                return answer.state is not messages.Told.WAITING  # else there is nothing to give back
+            lease = lease_told(at, answer.lease)
+        word = messages.ReleaseRequest(
             reader=self._local.reader,
             target=at.target,
-            request_id=ticket.request_id,
-            num_tokens=ticket.num_tokens,
-            blocks_digest=ticket.blocks_digest,
-            lease_id=lease.lease_id if lease else None,
+            lease_id=lease.lease_id,
             cache_shares=self._local.cache_shares,
         )
-        reply = await self._reach.when_served(partial(self._peers.release, peer, question))
-        if isinstance(reply, messages.NoLease):
-            return reply.ended  # then there is nothing to give back
-        return lease is None or reply.incarnation == lease.incarnation
+        return (await self._peers.tell(peer, word)).incarnation == lease.incarnation

@@ -1,47 +1,76 @@
-"""Questions for leases, to ranks that a ticket does not name."""
+"""The question about a lease, as a reader asks it: until there is something to tell.
+
+A rank answers a `LeaseRequest` once there is something that the reader does not know, or after some seconds. What may
+be there later is asked for again: at once after a question that has waited, else after a pause.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import math
 
+import msgspec
+
+from kvflow.checks import is_name
+from kvflow.core.bounds import INCARNATION_CHARS_MAX
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.messages import Told
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, check_lease
-from kvflow.errors import LeaseExpired, PeerError, PrefillFailed, ProtocolError, RequestError
+from kvflow.errors import LeaseExpired, PeerError, PeerUnreachable, PrefillFailed, ProtocolError, RequestError
 from kvflow.hosts import split_address
+from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.peers.peer import LocalRank, Peer, words
 from kvflow.runtime.peers.table import Peers
 
-ResultT = TypeVar("ResultT")
-
-_ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
+_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.2
+_UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all of them
 
 
 class LeaseQuestions:
-    """Asks ranks for their leases. One that has none is asked again for a while: it may open its lease soon."""
+    """Asks ranks about their leases."""
 
     def __init__(self, local: LocalRank, peers: Peers, lease_wait_s: float) -> None:
         self._local = local
         self._peers = peers
         self._lease_wait_s = lease_wait_s
 
-    async def when_served(self, ask: Callable[[], Awaitable[ResultT | messages.NoLease]]) -> ResultT | messages.NoLease:
-        """Ask until a rank has the lease. NoLease if that has ended, or is not there after Limits.lease_wait_s."""
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + self._lease_wait_s
-        pause_s = _ASK_AGAIN_FIRST_S
-        while True:
-            reply = await ask()
-            if not isinstance(reply, messages.NoLease) or reply.ended or loop.time() >= give_up_s:
-                return reply
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
+    async def ask_until(
+        self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
+    ) -> messages.LeaseAnswer:
+        """Ask until there is something to tell; if there is nothing by `give_up_s`, the state is WAITING.
 
-    async def find(self, ticket: Ticket, peer: Peer, room: asyncio.Semaphore) -> RankLease:
-        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired, PrefillFailed."""
+        `give_up_s` is a time of the loop's. Raises a PeerError; PeerUnreachable if the peer has not answered the last
+        question, or several ones in a row. Cancelling stops the asking.
+        """
+        loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
+        while True:
+            begun_s = loop.time()
+            wait_s = min(max(give_up_s - begun_s, 0.0), QUESTION_WAIT_S)
+            try:
+                answer = await self._peers.ask_lease(peer, msgspec.structs.replace(question, wait_s=wait_s))
+            except PeerUnreachable:
+                unreachable += 1
+                if unreachable == _UNREACHABLE_MAX or wait_s < QUESTION_WAIT_S:  # the last question
+                    raise
+            else:
+                unreachable = 0
+                if answer.state is not Told.WAITING or loop.time() >= give_up_s:
+                    return answer
+            if loop.time() - begun_s < wait_s / 2:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
+            else:
+                pause_s = _PAUSE_FIRST_S
+
+    async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
+        """Ask a rank that the ticket does not name about its lease, for `limits.lease_wait_s`. Raises a PeerError.
+
+        The first question does not wait: so few are under way to one rank, whatever the number of its requests.
+        """
+        self._peers.check_wait(peer, None)
+        give_up_s = asyncio.get_running_loop().time() + self._lease_wait_s
         question = messages.LeaseRequest(
             reader=self._local.reader,
             target=peer.at.target,
@@ -49,20 +78,23 @@ class LeaseQuestions:
             num_tokens=ticket.num_tokens,
             blocks_digest=ticket.blocks_digest,
         )
+        answer = await self._peers.find_lease(peer, question)
+        return answer if answer.state is not Told.WAITING else await self.ask_until(peer, question, give_up_s)
 
-        async def ask() -> messages.LeaseFound | messages.NoLease:
-            async with room:
-                return await self._peers.find_lease(peer, question)
-
-        reply = await self.when_served(ask)
-        if isinstance(reply, messages.NoLease):
-            why = "it has ended" if reply.ended else f"none within {self._lease_wait_s} s (limits.lease_wait_s)"
-            who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
-            if reply.failed is not None:
-                what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {words(reply.failed)}"
-                raise PrefillFailed(what, request_id=ticket.request_id, peer=peer.address)
-            raise expired(ticket, peer, f"{who} has no lease for it: {why}")
-        lease = lease_told(peer.at, reply)
+    async def find(self, ticket: Ticket, peer: Peer) -> RankLease:
+        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired, PrefillFailed."""
+        answer = await self.standing(ticket, peer)
+        who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
+        if answer.state is Told.FAILED:
+            what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {words(answer.reason)}"
+            raise PrefillFailed(what, request_id=ticket.request_id, peer=peer.address)
+        if answer.state is Told.WAITING:
+            raise expired(
+                ticket, peer, f"{who} has no lease for it: none within {self._lease_wait_s} s (limits.lease_wait_s)"
+            )
+        if answer.state is Told.ENDED or answer.lease is None:
+            raise expired(ticket, peer, f"{who} has no lease for it: it has ended")
+        lease = lease_told(peer.at, answer.lease)
         try:
             check_lease(lease, ticket)
         except RequestError as error:
@@ -70,26 +102,14 @@ class LeaseQuestions:
         return lease
 
 
-def lease_told(at: Address, found: messages.LeaseFound) -> RankLease:
-    """The lease in a rank's answer. ProtocolError if it cannot be right."""
+def lease_told(at: Address, lease: RankLease) -> RankLease:
+    """Return the lease of a rank's answer, with the rank and address that were asked. ProtocolError if it is none."""
+    if not lease.lease_id or not is_name(lease.incarnation, INCARNATION_CHARS_MAX):
+        what = f"lease_id of {len(lease.lease_id)} characters, incarnation {words(lease.incarnation, 80)!r}"
+        raise at.failure(ProtocolError, f"the lease that it tells of cannot be right: {what}")
     host, port = split_address(at.address, what="peer")
-    try:
-        return RankLease(
-            pp_rank=at.rank.pp,
-            tp_rank=at.rank.tp,
-            lease_id=found.lease_id,
-            seal_index=found.seal_index,
-            incarnation=found.incarnation,
-            host=host,
-            port=port,
-            block_ids=found.block_ids,
-            more_block_ids=found.more_block_ids,
-            pending=found.pending,
-            payload=found.payload,
-            held=found.held,
-        )
-    except RequestError as error:
-        raise wrong_lease(at, error) from error
+    place = {"pp_rank": at.rank.pp, "tp_rank": at.rank.tp, "host": host, "port": port}
+    return msgspec.structs.replace(lease, **place)
 
 
 def wrong_lease(at: Address, error: RequestError) -> PeerError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -240,13 +241,15 @@ class Reaching(Protocol):
 
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, T]]) -> list[T]: ...
 
-    async def when_served(self, ask: Callable[[], Awaitable[T | messages.NoLease]]) -> T | messages.NoLease: ...
+    async def ask_until(
+        self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
+    ) -> messages.LeaseAnswer: ...
 
-    async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply: ...
+    async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer: ...
 
     async def ask_digests(
         self, peer: Peer, question: messages.DigestRequest
-    ) -> messages.Digests | messages.NoLease: ...
+    ) -> messages.Digests | messages.LeaseAnswer: ...
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
 

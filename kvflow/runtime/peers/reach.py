@@ -82,9 +82,8 @@ class Reach:
         self._peers = peers
         self.ask_digests = peers.ask_digests
         self.read_ticket = read_ticket
-        self.ask_patiently = peers.ask_patiently
         questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
-        self.when_served, self._find_lease = questions.when_served, questions.find
+        self.ask_until, self.standing, self._find_lease = questions.ask_until, questions.standing, questions.find
         self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
         self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
@@ -196,7 +195,8 @@ class Reach:
         async def complete(one: _Reached) -> _Reached:
             if one.source is not None or one.connection.report_share.numerator == 0:
                 return one
-            lease = await self._find_lease(ticket, one.peer, room)
+            async with room:
+                lease = await self._find_lease(ticket, one.peer)
             connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
             return reached(self.told(ticket, one.peer, connection, lease, lease.block_tables))
 

@@ -156,13 +156,22 @@ class Peers:
                 handshake.add_waiters(-1)
                 self._note_waiters(peer, handshake)
 
-    async def find_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseFound | messages.NoLease:
-        """Ask a rank for its lease of a request. Raises a PeerError."""
-        return _expected(peer, await self._ask_connected(peer, question), messages.LeaseFound)
+    async def find_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseAnswer:
+        """Ask a rank about a lease by a question that does not wait. Raises a PeerError, or Overloaded."""
+        return _expected(peer, await self._ask_connected(peer, question), messages.LeaseAnswer)
 
-    async def seek(self, peer: Peer, question: messages.SeekRequest) -> messages.Offer | messages.NoLease:
-        """Ask a rank for a prefix. Raises a PeerError."""
-        return _expected(peer, await self._ask_connected(peer, question), messages.Offer)
+    async def ask_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseAnswer:
+        """Ask a rank about a lease by a question that may wait. Raises a PeerError, or Overloaded."""
+        timeout_s = question.wait_s + self._config.handshake_timeout_s
+        ask = partial(self.handshakes.ask, peer, question, timeout_s)
+        return _expected(peer, await self._in_turn(peer, ask), messages.LeaseAnswer)
+
+    async def seek(self, peer: Peer, question: messages.SeekRequest) -> messages.LeaseAnswer:
+        """Ask a rank for a prefix. Raises a PeerError: PeerRefused if it cannot be told of what it has."""
+        answer = _expected(peer, await self._ask_connected(peer, question), messages.LeaseAnswer)
+        if answer.state is messages.Told.FAILED:
+            raise peer.at.failure(PeerRefused, words(answer.reason))
+        return answer
 
     async def _ask_connected(self, peer: Peer, question: messages.Request) -> messages.Reply:
         """Put a question. A peer that does not answer counts as failed, and its connection as broken."""
@@ -172,34 +181,29 @@ class Peers:
                 raise peer.at.failure(PeerUnreachable, peer.last_error)
             connection = peer.current
             try:
-                return await self.handshakes.ask(peer, question)
+                return await self._in_turn(peer, partial(self.handshakes.ask, peer, question))
             except PeerUnreachable as error:
                 if connection is not None:
                     self.failed(connection, str(error))
                 raise
 
-    async def release(self, peer: Peer, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
-        """Tell a rank, without a connection, that a lease is not needed. Raises a PeerError, or Overloaded."""
-        self._check_wait(peer, None)
+    async def tell(self, peer: Peer, word: messages.ReleaseRequest | messages.DeclineRequest) -> messages.Ack:
+        """Tell a rank something, without a connection. Raises a PeerError, or Overloaded."""
+        self.check_wait(peer, None)
         async with peer.questions:
-            reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, question))
-        return _expected(peer, reply, messages.Released)
+            reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, word))
+        return _expected(peer, reply, messages.Ack)
 
-    async def decline(self, peer: Peer, question: messages.DeclineRequest) -> None:
-        """Tell a rank that a request has come to us whose readers wait there. Raises a PeerError, or Overloaded."""
-        self._check_wait(peer, None)
-        async with peer.questions:
-            _expected(peer, await self._in_turn(peer, partial(self.handshakes.ask, peer, question)), messages.Ack)
+    async def ask_digests(
+        self, peer: Peer, question: messages.DigestRequest
+    ) -> messages.Digests | messages.LeaseAnswer:
+        """Ask a rank for digests of blocks that it leases to us; it answers about the lease if that has ended.
 
-    async def ask_digests(self, peer: Peer, question: messages.DigestRequest) -> messages.Digests | messages.NoLease:
-        """Ask a rank for digests of blocks that it leases to us. Raises a PeerError."""
+        Raises a PeerError.
+        """
         async with peer.digest_questions:
             reply = await self.handshakes.ask(peer, question)
-        return _expected(peer, reply, messages.Digests)
-
-    async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply:
-        """Put a question that is answered once there is something to tell. Raises a PeerError."""
-        return await self.handshakes.ask(peer, question, question.wait_s + self._config.handshake_timeout_s)
+        return reply if isinstance(reply, messages.LeaseAnswer) else _expected(peer, reply, messages.Digests)
 
     def failed(self, connection: Connection, why: str) -> None:
         """Use a connection for no new load, since a read failed. Idempotent: other reads fail with it."""
@@ -241,7 +245,7 @@ class Peers:
             self._drop(peer, "closing")
 
     def _start_handshake(self, peer: Peer, incarnation: str | None, request_id: str | None) -> Handshake:
-        self._check_wait(peer, incarnation)
+        self.check_wait(peer, incarnation)
         handshake = Handshake(asyncio.get_running_loop().create_future(), self._clock.now_s())
         body = self._run_handshake(peer, incarnation, request_id, handshake)
         handshake.task = self._spawn(body, name=f"kvflow-handshake {peer.address}")
@@ -257,7 +261,7 @@ class Peers:
             peer.tried_incarnations.add(incarnation)
         return handshake
 
-    def _check_wait(self, peer: Peer, incarnation: str | None) -> None:
+    def check_wait(self, peer: Peer, incarnation: str | None) -> None:
         """Error of the kind that the peer failed with last, if it must not be asked yet."""
         wait_s = peer.circuit.wait_s(self._clock.now_s())
         tried = peer.tried_incarnations
@@ -411,10 +415,8 @@ class Peers:
             self._sweep_later()
 
 
-def _expected(peer: Peer, reply: messages.Reply, kind: type[T]) -> T | messages.NoLease:
-    """A peer's answer about a lease; ProtocolError if it is another one, PeerRefused if the peer declines."""
-    if isinstance(reply, (kind, messages.NoLease)):
-        return reply
-    if isinstance(reply, messages.Declined):
-        raise peer.at.failure(PeerRefused, words(reply.reason))
-    raise peer.at.failure(ProtocolError, f"expected {kind.__name__}, got {type(reply).__name__}")
+def _expected(peer: Peer, reply: messages.Reply, kind: type[T]) -> T:
+    """Return a peer's answer; ProtocolError if it is of another kind."""
+    if not isinstance(reply, kind):
+        raise peer.at.failure(ProtocolError, f"expected {kind.__name__}, got {type(reply).__name__}")
+    return reply

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.producer.blocks import HeldBlocks
 
@@ -40,22 +42,29 @@ class OpenLease:
         """True once readers have nothing to wait for any more."""
         return not self.held.missing and self.payload is not None
 
-    def extended_digest(self) -> Iterator[bytes]:
-        """The digest of the blocks that it has by now, if it has got more than its ticket names."""
-        if list(map(len, self.held.tables)) != list(map(len, self.ticket.block_tables)):
-            tables = tuple(tuple(ids.tolist()) for ids in self.held.tables)
-            yield messages.digest_of(tables if len(tables) > 1 else tables[0])
+    def is_of(self, num_tokens: int, blocks_digest: bytes) -> bool:
+        """Return whether the lease is of these blocks and tokens: those of its ticket, or all that it has by now."""
+        ticket, tables = self.ticket, self.held.tables
+        if ticket.num_tokens != num_tokens or ticket.blocks_digest == blocks_digest:
+            return ticket.num_tokens == num_tokens
+        if list(map(len, tables)) == list(map(len, ticket.block_tables)):
+            return False
+        ids = tuple(tuple(table.tolist()) for table in tables)
+        return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
 
-    def found(self) -> messages.LeaseFound:
-        """The answer to a reader that does not have the ticket."""
+    def lease(self) -> RankLease:
+        """Return the lease for a reader that does not have the ticket."""
         own, held = self.ticket.first, self.held
-        return messages.LeaseFound(
-            incarnation=own.incarnation,
-            lease_id=own.lease_id,
-            seal_index=own.seal_index,
-            block_ids=own.block_ids,
-            more_block_ids=own.more_block_ids,
-            pending=held.computed < held.num_tokens or self.ticket.extends,
-            payload=own.payload,
-            held=own.held,
+        return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
+
+    def offer(self, queued_bytes: int = 0) -> messages.Offer:
+        """Return the content of the ticket for a reader that does not have it."""
+        ticket = self.ticket
+        return messages.Offer(
+            num_tokens=ticket.num_tokens,
+            ttl_s=ticket.ttl_s,
+            block_ids=ticket.block_tables,
+            extends=ticket.extends,
+            prompt_digest=ticket.prompt_digest,
+            queued_bytes=queued_bytes,
         )

@@ -40,6 +40,7 @@ from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.claims import check_cache_shares
 from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.protocol.prompts import offered_digest
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.growing.growing_leases import GrowingLeases
@@ -54,6 +55,9 @@ from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 from kvflow.runtime.records import LeaseRecord
 
 logger = logger_of(__name__)
+
+INTRODUCTION = "introduction"
+"""Request id of introductions."""
 
 
 class Serving:
@@ -143,6 +147,10 @@ class Serving:
             self._set_timer()
         return Lease(opened, self)
 
+    def introduce(self) -> Ticket:
+        """See `Runtime.introduce`."""
+        return self._tickets.introduction()
+
     def _take(self, request: ServeRequest) -> HeldBlocks:
         """Take the blocks and the seal of a lease. Raises RequestError, and changes nothing then."""
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
@@ -184,18 +192,6 @@ class Serving:
                 for lease_id in lease_ids:
                     self._renew(lease_id, reader)
 
-    def find(self, question: messages.LeaseRequest | messages.ReleaseRequest) -> messages.LeaseFound | messages.NoLease:
-        """The open lease for a request, if it is of the same blocks and tokens."""
-        entry = self._book.serving(question.request_id)
-        if entry is None:
-            why = self.news.why_declined(question.request_id)
-            return messages.NoLease(ended=why is not None or self._book.served(question.request_id), failed=why)
-        offer = self._offers[entry]
-        same_blocks = question.blocks_digest in (offer.ticket.blocks_digest, *offer.extended_digest())
-        if offer.ticket.num_tokens != question.num_tokens or not same_blocks:
-            return messages.NoLease(ended=True)
-        return offer.found()
-
     def known(self, lease_id: str, request_id: str) -> OpenLease | None:
         """An open lease, for a reader that knows its secret."""
         entry = self._book.find(lease_id)
@@ -227,7 +223,7 @@ class Serving:
         """True if there is an open lease for the request."""
         return self._book.serving(request_id) is not None
 
-    def release(self, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
+    def release(self, question: messages.ReleaseRequest) -> messages.Ack:
         """Note that a reader without a connection needs a lease no more. WireError if its cache shares are wrong."""
         check_cache_shares(question.cache_shares)
         problems = topology.differences(self._local.cache_shares, question.cache_shares)
@@ -235,14 +231,8 @@ class Serving:
             raise codec.WireError("; ".join(problems))
         share = topology.report_share(question.cache_shares, self._local.cache_shares)
         if share.numerator > 0:  # else other readers release it
-            lease_id = question.lease_id
-            if lease_id is None:
-                found = self.find(question)
-                if isinstance(found, messages.NoLease):
-                    return found
-                lease_id = found.lease_id
-            self._note_read(lease_id, question.reader, (share.numerator, share.denominator))
-        return messages.Released(incarnation=self._context.identity.incarnation)
+            self._note_read(question.lease_id, question.reader, (share.numerator, share.denominator))
+        return messages.Ack(incarnation=self._context.identity.incarnation)
 
     async def drained(self) -> None:
         """Wait until no lease is open."""
@@ -361,6 +351,7 @@ class _Tickets:
     def __init__(self, context: RankContext, local: LocalRank) -> None:
         config, identity, kinds = context.config, context.identity, parallelism_of(local.cache_shares)
         self._ttl_s = config.lease_ttl_s
+        self._more_groups = len(local.groups) - 1
         self._own: dict[str, Any] = {
             "pp_rank": config.pp_rank,
             "tp_rank": config.tp_rank,
@@ -380,6 +371,20 @@ class _Tickets:
             "groups": told_groups(local.groups),
             "fixed_ports": config.listen_port > 0,
         }
+
+    def introduction(self) -> Ticket:
+        """Make a ticket that names this rank, and no lease."""
+        return Ticket(
+            **self._ticket,
+            request_id=INTRODUCTION,
+            block_ids=(),
+            more_block_ids=((),) * self._more_groups,
+            num_tokens=0,
+            ttl_s=self._ttl_s,
+            ranks=(RankLease(**self._own, lease_id="", seal_index=0),),
+            traceparent="",
+            prompt_digest="",
+        )
 
     def make(self, request: ServeRequest, held: HeldBlocks, digest: str, holds: bool) -> Ticket:
         """Make the ticket of a lease that is about to be opened."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -21,6 +21,7 @@ from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import agent_name
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.core.protocol.notifications import Notification, ReadDone, Renew, joined, leases_max
+from kvflow.core.protocol.rank_lease import RankLease
 from tests.core.claimed import HOLDING, REGIONS, sent
 from tests.support.budgets import examples
 from tests.support.tests_support import each
@@ -43,14 +44,14 @@ ASKED: dict[str, Any] = {"reader": READER, "target": messages.Target("prefill-0"
 OF_REQUEST = {"request_id": "req-1", "num_tokens": 41, "blocks_digest": messages.digest_of((3, 7))}
 OF_LEASE = {"request_id": "req", "lease_id": LEASE_ID}
 REQUEST = messages.MetadataRequest(**ASKED)
-RELEASE = messages.ReleaseRequest(**ASKED, **OF_REQUEST, lease_id=LEASE_ID, cache_shares=(HOLDING,))
-FOUND = messages.LeaseFound(incarnation=INCARNATION, lease_id=LEASE_ID, seal_index=17, block_ids=None)
+RELEASE = messages.ReleaseRequest(**ASKED, lease_id=LEASE_ID, cache_shares=(HOLDING,))
+LEASE = RankLease(pp_rank=2, tp_rank=1, incarnation=INCARNATION, lease_id=LEASE_ID, seal_index=17)
+FOUND = messages.LeaseAnswer(state=messages.Told.OPEN, lease=LEASE)
 PARTS = (messages.DigestPart("", (0, 7), 8, 4, 32, 16, 41), messages.DigestPart("conv.x", (3,), 0, 1, 2, 40, 41))
 DIGESTS = messages.DigestRequest(**ASKED, **OF_LEASE, definition=1, parts=PARTS)
-NEWS_QUESTION = messages.NewsRequest(**ASKED, **OF_LEASE, known=(3, 0), wait_s=9.5)
-OFFER = messages.Offer(
-    lease=FOUND, num_tokens=41, ttl_s=30.0, block_ids=((3, 7), (5,)), extends=True, prompt_digest="0" * 32
-)
+NEWS_QUESTION = messages.LeaseRequest(**ASKED, **OF_LEASE, known=(3, 0), wait_s=9.5)
+OFFER = messages.Offer(num_tokens=41, ttl_s=30.0, block_ids=((3, 7), (5,)), extends=True, prompt_digest="0" * 32)
+OFFERED = replace(FOUND, offer=OFFER)
 DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
     "header": (codec.decode_header, [codec.our_header(b""), codec.our_header(FACTS.fingerprint())]),
     "request": (
@@ -59,10 +60,9 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             REQUEST,
             messages.LeaseRequest(**ASKED, **OF_REQUEST),
             RELEASE,
-            replace(RELEASE, lease_id=None),
             DIGESTS,
             replace(DIGESTS, parts=()),
-            messages.OfferRequest(**ASKED, request_id="secret", wait_s=9.5),
+            messages.LeaseRequest(**ASKED, request_id="secret", wait_s=9.5),
             messages.DeclineRequest(**ASKED, request_id="secret", reason="it came to us", instead=b"\x80"),
             NEWS_QUESTION,
             replace(NEWS_QUESTION, known=()),
@@ -74,20 +74,19 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             METADATA,
             replace(METADATA, staged=True),
             FOUND,
-            replace(FOUND, block_ids=(3, 1)),
-            messages.Released(incarnation=INCARNATION),
+            replace(FOUND, lease=replace(LEASE, block_ids=(3, 1))),
             messages.Digests(values=()),
             messages.Digests(values=(0, (1 << 64) - 1)),
-            OFFER,
-            replace(OFFER, lease=None, block_ids=()),
-            messages.Declined(reason="no room"),
-            messages.Declined(reason="it came to another engine", instead=b"\x80"),
-            messages.Ack(),
-            messages.News(state=messages.LeaseNews.OPEN, more_block_ids=((3,), ())),
-            messages.News(state=messages.LeaseNews.COMPLETE, payload=b"\x00token"),
-            messages.News(state=messages.LeaseNews.FAILED, reason="out of memory"),
-            messages.NoLease(ended=True),
-            messages.NoLease(ended=False),
+            OFFERED,
+            messages.LeaseAnswer(state=messages.Told.COMPLETE, offer=replace(OFFER, block_ids=())),
+            messages.LeaseAnswer(state=messages.Told.FAILED, reason="no room"),
+            messages.LeaseAnswer(state=messages.Told.FAILED, reason="it came to another engine", instead=b"\x80"),
+            messages.Ack(incarnation=INCARNATION),
+            messages.LeaseAnswer(state=messages.Told.OPEN, more_block_ids=((3,), ())),
+            messages.LeaseAnswer(state=messages.Told.COMPLETE, payload=b"\x00token"),
+            messages.LeaseAnswer(state=messages.Told.ENDED),
+            messages.LeaseAnswer(state=messages.Told.WAITING),
+            messages.Refusal(reason="another engine", version=1, listens=ASKED["target"]),
             messages.Refusal(reason="no such rank", version=1),
             messages.Refusal(reason="differs", version=1, compatibility=FACTS, cache_shares=(HOLDING,)),
         ],
@@ -147,8 +146,8 @@ def test_a_header_of_any_version_is_read_and_none_that_is_not_ours(
         codec.decode_header(msgspec.msgpack.encode(frame))
 
 
-NAMES = ["type", "engine_id", "regions", "seals", "reason", "version", "ended", "lease_id", "target", "cache_shares"]
-TAGS = ["kvflow", "get_metadata", "find_lease", "metadata", "lease", "no_lease", "refusal", "read_done", LEASE_ID]
+NAMES = ["type", "engine_id", "regions", "seals", "reason", "version", "state", "lease_id", "target", "cache_shares"]
+TAGS = ["kvflow", "get_metadata", "get_lease", "metadata", "lease", "ended", "refusal", "read_done", LEASE_ID]
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -314,14 +313,14 @@ def test_no_field_carries_what_could_not_be_said(kind: str) -> None:
                 assert len(told) < 400
 
 
-WHO = {"type": "who", "reader": "r"}
+ASKING = {"type": "get_metadata", "reader": "r"}
 
 
 @each(
     ("decode", "body", "told"),
     [
-        (codec.decode_request, {**WHO, "reader": "r" * 5000}, "length <= 4096 - at `$.reader`, got 'rrr"),
-        (codec.decode_request, {"type": "get_metadata", "target": ["e", 0, -7, 0]}, "`$.target.pp_rank`, got -7"),
+        (codec.decode_request, {**ASKING, "reader": "r" * 5000}, "length <= 4096 - at `$.reader`, got 'rrr"),
+        (codec.decode_request, {**ASKING, "target": ["e", 0, -7, 0]}, "`$.target.pp_rank`, got -7"),
         (codec.decode_notification, ["read_done", ["a"], "r", -1, 2], ">= 0 - at `$.numerator`, got -1"),
         (codec.decode_header, ["kvflow", -2, b""], ">= 0 - at `$.version`, got -2"),
         # as of a reader of version 1
@@ -335,18 +334,24 @@ def test_a_refusal_names_field_bound_and_value(decode: Callable[[bytes], Any], b
         decode(msgspec.msgpack.encode(body))
 
 
+def test_engines_speak_in_few_messages() -> None:
+    """A new one takes the place of an old one."""
+    kinds = [kind for union in (messages.Request, messages.Reply, Notification) for kind in get_args(union)]
+    assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds) == 14
+
+
 def test_a_refused_lease_id_is_not_repeated() -> None:
-    body = {"type": "release", "reader": "r", "target": ["e", 0, 0, 0], "request_id": "x", "num_tokens": 1}
+    body = {"type": "release", "reader": "r", "target": ["e", 0, 0, 0], "cache_shares": []}
     with pytest.raises(codec.WireError, match="lease_id") as caught:
-        codec.decode_request(msgspec.msgpack.encode({**body, "blocks_digest": b"", "lease_id": "5ec2e7" * 9}))
+        codec.decode_request(msgspec.msgpack.encode({**body, "lease_id": "5ec2e7" * 9}))
     assert "5ec2e7" not in str(caught.value)
 
 
 @each("ttl_s", [float("nan"), float("inf"), float("-inf"), 0.0])
 def test_no_lease_lasts_as_long(ttl_s: float) -> None:
-    sent(replace(OFFER, ttl_s=1e300))
+    sent(replace(OFFERED, offer=replace(OFFER, ttl_s=1e300)))
     with pytest.raises(codec.WireError, match="ttl_s"):
-        sent(replace(OFFER, ttl_s=ttl_s))
+        sent(replace(OFFERED, offer=replace(OFFER, ttl_s=ttl_s)))
 
 
 def test_agent_names_are_different_for_every_rank_and_life() -> None:

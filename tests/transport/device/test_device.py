@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest
+from kvflow import Config, LoadRequest, ServeRequest
 from kvflow.core.cache.regions import Device, Span
 from kvflow.errors import ConfigError, TransferFailed, UsageError
 from kvflow.runtime.copy_thread import CopyThread
@@ -195,10 +195,9 @@ async def test_memory_is_registered_for_what_the_role_does() -> None:
         await handed_over(producer, both)
         with pytest.raises(UsageError, match="'req': serve_blocks: the role of engine 'c' is 'consumer'"):
             consumer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4))
-        introduction = consumer.runtime.serve_blocks(ServeRequest("who", {}, num_tokens=0))
-        assert await introduction is LeaseOutcome.READ, "who it is anybody may say"
+        introduction = consumer.runtime.introduce()  # who it is anybody may say
         with pytest.raises(UsageError, match="load_blocks: the role of engine 'p' is 'producer'"):
-            await producer.runtime.load_blocks(LoadRequest("req", introduction.ticket, []))
+            await producer.runtime.load_blocks(LoadRequest("req", introduction, []))
         seals = [served, read]  # a reader's questions are answered, whatever it is
         assert [engine.transport.uses for engine in (producer, consumer, both)] == [
             [served, *seals],
