@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, Ticket, blocking, merge_tickets
-from kvflow.core.bounds import NO_LEASE_ID
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.errors import (
@@ -48,7 +47,7 @@ from tests.growing.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
 from tests.runtime.test_ranks import Engines, engines
 from tests.support.pairs import cache_of, known
 from tests.support.scripted import scripted_pair
-from tests.support.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, turns, until
+from tests.support.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, turns, unchecked, until
 
 SECRET = "secret-0f2a"
 PROMPT = list(range(100, 116))
@@ -569,7 +568,7 @@ async def test_offers_that_cannot_be() -> None:
         def lie(reply: messages.Reply) -> messages.Reply:
             assert isinstance(reply, messages.LeaseAnswer)
             assert reply.lease is not None
-            return msgspec.structs.replace(reply, lease=msgspec.structs.replace(reply.lease, **changes))
+            return msgspec.structs.replace(reply, lease=unchecked(reply.lease, **changes))
 
         return lie
 
@@ -593,7 +592,7 @@ async def test_offers_that_cannot_be() -> None:
     await fails(of_lease(block_ids=(99, 98, 97, 96)), ProtocolError, "block id 99")
     await fails(of_lease(block_ids=(1,)), ProtocolError, "cannot be right")
     await fails(of_lease(block_ids=(1, 2, 3, 5), more_block_ids=((1,),)), ProtocolError, "of 2 groups, it has 1")
-    await fails(of_lease(lease_id=NO_LEASE_ID), ProtocolError, "lease_id")
+    await fails(of_lease(lease_id=""), ProtocolError, "lease_id")
     failed = messages.LeaseAnswer(state=messages.Told.FAILED, reason="no\nroom" + "x" * 9999)
     await fails(failed, PrefillFailed, r"no\\nroom")
 
@@ -606,7 +605,7 @@ async def test_an_incarnation_that_is_no_name_is_refused_unread(incarnation: str
     lease_of, records = OpenLease.lease, list[LoadRecord]()
 
     def lie(self: OpenLease) -> RankLease:
-        return msgspec.structs.replace(lease_of(self), incarnation=incarnation)
+        return unchecked(lease_of(self), incarnation=incarnation)
 
     observer = SimpleNamespace(load_ended=records.append, lease_ended=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:

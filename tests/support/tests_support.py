@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import run_virtual
 
 Parameters = ParamSpec("Parameters")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 WAIT_S = 60.0
 """How long a test waits at most for what has to happen: a host may be slow, and only a failing test waits so long."""
@@ -190,3 +192,11 @@ def altered(ticket: Ticket, **changes: Any) -> Ticket:
     of_rank = {name: changes.pop(name) for name in list(changes) if name in RankLease.__struct_fields__}
     first = RankLease(**{**msgspec.structs.asdict(ticket.first), **of_rank})
     return changed(ticket, ranks=(first, *ticket.ranks[1:]), **changes)
+
+
+def unchecked(struct: StructT, **changes: Any) -> StructT:
+    """A copy of a struct with these values, as a forger sends it: nothing checks them."""
+    forged = copy.copy(struct)
+    for name, value in changes.items():
+        msgspec.structs.force_setattr(forged, name, value)
+    return forged

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
 
+from kvflow.core.bounds import NO_LEASE_ID
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.plan.topology import CacheShare, Rank
@@ -24,7 +25,7 @@ from kvflow.core.protocol.notifications import Notification, ReadDone, Renew, jo
 from kvflow.core.protocol.rank_lease import RankLease
 from tests.core.claimed import HOLDING, REGIONS, sent
 from tests.support.budgets import examples
-from tests.support.tests_support import each
+from tests.support.tests_support import each, unchecked
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FACTS = Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size="128")
@@ -45,7 +46,9 @@ OF_REQUEST = {"request_id": "req-1", "num_tokens": 41, "blocks_digest": messages
 OF_LEASE = {"request_id": "req", "lease_id": LEASE_ID}
 REQUEST = messages.MetadataRequest(**ASKED)
 RELEASE = messages.ReleaseRequest(**ASKED, lease_id=LEASE_ID, cache_shares=(HOLDING,))
-LEASE = RankLease(pp_rank=2, tp_rank=1, incarnation=INCARNATION, lease_id=LEASE_ID, seal_index=17)
+LEASE = RankLease(
+    pp_rank=2, tp_rank=1, incarnation=INCARNATION, lease_id=LEASE_ID, seal_index=17, host="10.0.0.7", port=9000
+)
 FOUND = messages.LeaseAnswer(state=messages.Told.OPEN, lease=LEASE)
 PARTS = (messages.DigestPart("", (0, 7), 8, 4, 32, 16, 41), messages.DigestPart("conv.x", (3,), 0, 1, 2, 40, 41))
 DIGESTS = messages.DigestRequest(**ASKED, **OF_LEASE, definition=1, parts=PARTS)
@@ -371,3 +374,21 @@ def test_digests_of_block_ids_are_equal_exactly_for_equal_ids(both: list[tuple[i
     assert (messages.digest_of(first) == messages.digest_of(second)) == (first == second)
     assert len(messages.digest_of(first)) == 16
     assert messages.digest_of((3, 7, 9)).hex() == "87639e90e2b29382d711298f861a9019"
+
+
+@each(
+    "changes",
+    [
+        {"lease_id": NO_LEASE_ID},
+        {"lease_id": "no lease"},
+        {"incarnation": "a b"},
+        {"host": "of two words"},
+        {"port": 0},
+        {"port": 1 << 16},
+        {"block_ids": (1 << 63,)},
+    ],
+)
+def test_a_lease_that_no_rank_has_does_not_decode(changes: dict[str, Any]) -> None:
+    answer = unchecked(FOUND, lease=unchecked(LEASE, **changes))
+    with pytest.raises(codec.WireError, match=next(iter(changes))):
+        codec.decode_reply(codec.encode(answer))
