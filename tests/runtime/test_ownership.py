@@ -165,6 +165,7 @@ VERBS: dict[str, Callable[[Runtime, Lease, Load], object]] = {
     "Runtime.share": lambda runtime, *_: runtime.share(BlockShelf(4)),
     "Runtime.seek_prefix": lambda runtime, *_: runtime.seek_prefix(PREFIX),
     "Runtime.pull_prefix": lambda runtime, *_: runtime.pull_prefix(PREFIX),
+    "Runtime.introduce": lambda runtime, *_: runtime.introduce(),
     "Runtime.prewarm": lambda runtime, lease, _: runtime.prewarm([lease.ticket]),
     "Runtime.forget_peer": lambda runtime, *_: runtime.forget_peer("engine"),
     "Runtime.drain": lambda runtime, *_: runtime.drain(1.0),

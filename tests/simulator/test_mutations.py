@@ -267,7 +267,7 @@ def keep_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Registration, "__init__", init)
 
 
-@instead_of(Serving, "close", "I2 I3", 207, "sleeps")
+@instead_of(Serving, "close", "I2 I3 I9", 264, "sleeps")
 def leave_seals_of_before(real: Any, self: Serving) -> None:
     """Leases end when their cache is unregistered, and their seals stay."""
 
