@@ -76,6 +76,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 _ARRAY_FIELDS = 10  # in which the arrays of both engines agree
+_NOT_VLLMS = {"BlockStored": ("cache_salt",), "AllBlocksCleared": ("medium",)}
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -170,10 +171,19 @@ def encode_batch(
     """
     told = [instance(event, msgspec.Struct, "events") for event in events]
     try:
-        found = [_in_places(event) for event in told] if arrays else told
+        found = [_in_places(event) if arrays else _by_name(event) for event in told]
         return msgspec.msgpack.encode((ts, found, data_parallel_rank))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"events: a value that msgpack cannot carry: {said(error)}") from error
+
+
+def _by_name(event: msgspec.Struct) -> dict[str, Any]:
+    """Return an event as vLLM writes it: its router refuses a batch with a key that vLLM does not have, even null."""
+    kind = type(event).__name__
+    left_out = {name for name in _NOT_VLLMS.get(kind, ()) if getattr(event, name) is None}
+    return {"type": kind} | {
+        name: value for name, value in msgspec.structs.asdict(event).items() if name not in left_out
+    }
 
 
 def _in_places(event: msgspec.Struct) -> msgspec.Struct:

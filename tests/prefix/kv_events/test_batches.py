@@ -137,6 +137,18 @@ def test_what_is_encoded_is_read_again(events: list[Any], arrays: bool) -> None:
     assert list(decode_batch(encode_batch(events, ts=1.5, data_parallel_rank=2, arrays=arrays))) == events
 
 
+def test_keys_that_vllm_does_not_have_are_written_only_with_a_value() -> None:
+    """vLLM's router refuses a batch with such a key, also if it is null."""
+    salted = BlockStored(block_hashes=[1], token_ids=[5], block_size=1, cache_salt="tenant")
+    plain = BlockStored(block_hashes=[1], token_ids=[5], block_size=1)
+    events = [salted, plain, AllBlocksCleared(medium="CPU"), AllBlocksCleared()]
+    written = msgspec.msgpack.decode(encode_batch(events, ts=1.5))[1]
+    assert [("cache_salt" in one, "medium" in one) for one in written] == [
+        *((True, True), (False, True)),
+        *((False, True), (False, False)),
+    ]
+
+
 PLAIN = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1}
 
 

@@ -48,7 +48,7 @@ async def test_a_subscriber_follows_it_from_before_its_beginning() -> None:
 
 
 async def test_replays_are_as_vllms_and_keep_so_many_batches_and_bytes() -> None:
-    for bounds in ({"batches_max": 2}, {"bytes_max": 2 * 250}):
+    for bounds in ({"batches_max": 2}, {"bytes_max": 2 * 230}):
         async with Publisher(
             ANYWHERE, replay_endpoint=ANYWHERE, topic="kv", data_parallel_rank=3, **bounds
         ) as publisher:
