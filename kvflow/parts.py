@@ -1,7 +1,9 @@
-"""Parts that a request asks for, by name. The core imports none of them: each is imported at its first use.
+"""Parts that a request or a device asks for, by name. The core imports none of them: each is imported at its first use.
 
 A part is whole in its folder. Without the folder, its tests and its row here everything else works, and a request that
 needs the part says so. Parts with settings or state of their own have no row: they are given to `Runtime(parts=[...])`.
+
+The module of a part has `begin(cache)`, which makes the part of one registration.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from kvflow.errors import RequestError
 
 PARTS: Mapping[str, str] = {
     "failover": "kvflow.failover.several_tickets",  # loads of several tickets, or with `again`
+    "verify": "kvflow.verify.verifying",  # loads that are compared with the producer, and questions of such readers
 }
 """Module of each part by the name of its folder."""
 
@@ -37,3 +41,31 @@ def part(name: str, what: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and not PARTS[name].startswith(error.name or PARTS[name]):
             raise  # the part is there, and something that it imports is not
         raise RequestError(f"{what} needs kvflow.{name}, which is not there") from error
+
+
+class AskedParts:
+    """Parts that one registration has been asked for. Each is made at its first use, and stays."""
+
+    def __init__(self, cache: object) -> None:
+        """`cache`: the registered cache, which each part is made with."""
+        self._cache = cache
+        self._made: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the part has been made."""
+        return name in self._made
+
+    def get(self, name: str, what: str) -> Any:
+        """Return the registration's part of this name.
+
+        Args:
+            name: folder of the part.
+            what: what needs it, for the error.
+
+        Raises:
+            RequestError: The part is not there.
+        """
+        made = self._made.get(name)
+        if made is None:
+            made = self._made[name] = part(name, what).begin(self._cache)
+        return made

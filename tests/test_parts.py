@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvflow import LeaseOutcome, LoadRequest, parts
-from kvflow.errors import RequestError
+from kvflow import Config, LeaseOutcome, LoadRequest, parts
+from kvflow.errors import PeerRefused, RequestError
 from kvflow.testing import inproc_pair
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("failover", "stock", "storage")
+PARTS = ("failover", "stock", "storage", "verify")
 CORE = ("tests/core", "tests/transport", "tests/runtime/test_lifecycle.py", "tests/runtime/test_ownership.py")
 
 WITHOUT_INSTALLED = """import sys
@@ -82,6 +82,36 @@ async def test_a_load_of_one_ticket_needs_no_failover(monkeypatch: pytest.Monkey
         for ticket in (one.ticket, [two.ticket]):
             await load(LoadRequest("req", ticket, [0]))
         assert [await one, await two] == [LeaseOutcome.READ] * 2
+
+
+async def test_a_load_that_is_verified_needs_verify_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PARTS", {})
+    async with inproc_pair() as pair:
+        lease, load = pair.offer([3]), pair.consumer.runtime.load_blocks
+        with pytest.raises(RequestError, match=r"^request .req.: verify needs kvflow\.verify, which is not there$"):
+            await load(LoadRequest("req", lease.ticket, [0], verify=True))
+        assert not (await load(LoadRequest("req", lease.ticket, [0]))).verified
+
+
+async def test_a_producer_without_verify_refuses_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with inproc_pair() as pair:
+        lease, consumer = pair.offer([3]), pair.consumer.runtime
+        asked = consumer._supervisor.require_cache().asked
+        asked.get("verify", "the reader has it")
+        monkeypatch.setattr(parts, "PARTS", {})
+        with pytest.raises(PeerRefused, match=r"a question for digests needs kvflow\.verify"):
+            await consumer.load_blocks(LoadRequest("req", lease.ticket, [0], verify=True))
+
+
+async def test_a_share_that_is_verified_needs_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are free again."""
+    monkeypatch.setattr(parts, "PARTS", {})
+    async with inproc_pair(config=Config(engine_id="any", verify_share=1.0)) as pair:
+        with pytest.raises(RequestError, match=r"^request .req.: a load that is verified needs kvflow\.verify"):
+            await pair.consumer.runtime.load_blocks(LoadRequest("req", pair.offer([3]).ticket, [0]))
+        blocks = pair.consumer.runtime.statistics().blocks
+        assert blocks is not None
+        assert blocks.in_flight == blocks.quarantined == 0
 
 
 def run(folder: Path, *command: str) -> str:

@@ -29,6 +29,7 @@ from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixReque
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
+from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease
@@ -37,7 +38,6 @@ from kvflow.runtime.records import Observer
 from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.world import World
-from kvflow.staging.host_buffers import BlockCopier
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 

@@ -21,7 +21,7 @@ from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Load, Work
-from kvflow.runtime.load.plan import Matched
+from kvflow.runtime.load.plan import Matched, Plan
 from kvflow.runtime.load.reads import CopyGroup
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
@@ -76,10 +76,10 @@ class GrowingLoads:
             if one.source in work.sources:
                 one.attach(matched)
 
-    async def read(self, load: Load, flight: Flight, matched: Matched) -> bool:
-        """Read the load's blocks as they are computed; see `Flight.fly_groups`."""
+    async def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> bool:
+        """Read the load's blocks as they are computed; see `Reader`."""
         self.count += 1
-        carrier = _Carrier(self, load, flight, matched)
+        carrier = _Carrier(self, load, flight, plan.matched)
         try:
             return await flight.fly_groups(carrier.groups())
         finally:

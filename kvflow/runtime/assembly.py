@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +27,7 @@ from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.growing.pending_loads import Meeting
 from kvflow.growing.pending_tickets import Rendezvous
 from kvflow.logs import logger_of
+from kvflow.parts import AskedParts
 from kvflow.prefix.prefix_cache import Shelf
 from kvflow.prefix.pull import Prefixes
 from kvflow.prefix.seek import Seeker
@@ -41,6 +41,7 @@ from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Carriers, Loader
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.whole import Whole
+from kvflow.runtime.memory import BlockCopier, RankMemory
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
@@ -50,12 +51,10 @@ from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
-from kvflow.staging.host_buffers import BlockCopier, HostBuffers, host_buffers
+from kvflow.staging.host_buffers import HostBuffers, host_buffers
 from kvflow.staging.scratch import Scratch
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
 from kvflow.transport.device.cache_device import CacheDevice
-from kvflow.verify.cache_digests import DigestedCache, DigestGear
-from kvflow.verify.lease_digests import DigestAnswers
 
 logger = logger_of(__name__)
 
@@ -101,20 +100,20 @@ class RegisteredCache:
         telling = LeaseIdTelling(context, local)
         handshakes = Handshakes(context, local, telling)
         self.peers = Peers(context, foreign.handshakes(context, local, handshakes))
+        self.asked = AskedParts(self)
         self.own_reach = Reach(context, local, self.peers)
         """Reach of engines of our own make; `reach` may know others."""
         self.reach = foreign.reach(context, self.peers, self.own_reach)
         self.rendezvous = Rendezvous(context, local, self.own_reach, self.peers)
         meet = self.rendezvous.meet
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling, meet)
-        self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
+        self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear, self.asked)
         meeting = Meeting(local, meet, self.remote_leases, self.whole.carry)
         carriers = Carriers(self.whole.gate, self.whole.carry, meeting)
-        self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
+        self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers, self.asked)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving)
         """The service that answers readers of another make."""
-        self.digests = DigestAnswers(context, local, self.serving.known, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
         self.sharing: SharedPrefixes | None = None
         """The service that answers questions for prefixes, if this cache is shared."""
@@ -166,7 +165,11 @@ class RegisteredCache:
                 except codec.WireError as error:
                     return refusal(str(error))
             case messages.DigestRequest():
-                return self.digests.answer(request)
+                try:
+                    promised: Answered = self.asked.get("verify", "a question for digests").answer(request)
+                    return promised
+                except RequestError as error:
+                    return refusal(str(error))
             case messages.SeekRequest():
                 return messages.NOTHING_YET if draining or not self.sharing else self.sharing.answer(request)
             case messages.LeaseRequest():
@@ -189,24 +192,6 @@ class RegisteredCache:
             if (answer := part.answers.get(type(request))) is not None:
                 return answer(request)
         return refusal(f"engine {ours.engine_id!r} has no part that answers {type(request).__name__}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """Memory of a cache that is being registered: the engine's layers, and those that peers read and loads fill."""
-
-    groups: Sequence[CacheGroup]
-    own: tuple[LayerSet, ...]
-    device: CacheDevice
-    """The device that those are on."""
-    staging: Sequence[HostBuffers]
-    shown: tuple[LayerSet, ...]
-    """Layers that peers are shown: the cache's or, with host staging, the host blocks'."""
-
-    @property
-    def filled(self) -> CacheDevice:
-        """The device whose memory loads fill."""
-        return CacheDevice(HOST) if self.staging else self.device
 
 
 async def register(
@@ -307,10 +292,6 @@ async def _register(
 
 
 def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: RankMemory, *, grows: bool) -> Gear:
-    def run(job: Callable[[], None]) -> Awaitable[None]:
-        return copy_thread.run(partial(_copying, memory.device, job))
-
-    own = DigestedCache(memory.own, memory.device)
     queue = reads_in_flight(context.config, grows=grows)
     return Gear(
         ledger=BlockLedger(
@@ -322,13 +303,7 @@ def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory:
         copy_thread=copy_thread,
         clock=context.clock,
         reads_max=context.config.limits.slices_in_flight_max,
-        digests=DigestGear(own, DigestedCache(memory.shown) if memory.staging else own, run, copy_thread.helper),
     )
-
-
-def _copying(device: CacheDevice, job: Callable[[], None]) -> None:
-    with device.copying():
-        job()
 
 
 async def _scratch(context: RankContext, copy_thread: CopyThread, device: CacheDevice) -> Scratch:

@@ -16,7 +16,6 @@ from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
 from kvflow.transport.device.cache_device import CacheDevice
 from kvflow.transport.device.making import make_device
 from kvflow.transport.thread import OwnerThread
-from kvflow.verify.helper import Helper
 
 _IDLE_S = 3600.0  # nothing has to be done between jobs
 
@@ -27,8 +26,6 @@ class CopyThread:
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
         """`make_device` makes the device of a cache, on this thread; for tests another one than the real."""
         self._name = name
-        self.helper = Helper(f"{name} helper")
-        """Does a share of a job that asks it to."""
         self._make_device = make_device
         self._thread: OwnerThread | None = None
         self._watches = Watches()
@@ -120,7 +117,6 @@ class CopyThread:
 
     def _end(self) -> None:
         self._ending = True
-        self.helper.end()
 
     def _died(self, cause: BaseException) -> None:
         raise AssertionError("jobs of the copy thread do not raise") from cause

@@ -30,6 +30,7 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
+from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
@@ -40,7 +41,6 @@ from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.tasks import seen
 from kvflow.runtime.world import World
-from kvflow.staging.host_buffers import BlockCopier
 
 _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 

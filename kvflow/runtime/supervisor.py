@@ -40,6 +40,7 @@ from kvflow.runtime.assembly import RegisteredCache, register
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.foreign import Foreign
+from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.part import Ending, Part
@@ -48,7 +49,6 @@ from kvflow.runtime.registration import DrainReport, Registration
 from kvflow.runtime.statistics import Past, RuntimeState, RuntimeStatistics
 from kvflow.runtime.tasks import Tasks, to_its_end
 from kvflow.runtime.world import World
-from kvflow.staging.host_buffers import BlockCopier
 
 logger = logger_of(__name__)
 

@@ -7,19 +7,18 @@ the copy thread: by kvflow's own function for torch devices, or by one that the 
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.state import StateLayout
-from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.errors import ConfigError
-from kvflow.runtime.load.pool import Pool
+from kvflow.runtime.memory import BlockCopier, CopyDirection, HostBlocks
+from kvflow.runtime.pool import Pool
 from kvflow.staging.copies import (
     CacheTensors,
     LayerTensors,
@@ -41,18 +40,7 @@ if TYPE_CHECKING:
 _BYTES_LEAST = 256 << 20
 
 
-class CopyDirection(enum.StrEnum):
-    TO_HOST = "to_host"
-    TO_DEVICE = "to_device"
-
-
-BlockCopier: TypeAlias = "Callable[[KVCaches, Sequence[tuple[int, int]], CopyDirection], None]"
-"""A function of the engine's: `copy(host_caches, pairs, direction)` copies whole blocks of all layers between its own
-cache and `host_caches` (same layer names and shapes, fewer blocks). `pairs` are (device block, host block). It is
-called on kvflow's copy thread and returns when the bytes are there."""
-
-
-class HostBuffers:
+class HostBuffers(HostBlocks):
     """The host blocks of one group: their memory, which of them are free, and the copies to and from them."""
 
     def __init__(self, group: CacheGroup, count: int, copier: BlockCopier | None, device: CacheDevice) -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
+from kvflow.runtime.memory import HostBlocks
 from kvflow.runtime.peers.peer import Source
-from kvflow.staging.host_buffers import HostBuffers
 from kvflow.staging.scratch import Permutation
 
 
@@ -64,7 +64,7 @@ class Grouping:
     are read, else our blocks.
     """
 
-    def __init__(self, parts: Sequence[SourcePart], staging: HostBuffers | None) -> None:
+    def __init__(self, parts: Sequence[SourcePart], staging: HostBlocks | None) -> None:
         self._local_tokens = parts[0].block_map.local.block.tokens
         permuted = [part for part in parts if part.permutation is not None]
         self._unit = math.lcm(self._local_tokens, *(part.block_map.remote.block.tokens for part in permuted))
@@ -142,7 +142,7 @@ class Lane:
     def __init__(
         self,
         parts: Sequence[SourcePart],
-        staging: HostBuffers | None,
+        staging: HostBlocks | None,
         grouping: Grouping,
         local_ids: BlockIds,
         units: int,

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
-from kvflow.runtime.load.gear import Gear
-from kvflow.runtime.load.pool import give_back_after
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
-from kvflow.staging.host_buffers import CopyDirection, HostBuffers
+from kvflow.runtime.memory import CopyDirection, RankMemory
+from kvflow.runtime.pool import give_back_after
 from kvflow.storage.files import Direction
 from kvflow.storage.moves import opened_file
 from kvflow.verify import digests
-from kvflow.verify.cache_digests import Digesting, HeadSpan, TokenBlocks
+from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
 
 
 class _Span(NamedTuple):
@@ -44,16 +44,18 @@ class StagedBlocks:
         sets: Sequence[tuple[int, Regions]],
         layers: Sequence[Sequence[int]],
         groups: Sequence[GroupFacts],
-        staging: Sequence[HostBuffers],
-        gear: Gear,
+        memory: RankMemory,
+        digested: DigestedCache,
+        copy_thread: CopyThread,
         span_bytes_max: int,
     ) -> None:
         """`sets` and `layers`: as those of a `StoredCache`, in host buffers."""
         self._sets = sets
         self._layers = layers
         self._groups = groups
-        self._staging = staging
-        self._gear = gear
+        self._staging = memory.staging
+        self._digested = digested
+        self._copy_thread = copy_thread
         self._span_bytes_max = span_bytes_max
 
     async def moves(
@@ -76,7 +78,6 @@ class StagedBlocks:
 
     async def digests(self, tables: Sequence[BlockIds]) -> list[int]:
         """Return digests of each layer of each set, of what the device holds now. Cancelling stops the waiting only."""
-        gear = self._gear.digests
         sums = [[0] * len(layers) for layers in self._layers]
         async for span, host_ids in self._all_fetched(tables):
             size = self._groups[span.group].block_size
@@ -85,7 +86,7 @@ class StagedBlocks:
             asked = [
                 Digesting(at, self._layers[at], HeadSpan(0, self._sets[at][1].block.heads, 0), blocks) for at in places
             ]
-            found = iter(await gear.shown.digests(gear.run, asked, gear.helper))
+            found = iter(await self._digested.digests(asked))
             for at in places:
                 sums[at] = [digests.added(before, next(found)) for before in sums[at]]
         used = [at for at, (group, _) in enumerate(self._sets) if len(tables[group])]
@@ -112,7 +113,7 @@ class StagedBlocks:
         host_ids = await buffers.pool.take(len(span.ids))
         give_back = partial(buffers.pool.give_back, host_ids)
         copy = partial(buffers.copy, CopyDirection.TO_HOST, span.ids, host_ids)
-        copying = asyncio.ensure_future(self._gear.copy_thread.run(copy))
+        copying = asyncio.ensure_future(self._copy_thread.run(copy))
         try:
             await asyncio.shield(copying)
         except asyncio.CancelledError:

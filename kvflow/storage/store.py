@@ -57,7 +57,7 @@ from kvflow.storage.storage_requests import (
     checked,
 )
 from kvflow.transport.base import TransportError
-from kvflow.verify.cache_digests import Digesting, HeadSpan, TokenBlocks
+from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
 
 logger = logger_of(__name__)
 
@@ -75,6 +75,8 @@ class StoredCache(NamedTuple):
     """Layers of each set by position; of those that share all of their memory the first."""
     groups: Sequence[GroupFacts]
     fingerprint: bytes
+    digested: DigestedCache
+    """Digests of what is saved."""
     staged: StagedBlocks | None = None
     """The way through host buffers."""
 
@@ -388,9 +390,7 @@ class BlockStore:
                 layers = self._cache.layers[at]
                 blocks = TokenBlocks(ids, size, 0, len(ids) * size)
                 asked.append(Digesting(at, layers, HeadSpan(0, regions.block.heads, 0), blocks))
-        gear = self._gear.digests
-        found = await gear.own.digests(gear.run, asked, gear.helper)
-        return np.array(found, dtype="<u8").tobytes()
+        return np.array(await self._cache.digested.digests(asked), dtype="<u8").tobytes()
 
     def _closed_error(self, job: Job) -> KVFlowError:
         what = f"request {job.request.request_id!r}"
@@ -420,7 +420,8 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
         raise ConfigError(
             f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
         )
-    saved, digested = (shown, gear.digests.shown) if through else (own, gear.digests.own)
+    saved, device = (shown, memory.filled) if through else (own, memory.device)
+    digested = DigestedCache(saved, gear.copy_thread, device)
     if problem := digested.problem:
         raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
     found = [(one.group, one.regions) for one in saved]
@@ -439,8 +440,9 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
     count, used = len(shelf.index), shelf.index.used_bytes
     logger.info("store %s: %s entries, %s bytes of %s", shelf.directory.path, count, used, shelf.index.bytes_max)
     span_bytes_max = context.config.limits.slice_bytes_max
-    stored = StoredCache(sets, layers_once, local.groups, fingerprint_of(facts))
+    stored = StoredCache(sets, layers_once, local.groups, fingerprint_of(facts), digested)
     if through:
-        staged = StagedBlocks(sets, layers_once, local.groups, memory.staging, gear, span_bytes_max)
+        copies = memory, digested, gear.copy_thread
+        staged = StagedBlocks(sets, layers_once, local.groups, *copies, span_bytes_max)
         stored = stored._replace(staged=staged)
     return BlockStore(context, gear, shelf, stored)

@@ -11,8 +11,7 @@ Views of a cache are made when its first digest is asked for.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -28,10 +27,9 @@ from kvflow.core.cache.tensors import tensors_of
 from kvflow.core.plan.block_map import split_fused
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.errors import LayoutError
-from kvflow.staging.copies import copy_blocks, to_host
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.transport.device.cache_device import CacheDevice
 from kvflow.verify import digests
-from kvflow.verify.helper import Helper
 
 if TYPE_CHECKING:
     import torch
@@ -39,20 +37,13 @@ if TYPE_CHECKING:
 Tensor: TypeAlias = "torch.Tensor"
 View: TypeAlias = Any
 """A tensor, or an array of numpy."""
-_Found: TypeAlias = tuple[int, digests.UInt64Array]
-"""The first of some layers, and what is to be added to the digest of each."""
 
 _HOST_DEVICE = CacheDevice(Device("cpu", 0))
 _STEP_BYTES = 4 << 20  # of one part of a layer: what is gathered stays in the processor's cache
 _STEP_BYTES_ON_DEVICE = 64 << 20
 _JOB_BYTES = 4 << 20  # of several layers
 _PIECE_BYTES = 32 << 20  # what a copy of another request waits for
-_SHARED_BYTES_MIN = 4 << 20  # is worth a thread
 _DIRECT_BYTES_MIN = 1 << 18  # of one block: it is digested where it is, smaller ones are gathered first
-
-
-Run: TypeAlias = Callable[[Callable[[], None]], Awaitable[None]]
-"""Runs a job on the copy thread and waits for it: `CopyThread.run`."""
 
 
 class Undigestible(Exception):
@@ -95,9 +86,10 @@ class Digesting(NamedTuple):
 class DigestedCache:
     """The bytes of a cache, for digests. `sets` are those that peers see or, with host staging, those of the engine."""
 
-    def __init__(self, sets: Sequence[LayerSet], device: CacheDevice = _HOST_DEVICE) -> None:
+    def __init__(self, sets: Sequence[LayerSet], copy_thread: CopyThread, device: CacheDevice = _HOST_DEVICE) -> None:
         """`device`: the device that they are on."""
         self._sets = sets
+        self._copy_thread = copy_thread
         self._device = device
 
     @cached_property
@@ -112,20 +104,21 @@ class DigestedCache:
     def _views(self) -> list[_SetOfViews]:
         return [_SetOfViews(one, self._device) for one in self._sets]
 
-    async def digests(self, run: Run, asked: Sequence[Digesting], helper: Helper | None = None) -> list[int]:
+    async def digests(self, asked: Sequence[Digesting]) -> list[int]:
         """Digests of each layer of each item, in order. Raises Undigestible, or what computing has raised.
 
-        `run` is the copy thread's, and `helper` does a share if there is much to do. Cancelling stops the waiting, and
-        what is not computed yet is not begun.
+        Cancelling stops the waiting, and what is not computed yet is not begun.
         """
         if self.problem:
             raise Undigestible(self.problem)
-        if not self._views[0].on_host:
-            helper = None  # its calls would go to another stream, and wait for the engine there
-        work = _Work(self._jobs(asked), [len(one.layers) for one in asked], helper)
+        work = _Work(self._jobs(asked), [len(one.layers) for one in asked])
         while not work.done:
-            await run(work.go_on)
+            await self._copy_thread.run(partial(self._go_on, work))
         return work.sums
+
+    def _go_on(self, work: _Work) -> None:
+        with self._device.copying():
+            work.go_on()
 
     def _jobs(self, asked: Sequence[Digesting]) -> Iterator[tuple[int, _Job]]:
         """Jobs for all items, each with the position of its first layer among those of all."""
@@ -134,18 +127,6 @@ class DigestedCache:
             for layer, job in self._views[one.layer_set].jobs(one.layers, one.heads, one.blocks):
                 yield first + layer, job
             first += len(one.layers)
-
-
-class DigestGear(NamedTuple):
-    """The tools of a rank for digests."""
-
-    own: DigestedCache
-    """The engine's cache, which its loads fill."""
-    shown: DigestedCache
-    """Memory that peers read: the cache or, with host staging, the host buffers."""
-    run: Run
-    helper: Helper
-    """Helper of the copy thread, which does a share of a job."""
 
 
 class _SetOfViews:
@@ -339,6 +320,8 @@ class _FetchedJob(NamedTuple):
         """The summand of each layer's digest."""
         import torch
 
+        from kvflow.staging.copies import copy_blocks, to_host
+
         rows, ids = self.job.views, self.job.ids
         there = np.arange(len(ids))
         fetched = [torch.empty(len(ids), row.shape[1], dtype=torch.uint8) for row in rows]
@@ -357,53 +340,21 @@ _Job: TypeAlias = _HostJob | _DeviceJob | _FetchedJob
 class _Work:
     """Digests that are computed piece by piece."""
 
-    def __init__(self, jobs: Iterator[tuple[int, _Job]], layers: Sequence[int], helper: Helper | None) -> None:
+    def __init__(self, jobs: Iterator[tuple[int, _Job]], layers: Sequence[int]) -> None:
         self.sums = [0] * sum(layers)
         self.done = False
         self._jobs = jobs
-        self._helper = helper
 
     def go_on(self) -> None:
         """Compute a piece more, of a bounded size."""
-        piece: deque[tuple[int, _Job]] = deque()
         size_bytes = 0
-        for entry in self._jobs:
-            piece.append(entry)
-            size_bytes += entry[1].size_bytes
+        for first, job in self._jobs:
+            for layer, number in enumerate(job.compute().tolist(), first):
+                self.sums[layer] = digests.added(self.sums[layer], number)
+            size_bytes += job.size_bytes
             if size_bytes >= _PIECE_BYTES:
-                break
-        else:
-            self.done = True
-        compute = partial(_compute, piece)
-        if self._helper is not None and size_bytes >= _SHARED_BYTES_MIN:
-            computed = self._helper.share(compute)
-        else:
-            computed = [compute()]
-        for some in computed:
-            for first, found in some:
-                for layer, number in enumerate(found.tolist(), first):
-                    self.sums[layer] = digests.added(self.sums[layer], number)
-
-
-def _taken(waiting: deque[tuple[int, _Job]]) -> tuple[int, _Job] | None:
-    """The next job; None if others have taken the last."""
-    try:
-        return waiting.popleft()
-    except IndexError:
-        return None
-
-
-def _compute(waiting: deque[tuple[int, _Job]]) -> list[_Found]:
-    """Do the jobs that are left: a thread that is done with one takes the next. After a failure none is begun."""
-    found: list[_Found] = []
-    try:
-        while (taken := _taken(waiting)) is not None:
-            first, job = taken
-            found.append((first, job.compute()))
-    except BaseException:
-        waiting.clear()
-        raise
-    return found
+                return
+        self.done = True
 
 
 def _is_host(device: torch.device) -> bool:

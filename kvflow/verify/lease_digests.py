@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvflow.core.cache.groups import GroupFacts
@@ -19,11 +19,10 @@ from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RuntimeClosed
 from kvflow.logs import logger_of
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.channel.protocol import Answered, refusal
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.producer.open_lease import OpenLease
-from kvflow.verify.cache_digests import DigestGear, Digesting, HeadSpan, TokenBlocks
+from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
 from kvflow.verify.digests import DEFINITION
 
 logger = logger_of(__name__)
@@ -35,21 +34,14 @@ OF_READER_MAX = 8
 class DigestAnswers:
     """Answers questions for digests of one rank's leased blocks."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        local: LocalRank,
-        known: Callable[[str, str], OpenLease | None],
-        counts: MutableMapping[str, int],
-        gear: DigestGear,
-    ) -> None:
-        """`known` finds an open lease (`Serving.known`), and `counts` are for its statistics."""
-        self._limits = context.config.limits
-        self._spawn = context.spawn
-        self._local = local
-        self._known = known
-        self._counts = counts
-        self._gear = gear
+    def __init__(self, cache: RegisteredCache, shown: DigestedCache) -> None:
+        """`shown`: memory that peers read."""
+        self._limits = cache.context.config.limits
+        self._spawn = cache.context.spawn
+        self._local = cache.local
+        self._known = cache.serving.known
+        self._counts = cache.serving.digests
+        self._shown = shown
         self._under_way: Counter[str] = Counter()
         """Questions under way, by reader."""
 
@@ -86,7 +78,7 @@ class DigestAnswers:
     ) -> None:
         """Body of a question's task."""
         try:
-            values = await self._gear.shown.digests(self._gear.run, asked)
+            values = await self._shown.digests(asked)
         except Exception as error:  # noqa: BLE001 - of the memory: a reader's question must not end the runtime
             logger.warning("request %s: no digests of its blocks: %s", question.request_id, error)
             reply.set_result(self._refused(refusal(f"no digests: {error}")))

@@ -4,7 +4,8 @@ Each rank that is read from is asked for the digests of what we read from it, na
 and tokens of the prompt; it computes while we read. Ours are computed after that, from the blocks that the load was
 asked to fill. So what is compared is what both engines take for the same tokens, whatever the plan of the reads was.
 
-The digests say nothing about freshness: the seals have done so before, and the lease has to be open still.
+The digests say nothing about freshness: the seals have done so before, and the lease has to be open still. If they
+differ, the load reads and compares once more.
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvflow.config import Config
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.core.plan.topology import CacheShare, heads_held, kv_heads_of_model
 from kvflow.core.protocol import messages
-from kvflow.errors import PeerError, ProtocolError
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
-from kvflow.verify.cache_digests import DigestGear, Digesting, HeadSpan, TokenBlocks
+from kvflow.errors import ChecksumMismatch, PeerError, ProtocolError, TransferFailed
+from kvflow.logs import logger_of
+from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.plan import Plan
+from kvflow.runtime.load.reader import Reader
+from kvflow.runtime.load.requests import VERIFY, Verification
+from kvflow.runtime.peers.peer import Source
+from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
 from kvflow.verify.digests import DEFINITION
+from kvflow.verify.lease_digests import DigestAnswers
 
-_DRAWN_OF = 1 << 32
+logger = logger_of(__name__)
 
 
 class LeaseEnded(Exception):
@@ -43,21 +52,38 @@ class _Compared(NamedTuple):
     ours: Digesting
 
 
-class Verifier:
-    """Compares loads of one rank."""
+def begin(cache: RegisteredCache) -> Verifying:
+    """Return the part of a registration."""
+    return Verifying(cache)
 
-    def __init__(
-        self, config: Config, local: LocalRank, reach: Reaching, gear: DigestGear, token_hex: Callable[[int], str]
-    ) -> None:
-        self._share = config.verify_share
-        self._local = local
-        self._reach = reach
-        self._gear = gear
-        self._token_hex = token_hex
 
-    def drawn(self) -> bool:
-        """Draw one more load: True if it is of the share that is verified."""
-        return int(self._token_hex(4), 16) < self._share * _DRAWN_OF
+class Verifying:
+    """Digests of one registration: its loads are compared by them, and readers that ask get them."""
+
+    def __init__(self, cache: RegisteredCache) -> None:
+        memory, copy_thread = cache.memory, cache.gear.copy_thread
+        self._local = cache.local
+        self._reach = cache.reach
+        self.own = DigestedCache(memory.own, copy_thread, memory.device)
+        """The engine's cache, which its loads fill."""
+        self.shown = self.own
+        """Memory that peers read: the cache or, with host staging, the host blocks."""
+        if memory.staging:
+            self.shown = DigestedCache(memory.shown, copy_thread)
+        self.answers = DigestAnswers(cache, self.shown)
+
+    @property
+    def problem(self) -> str:
+        """The reason why loads cannot be verified; "" if they can."""
+        return self.own.problem
+
+    def answer(self, question: messages.DigestRequest) -> Answered:
+        """Answer a reader's question for digests of leased blocks."""
+        return self.answers.answer(question)
+
+    def verified(self, reader: Reader) -> Reader:
+        """Return a reader that reads by another one, and compares."""
+        return Verified(self, reader)
 
     @asynccontextmanager
     async def asking(
@@ -78,7 +104,7 @@ class Verifier:
 
     async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
         try:
-            return await self._gear.own.digests(self._gear.run, asked, self._gear.helper)
+            return await self.own.digests(asked)
         except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
             raise NotCompared(f"no digests of our cache: {error}") from None
 
@@ -134,6 +160,60 @@ class Verifier:
             stop=stop,
         )
         return _Compared(asked, Digesting(block_map.local_set, positions, heads, blocks))
+
+
+class Verified:
+    """Reads by another reader, and compares with what the producer holds. If it differs, does both once more."""
+
+    def __init__(self, verifying: Verifying, reader: Reader) -> None:
+        self._verifying = verifying
+        self._reader = reader
+
+    async def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> bool:
+        """See `Reader`.
+
+        Raises ChecksumMismatch, or why a load that has to be verified is not. Its blocks stay claimed all the time.
+        """
+        read = partial(self._reader.read, flight, load, work, plan)
+        try:
+            difference = await self._read_and_compare(work, read)
+            work.verification = Verification.VERIFIED
+            if difference:
+                work.verification = Verification.MISMATCH
+                logger.warning("load %s is read once more: %s", load.request_id, difference)
+                for source in work.sources:
+                    source.proof = source.proof.anew()
+                difference = await self._read_and_compare(work, read)
+                if difference:
+                    why = f"what was read twice is not what is offered: {difference}"
+                    raise work.failure(load, ChecksumMismatch, why)
+                work.verification = Verification.REPAIRED
+        except LeaseEnded:
+            return False
+        except NotCompared as problem:
+            self._not_verified(load, work, problem)
+        return True
+
+    async def _read_and_compare(self, work: Work, read: Callable[[], Awaitable[bool]]) -> str:
+        """Read, and give the difference in words, "" if there is none. Raises LeaseEnded or NotCompared afterwards."""
+        async with self._verifying.asking(work.ticket.request_id, work.sources, work.tables) as comparison:
+            work.enter("wire")
+            if not await read():
+                raise LeaseEnded
+            work.enter(VERIFY)
+            return await comparison.difference()
+
+    def _not_verified(self, load: Load, work: Work, problem: NotCompared) -> None:
+        """Note that a read could not be compared. Raises if the load must not go on without that."""
+        if work.verification is Verification.MISMATCH:
+            why = f"what was read is not what is offered, and then could not be compared: {problem}"
+            raise work.failure(load, ChecksumMismatch, why) from problem
+        work.verification = Verification.UNVERIFIED
+        logger.info("load %s is not verified: %s", load.request_id, problem)
+        if load.request.verify:
+            if isinstance(problem.__cause__, PeerError):
+                raise problem.__cause__ from None
+            raise work.failure(load, TransferFailed, f"it cannot be verified: {problem}") from problem
 
 
 class _Theirs:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout, KVStyle
-from kvflow.staging.host_buffers import CopyDirection
+from kvflow.runtime.memory import CopyDirection
 
 if TYPE_CHECKING:
     import torch

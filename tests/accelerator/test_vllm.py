@@ -12,8 +12,8 @@ import torch
 
 from kvflow import CacheGroup, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core.cache.regions import Device
+from kvflow.runtime.memory import CopyDirection
 from kvflow.runtime.world import World
-from kvflow.staging.host_buffers import CopyDirection
 from kvflow.transport.device.device_events import record_event
 from kvflow.vllm.copies import PlatformCopies, platform_copies
 from tests.accelerator.sides import (

@@ -17,7 +17,7 @@ import pytest
 from kvflow.bench.cache import BenchCache, WrongBytes
 from kvflow.bench.child import Child
 from kvflow.bench.loads import MIB, AgentAddress, Fabric, SettingsError
-from kvflow.bench.transfer.ranks import Blocking, Contender, Hop, Reader, TurnResult
+from kvflow.bench.transfer.ranks import Blocking, Contender, Hop, ReaderRank, TurnResult
 from kvflow.bench.transfer.raw import RawAgent, TunedAgent
 from kvflow.bench.transfer.scenario import Transfer, ranks_of
 from kvflow.bench.transfer.sizes import loads_of_turn
@@ -166,7 +166,7 @@ class Copying:
 
 async def take_turn(*, left_out: int, check_all: bool, at_once: int = 1) -> TurnResult:
     cache = BenchCache(SMALL.shape)
-    reader = Reader(cache, Blocking(Copying(cache, left_out=left_out)))
+    reader = ReaderRank(cache, Blocking(Copying(cache, left_out=left_out)))
     await reader.connect(AgentAddress(), os.getpid())
     return await reader.turn(
         loads_of_turn(SMALL.load_sizes[0], "any", SMALL.shape.blocks), [], check_all=check_all, at_once=at_once

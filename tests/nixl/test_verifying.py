@@ -38,7 +38,7 @@ async def test_what_changes_between_read_and_digest_is_found(times: int) -> None
     async with nixl_pair() as pair:
         lease, consumer = pair.offer([3, 7]), pair.consumer.runtime
         cache: Any = consumer._supervisor.cache
-        _ask_after_the_read(cache.whole)
+        _ask_after_the_read(cache.asked.get("verify", "a test"))
         Flipping(cache.reach, pair.producer.kv_caches, times)
         verified = replace(pair.wanted(lease, [0, 1]), verify=True)
         if times == 2:
@@ -52,14 +52,13 @@ async def test_what_changes_between_read_and_digest_is_found(times: int) -> None
         await lease
 
 
-def _ask_after_the_read(whole: Any) -> None:
+def _ask_after_the_read(verifying: Any) -> None:
     """As if the blocks had been staged: else the questions come while they are read."""
-    verifier = whole.verifying._verifier
-    asking = verifier.asking
+    asking = verifying.asking
 
     def later(request_id: str, reads: Any, tables: Any) -> Any:
         for read in reads:
             read.proof.grows = True
         return asking(request_id, reads, tables)
 
-    verifier.asking = later
+    verifying.asking = later

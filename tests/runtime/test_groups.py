@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest, merge_tickets
 from kvflow.errors import RequestError
+from kvflow.runtime.memory import CopyDirection
 from kvflow.runtime.world import World
-from kvflow.staging.host_buffers import CopyDirection
 from kvflow.testing import InprocCluster, run_virtual
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.runtime.test_topologies import buffers, looks, scattered, slices

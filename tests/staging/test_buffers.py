@@ -29,10 +29,10 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.load.pool import Pool
+from kvflow.runtime.memory import CopyDirection
+from kvflow.runtime.pool import Pool
 from kvflow.runtime.world import World
 from kvflow.staging.copies import block_rows, copy_blocks, on_host
-from kvflow.staging.host_buffers import CopyDirection
 from kvflow.testing import CacheSize, InprocCluster, TestEngine, assert_closed, assert_loaded
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import Engine, open_engine

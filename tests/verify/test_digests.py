@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -11,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests_support import WAIT_S
 
 from kvflow.core.cache.groups import groups_of, layer_sets
 from kvflow.core.cache.layout import KVStyle
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.verify import cache_digests as digesting
 from kvflow.verify import digests
 from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks, Undigestible
-from kvflow.verify.helper import Helper
 from tests.core.caches import Cache, Recipe, recipes
 from tests.support.budgets import examples
 
@@ -36,11 +34,14 @@ def cache_of(recipe: Recipe, seed: int = 1) -> Cache:
 
 
 def digested(cache: Cache) -> DigestedCache:
-    return DigestedCache(layer_sets(groups_of(cache.tensors, cache.infer()), 1))
+    return DigestedCache(layer_sets(groups_of(cache.tensors, cache.infer()), 1), AtOnce("digests"))
 
 
-async def at_once(job: Callable[[], None]) -> None:
-    job()
+class AtOnce(CopyThread):
+    """Runs each job where it is asked for: no loop, no thread."""
+
+    async def run(self, job: Callable[[], None]) -> None:
+        job()
 
 
 def result_of(digesting: Coroutine[Any, Any, list[int]]) -> list[int]:
@@ -57,13 +58,11 @@ def compute(
     start: int,
     stop: int,
     heads: tuple[int, int, int],
-    *,
-    helper: Helper | None = None,
 ) -> list[int]:
     """The digests of all layers."""
     blocks = TokenBlocks(np.array(ids, dtype=np.int64), cache.recipe.tokens, start, stop)
     asked = Digesting(0, range(cache.recipe.layers), HeadSpan(*heads), blocks)
-    return result_of(digested(cache).digests(at_once, [asked], helper))
+    return result_of(digested(cache).digests([asked]))
 
 
 def scrambled(number: int, kind: int) -> int:
@@ -119,12 +118,8 @@ def test_digests_are_as_defined_on_the_host_and_by_torch(case: Any) -> None:
         patched.setattr(digesting, "_DIRECT_BYTES_MIN", 1)
         assert compute(*case) == expected
         patched.undo()
-        patched.setattr(digesting, "_SHARED_BYTES_MIN", 0)
-        helper = Helper("digests")
-        assert compute(*case, helper=helper) == expected
         patched.setattr(digesting, "_JOB_BYTES", 1)  # layer by layer
-        assert compute(*case, helper=helper) == expected
-        helper.end()
+        assert compute(*case) == expected
         patched.setattr(digesting, "_is_host", lambda _: False)
         assert compute(*case) == expected
         patched.setattr(digesting, "_STEP_BYTES_ON_DEVICE", 1)
@@ -172,30 +167,6 @@ def test_digests_of_heads_and_tokens_add_up() -> None:
     assert [digests.added(*both) for both in tokens] == whole
 
 
-@pytest.mark.parametrize("who", ["digests_0", threading.main_thread().name], ids=["helper", "copy thread"])
-def test_what_one_of_two_threads_raises_is_raised(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
-    """Each has begun with a job, and both have ended when it is raised."""
-    both, failing = threading.Barrier(2, timeout=WAIT_S), threading.Event()
-
-    def compute_or_fail(job: Any) -> np.ndarray:
-        name = threading.current_thread().name
-        both.wait()
-        if name == who:
-            failing.set()
-            raise MemoryError("no more")
-        assert failing.wait(WAIT_S)
-        return np.zeros(1, dtype=np.uint64)
-
-    cache = cache_of(EXAMPLE)
-    monkeypatch.setattr(digesting, "_SHARED_BYTES_MIN", 0)
-    monkeypatch.setattr(digesting, "_JOB_BYTES", 1)
-    monkeypatch.setattr(digesting._HostJob, "compute", compute_or_fail)
-    with pytest.raises(MemoryError, match="no more"):
-        compute(cache, [1, 2], 0, 8, (0, 3, 0), helper=(helper := Helper("digests")))
-    helper.end()
-    assert not [thread for thread in threading.enumerate() if thread.name == "digests_0"]
-
-
 def test_memory_that_is_none_of_torch_has_no_digests() -> None:
     class Strange:
         """A tensor of another library, as far as kvflow looks at it."""
@@ -209,12 +180,10 @@ def test_memory_that_is_none_of_torch_has_no_digests() -> None:
     cache = cache_of(EXAMPLE)
     sets = layer_sets(groups_of(cache.tensors, cache.infer()), 1)
     strange = {name: Strange(layer) for name, layer in sets[0].caches.items() if isinstance(layer, torch.Tensor)}
-    found = DigestedCache([sets[0]._replace(caches=strange)])
+    found = DigestedCache([sets[0]._replace(caches=strange)], AtOnce("digests"))
     assert found.problem == "Strange is no torch tensor"
     with pytest.raises(Undigestible):
         result_of(
-            found.digests(
-                at_once, [Digesting(0, [0], HeadSpan(0, 1, 0), TokenBlocks(np.array([0], dtype=np.int64), 4, 0, 4))]
-            )
+            found.digests([Digesting(0, [0], HeadSpan(0, 1, 0), TokenBlocks(np.array([0], dtype=np.int64), 4, 0, 4))])
         )
-    assert DigestedCache(sets).problem == ""
+    assert DigestedCache(sets, AtOnce("digests")).problem == ""

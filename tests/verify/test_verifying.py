@@ -31,6 +31,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load.requests import Verification
 from kvflow.runtime.world import World
 from kvflow.verify import lease_digests
@@ -40,17 +41,21 @@ from tests.fuzz.mutants import mutant
 ALWAYS = replace(PATIENT, verify_share=1.0)
 
 
+def part_of(runtime: kvflow.Runtime) -> Any:
+    return cache_of(runtime).asked.get("verify", "a test")
+
+
 class HeldDigests:
     """The digests of a runtime's cache, held until a test lets them go; before that nothing of them is computed."""
 
     def __init__(self, runtime: kvflow.Runtime) -> None:
         self.asked = 0
         self.gate = asyncio.Event()
-        answers = cache_of(runtime).digests
-        self._run = answers._gear.run
-        answers._gear = answers._gear._replace(run=self._held)
+        shown = part_of(runtime).shown
+        self._run = shown._copy_thread.run
+        shown._copy_thread = self
 
-    async def _held(self, job: Callable[[], None]) -> None:
+    async def run(self, job: Callable[[], None]) -> None:
         self.asked += 1
         await self.gate.wait()
         await self._run(job)
@@ -93,9 +98,7 @@ async def test_off_asks_for_nothing_prepares_nothing_and_notices_nothing(pair: E
     assert "verify" not in report.seconds
     assert pair.serving.digests == pair.loading.verified == 0
     for runtime in (pair.reader, pair.writer):
-        gear = cache_of(runtime).digests._gear
-        assert "_views" not in vars(gear.own)
-        assert "_views" not in vars(gear.shown)
+        assert "verify" not in cache_of(runtime).asked
 
 
 async def test_a_flipped_byte_is_read_once_more(pair: EnginePair, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,10 +149,10 @@ async def test_blocks_that_land_in_each_others_places_are_found(
     route = cache_of(pair.reader).route
     read = route.read
 
-    def swapped(flight: Any, sources: Any, *more: Any) -> Any:
-        for source in sources:
+    def swapped(flight: Any, load: Any, work: Any, plan: Any) -> Any:
+        for source in plan.sources:
             source.chunks = [(its_map, some.to(some.local_ids[::-1])) for its_map, some in source.chunks]
-        return read(flight, sources, *more)
+        return read(flight, load, work, plan)
 
     monkeypatch.setattr(route, "read", swapped)
     lease = pair.offer([3, 7])
@@ -243,25 +246,22 @@ async def test_a_cache_that_nobody_here_can_read_is_not_verified(
 # --- the producer's side
 
 
-async def fail(job: object) -> None:
-    raise RuntimeError("out of memory")
+class Failing(CopyThread):
+    async def run(self, job: object) -> None:
+        raise RuntimeError("out of memory")
 
 
 async def test_digests_that_fail_fail_loads_that_have_to_be_verified(pair: EnginePair) -> None:
     """There they are refused, and the producer goes on."""
-    lease, answers, verifier = (
-        pair.offer([3]),
-        cache_of(pair.writer).digests,
-        cache_of(pair.reader).whole.verifying._verifier,
-    )
-    for engine, error, match in (
-        (answers, PeerRefused, "no digests: out of memory"),
-        (verifier, TransferFailed, "it cannot be verified: no digests of our cache: out of memory"),
+    lease = pair.offer([3])
+    for digested, error, match in (
+        (part_of(pair.writer).shown, PeerRefused, "no digests: out of memory"),
+        (part_of(pair.reader).own, TransferFailed, "it cannot be verified: no digests of our cache: out of memory"),
     ):
-        gear = engine._gear
-        engine._gear = gear._replace(run=fail)
+        copy_thread = digested._copy_thread
+        digested._copy_thread = Failing("fails")
         await pair.fails(error, lease, match=match, verify=True)
-        engine._gear = gear
+        digested._copy_thread = copy_thread
     assert (await pair.load(lease, verify=True)).verified
     assert (pair.serving.digests, pair.serving.digests_refused) == (2, 1)
 
@@ -327,7 +327,7 @@ WRONG = [
 
 async def test_a_question_that_cannot_be_right_is_refused(pair: EnginePair) -> None:
     lease = pair.offer([3])
-    answers = cache_of(pair.writer).digests
+    answers = part_of(pair.writer)
     assert isinstance(await answers.answer(question(pair, lease)), messages.Digests)
     for changes in WRONG:
         reply = answers.answer(question(pair, lease, **changes))
@@ -337,7 +337,7 @@ async def test_a_question_that_cannot_be_right_is_refused(pair: EnginePair) -> N
 
 async def test_only_who_has_the_ticket_gets_digests(pair: EnginePair) -> None:
     lease = pair.offer([3])
-    answers = cache_of(pair.writer).digests
+    answers = part_of(pair.writer)
     for changes in ({"lease_id": "0" * 32}, {"lease_id": ""}, {"request_id": "another"}):
         assert answers.answer(question(pair, lease, **changes)) == messages.LeaseAnswer(state=messages.Told.ENDED)
     lease.revoke()
@@ -356,7 +356,7 @@ async def test_blocks_that_are_not_there_yet_have_no_digests(pair: EnginePair) -
 
     event = Computing()
     lease = pair.writer.serve_blocks(kvflow.ServeRequest("req", [3], num_tokens=4, ready=event))
-    answers = cache_of(pair.writer).digests
+    answers = part_of(pair.writer)
     reply = answers.answer(question(pair, lease))
     assert isinstance(reply, messages.Refusal)
     assert reply.transient
@@ -368,7 +368,7 @@ async def test_tokens_that_are_there_have_digests_while_others_are_missing(pair:
     """A load that needs no more than the first ones may have ended by then."""
     request = kvflow.ServeRequest("req", [3, 7, 9], num_tokens=12, computed_tokens=4)
     lease = pair.writer.serve_blocks(request)
-    answers = cache_of(pair.writer).digests
+    answers = part_of(pair.writer)
     assert isinstance(await answers.answer(question(pair, lease)), messages.Digests)
     for stop in (5, 12):
         reply = answers.answer(question(pair, lease, stop=stop))
@@ -442,7 +442,7 @@ async def test_the_second_read_is_posted_like_the_first(pair: EnginePair, end: s
 async def test_bent_questions_are_answered(pair: EnginePair) -> None:
     """Whatever is bent: an answer, and the producer goes on."""
     lease, rng = pair.offer([3]), random.Random(1)
-    answers, kinds = cache_of(pair.writer).digests, set()
+    answers, kinds = part_of(pair.writer), set()
     for _ in range(400):
         try:
             asked = codec.decode_request(mutant(rng, question(pair, lease)))

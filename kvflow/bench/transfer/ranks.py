@@ -68,7 +68,7 @@ def together(jobs: Sequence[Job]) -> Job:
     return job
 
 
-class Reader:
+class ReaderRank:
     """The rank of a reader's process. Only on a loop there is a ticker beside the loads; its CPU time counts."""
 
     def __init__(self, cache: BenchCache, way: Way, *, on_loop: bool = True) -> None:
@@ -207,13 +207,13 @@ async def open_raw_producer(shape: CacheShape, backends: Backends, *, tuned: boo
 
 
 @contextlib.asynccontextmanager
-async def open_raw_reader(shape: CacheShape, backends: Backends, *, tuned: bool) -> AsyncIterator[Reader]:
+async def open_raw_reader(shape: CacheShape, backends: Backends, *, tuned: bool) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
-    yield Reader(cache, Blocking(_make_agent("reader", cache, backends, tuned=tuned)), on_loop=False)
+    yield ReaderRank(cache, Blocking(_make_agent("reader", cache, backends, tuned=tuned)), on_loop=False)
 
 
 @contextlib.asynccontextmanager
-async def open_hop_reader(shape: CacheShape, backends: Backends) -> AsyncIterator[Reader]:
+async def open_hop_reader(shape: CacheShape, backends: Backends) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
     with contextlib.closing(Hop(_make_agent("reader", cache, backends, tuned=True))) as way:
-        yield Reader(cache, way)
+        yield ReaderRank(cache, way)

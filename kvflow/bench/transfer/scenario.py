@@ -31,7 +31,7 @@ from kvflow.bench.transfer.ranks import (
     Contender,
     Job,
     Producer,
-    Reader,
+    ReaderRank,
     open_hop_reader,
     open_raw_producer,
     open_raw_reader,
@@ -136,10 +136,10 @@ def ranks_of(contender: Contender, shape: CacheShape, backend: str = "UCX") -> t
 
 
 @contextlib.asynccontextmanager
-async def open_reader(shape: CacheShape, backend: str) -> AsyncIterator[Reader]:
+async def open_reader(shape: CacheShape, backend: str) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
     async with open_runtime(config_of("bench-reader", backend), cache) as runtime:
-        yield Reader(cache, KVFlow(runtime))
+        yield ReaderRank(cache, KVFlow(runtime))
 
 
 class KVFlow:

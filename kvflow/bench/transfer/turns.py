@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvflow.bench.child import BenchError, Child
 from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError
 from kvflow.bench.scenario import Children, Turn, interleaved
-from kvflow.bench.transfer.ranks import Producer, Reader, TurnResult
+from kvflow.bench.transfer.ranks import Producer, ReaderRank, TurnResult
 from kvflow.bench.transfer.sizes import LoadSize, loads_of_turn
 from kvflow.checks import counted
 
@@ -54,14 +54,14 @@ def turns_of_pairs(
 
 
 def connect(producer: Child, reader: Child) -> None:
-    reader.run(Reader.connect, producer.run(Producer.address), producer.pid)
+    reader.run(ReaderRank.connect, producer.run(Producer.address), producer.pid)
 
 
 def run_turn(
     producer: Child, reader: Child, loads: Sequence[PlannedLoad], *, check_all: bool, at_once: int = 1
 ) -> TurnResult:
     tickets = producer.run(Producer.offer, loads)
-    result = reader.run(Reader.turn, loads, tickets, check_all=check_all, at_once=at_once)
+    result = reader.run(ReaderRank.turn, loads, tickets, check_all=check_all, at_once=at_once)
     producer.run(Producer.settle)
     if not result.checked_bytes:
         raise BenchError("a turn ended without any byte compared")

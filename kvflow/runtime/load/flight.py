@@ -27,10 +27,10 @@ from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferSta
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
 from kvflow.errors import BlocksBusy, RuntimeBroken
 from kvflow.runtime.load.gear import Gear
-from kvflow.runtime.load.pool import granted
 from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
+from kvflow.runtime.pool import granted
 from kvflow.transport.base import ReadEnded, TransportError
 
 # Steps that each load goes through, looked up once.

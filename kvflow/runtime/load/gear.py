@@ -29,7 +29,6 @@ from kvflow.runtime.clock import Clock
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
-from kvflow.verify.cache_digests import DigestGear
 
 Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback told how a read has ended; RuntimeBroken if that will never be known."""
@@ -252,7 +251,6 @@ class Gear:
     clock: Clock
     reads_max: int
     """Reads of one load at once, and as many copies; 2 hides the completion latency of the first."""
-    digests: DigestGear
 
 
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:

@@ -33,7 +33,7 @@ from kvflow.errors import (
 )
 from kvflow.growing.pending_loads import Meeting, check_expected
 from kvflow.logs import logger_of
-from kvflow.parts import part
+from kvflow.parts import AskedParts
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Gate, Gear
@@ -75,6 +75,7 @@ class Loader:
         remote_leases: RemoteLeases,
         gear: Gear,
         carriers: Carriers,
+        asked: AskedParts,
     ) -> None:
         config, limits = context.config, context.config.limits
         self._config = config
@@ -88,6 +89,7 @@ class Loader:
         self.remote_leases = remote_leases
         self.gear = gear
         self.carriers = carriers
+        self._asked = asked
         self._gate = carriers.gate
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
@@ -211,7 +213,7 @@ class Loader:
                 carry = self.carriers.meeting.carry if tickets[0].awaited else self.carriers.whole
             else:
                 tickets, carry = self._several(plain, ids_max)
-            if plain.verify and (problem := self.gear.digests.own.problem):
+            if plain.verify and (problem := self._asked.get("verify", f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self.gear.ledger.find(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
@@ -248,7 +250,7 @@ class Loader:
             check_alike(tickets[0], other, what)
         if len(tickets) > 1 or request.again is not None:
             needing = f"{what}: a load of several tickets, or with `again`,"
-            carry: Carry = part("failover", needing).carrier(self, tickets)
+            carry: Carry = self._asked.get("failover", needing).carrier(tickets)
             return tickets, carry
         return tickets, self.carriers.meeting.carry if tickets[0].awaited else self.carriers.whole
 

@@ -26,10 +26,12 @@ from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, alike
 from kvflow.core.plan.slices import plan_slices
 from kvflow.runtime.copy_thread import CopyThread, run_all
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.pool import give_back_after
+from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.plan import Plan
 from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
+from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.peers.peer import Connection, Source
-from kvflow.staging.host_buffers import CopyDirection, HostBuffers
+from kvflow.runtime.pool import give_back_after
 from kvflow.staging.lanes import Grouping, GroupSpan, Lane, PromptSpan, SourcePart, by_group, by_source
 from kvflow.staging.scratch import Permutation, Scratch, ScratchBuffer
 from kvflow.staging.whole_blocks import WholeBlocks, prefer_scratch
@@ -46,7 +48,7 @@ class Route:
         config: Config,
         sets: Sequence[LayerSet],
         scratch: Scratch,
-        staging: Sequence[HostBuffers],
+        staging: Sequence[HostBlocks],
         copier: CopyThread,
     ) -> None:
         """`sets`: layers that reads fill: the cache's or, with `staging`, those of the host blocks of each group."""
@@ -79,15 +81,15 @@ class Route:
         assert isinstance(layout, CacheLayout), "state is opaque"
         return Permutation(caches, layout, block_map, whole, self._scratch.device)
 
-    def read(self, flight: Flight, sources: Sequence[Source], tables: Sequence[BlockIds]) -> Awaitable[bool]:
-        """Read all of a load whose blocks are there; see `Flight.fly`."""
-        for source in sources:
+    def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> Awaitable[bool]:
+        """Read all of a load whose blocks are there; see `Reader`."""
+        for source in plan.sources:
             if not source.connection.straight and not self._goes_straight(source.connection):
-                parts = self.parts(sources)
+                parts = self.parts(plan.sources)
                 if self.needs_buffers(parts):
-                    return flight.fly_groups(self.grouped(parts, tables, flight.head))
+                    return flight.fly_groups(self.grouped(parts, work.tables, flight.head))
                 break
-        return flight.fly(self.straight(sources, flight.head))
+        return flight.fly(self.straight(plan.sources, flight.head))
 
     def _goes_straight(self, connection: Connection) -> bool:
         """True if all that may be read from a rank goes straight into the cache: found once for each connection."""
@@ -214,7 +216,7 @@ class Route:
         return CopyGroup(reads, partial(run_all, jobs) if jobs else None, partial(run_all, releases))
 
     async def _take_host_blocks(
-        self, span: PromptSpan, staging: HostBuffers | None, releases: list[Callable[[], None]]
+        self, span: PromptSpan, staging: HostBlocks | None, releases: list[Callable[[], None]]
     ) -> BlockIds | None:
         """Host blocks for a group; a block that is written in part only is fetched first, so that its rest stays."""
         if staging is None:

@@ -6,7 +6,7 @@ bytes. Loads of no blocks are carried by `_empty`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 
 from kvflow.core.plan.descriptors import FEW, check_block_ids, match_few, read_few
@@ -22,22 +22,24 @@ from kvflow.errors import (
 from kvflow.growing.growing_loads import GrowingLoads
 from kvflow.growing.load_news import LeaseOver
 from kvflow.growing.pending_loads import check_offered
+from kvflow.parts import AskedParts
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.around import Verifying, held, until
+from kvflow.runtime.load.around import held, until
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import TURN_S, Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan, planned
+from kvflow.runtime.load.reader import Reader
 from kvflow.runtime.load.reads import CopyFailed, Read
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 from kvflow.transport.base import TransportError
-from kvflow.verify.verifying import Verifier
 
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
 _PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
+_DRAWN_OF = 1 << 32
 _BROKEN = "its producer could not compute the prompt, and says so: have another one compute it"
 
 
@@ -52,6 +54,7 @@ class Whole:
         remote_leases: RemoteLeases,
         route: Route,
         gear: Gear,
+        asked: AskedParts,
     ) -> None:
         config, limits = context.config, context.config.limits
         self._config = config
@@ -63,7 +66,8 @@ class Whole:
         self._gear = gear
         self.gate = Gate(gear.poller)
         self._growing = GrowingLoads(context, local, reach, route)
-        self.verifying = Verifying(Verifier(config, local, reach, gear.digests, context.token_hex))
+        self._token_hex = context.token_hex
+        self._asked = asked
         self._few_max = FEW if not config.verify_share and local.groups[0].whole else 0
         """Blocks of a load that `_few` may plan: not of one that may be compared, and not of a window."""
         self._slice_max = (limits.slice_bytes_max, limits.slice_descriptors_max)
@@ -146,13 +150,17 @@ class Whole:
         if grows or ticket.extends:
             if any(source.lease.pending for source in plan.sources):
                 work.landed = History(self._now_s, work.begun_s)
-            read: Callable[[], Awaitable[bool]] = partial(self._growing.read, load, flight, plan.matched)
+            reader: Reader = self._growing
         else:
-            read = partial(self._route.read, flight, plan.sources, work.tables)
+            reader = self._route
         verify = load.request.verify
-        if verify or (verify is None and self._config.verify_share and self.verifying.drawn()):
-            return self.verifying.read(load, work, read)
-        return read()
+        if verify or (verify is None and self._config.verify_share and self._drawn()):
+            reader = self._asked.get("verify", f"request {load.request_id!r}: a load that is verified").verified(reader)
+        return reader.read(flight, load, work, plan)
+
+    def _drawn(self) -> bool:
+        """Draw one more load. Return whether it is of the share that is verified."""
+        return int(self._token_hex(4), 16) < self._config.verify_share * _DRAWN_OF
 
     async def _admitted(self, load: Load, work: Work) -> None:
         """Wait for the caller's event, and until as many more ranks may be read from. Overloaded if too many loads wait

@@ -26,7 +26,7 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.proof import FAILED, SealTable
 from kvflow.errors import RequestError
 from kvflow.runtime.copy_thread import CopyThread, run_all
-from kvflow.staging.host_buffers import CopyDirection, HostBuffers
+from kvflow.runtime.memory import CopyDirection, HostBlocks
 
 OnError: TypeAlias = "Callable[[BaseException], None]"
 
@@ -108,7 +108,7 @@ class OfferedBlocks:
         groups: Sequence[GroupFacts],
         ledger: BlockLedger,
         seals: SealTable,
-        staging: Sequence[HostBuffers],
+        staging: Sequence[HostBlocks],
         copy_thread: CopyThread,
         copy_bytes_max: int,
     ) -> None:

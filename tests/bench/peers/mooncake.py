@@ -18,7 +18,7 @@ from typing import Any
 
 from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
-from kvflow.bench.transfer.ranks import Job, Reader
+from kvflow.bench.transfer.ranks import Job, ReaderRank
 from kvflow.bench.transfer.raw import block_rows
 
 _HOST = "127.0.0.1"
@@ -34,10 +34,10 @@ async def open_producer(shape: CacheShape) -> AsyncIterator[MooncakeProducer]:
 
 
 @contextlib.asynccontextmanager
-async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[Reader]:
+async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
     engine = MooncakeEngine(cache)
-    yield Reader(cache, MooncakeAsker(engine) if writes else MooncakeReader(engine), on_loop=False)
+    yield ReaderRank(cache, MooncakeAsker(engine) if writes else MooncakeReader(engine), on_loop=False)
 
 
 class MooncakeEngine:

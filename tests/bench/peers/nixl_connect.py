@@ -15,7 +15,7 @@ from typing import Any
 
 from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
-from kvflow.bench.transfer.ranks import Job, Reader, together
+from kvflow.bench.transfer.ranks import Job, ReaderRank, together
 from kvflow.bench.transfer.raw import block_rows
 
 
@@ -27,9 +27,9 @@ async def open_producer(shape: CacheShape) -> AsyncIterator[ConnectProducer]:
 
 
 @contextlib.asynccontextmanager
-async def open_reader(shape: CacheShape) -> AsyncIterator[Reader]:
+async def open_reader(shape: CacheShape) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
-    yield Reader(cache, ConnectWay(cache))
+    yield ReaderRank(cache, ConnectWay(cache))
 
 
 class ConnectProducer:
