@@ -25,7 +25,7 @@ from kvflow.stock.service import Pose, StockService
 from kvflow.stock.shape import OurCache, Unfit, our_cache
 from kvflow.stock.sights import Sights
 from kvflow.stock.stock_handshake import Known, StockHandshakes
-from kvflow.stock.stock_reach import StockReach
+from kvflow.stock.stock_resolver import StockResolver
 from kvflow.stock.versions import Line, UnknownLine, line_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -128,7 +128,7 @@ class StockPeers(Foreign):
         sights = Sights(self.terms, machine_id(), context)
         return StockHandshakes(context, local, own, _our_cache(local), known, sights)
 
-    def reach(self, context: RankContext, peers: Peers, own: Reach) -> StockReach:
+    def resolver(self, context: RankContext, peers: Peers, own: Reach) -> StockResolver:
         """For the runtime: see `runtime.foreign.Foreign`.
 
         Args:
@@ -141,7 +141,7 @@ class StockPeers(Foreign):
         """
         handshakes = peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
-        return StockReach(context, peers, own, handshakes)
+        return StockResolver(context, peers, own, handshakes)
 
     def service(
         self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
