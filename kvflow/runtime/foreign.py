@@ -17,19 +17,7 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank, Resolver
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Handshaking, Peers
-
-
-class Leases(Protocol):
-    """The leases of this rank: `producer.serving.Serving`, as far as readers of another make need it.
-
-    Named here to keep chains of imports short.
-    """
-
-    def lease_id_of(self, request_id: str) -> str | None: ...
-
-    def on_notification(self, payload: bytes) -> None: ...
-
-    def note_late_read(self) -> None: ...
+from kvflow.runtime.producer.serving import Serving
 
 
 class Service(Protocol):
@@ -54,7 +42,7 @@ class Foreign(Part):
         return own
 
     def service(
-        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
+        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Serving
     ) -> Service | None:
         """Return the service that answers their readers, None if there is none.
 

@@ -13,11 +13,12 @@ from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.foreign import Foreign, Leases, Service
+from kvflow.runtime.foreign import Foreign, Service
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.producer.serving import Serving
 from kvflow.stock.deadline import Arrival, Terms
 from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.hashing import HASH
@@ -144,7 +145,7 @@ class StockPeers(Foreign):
         return StockResolver(context, peers, own, handshakes)
 
     def service(
-        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
+        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Serving
     ) -> Service | None:
         """For the runtime: see `runtime.foreign.Foreign`.
 
