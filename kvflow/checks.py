@@ -181,7 +181,7 @@ def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = 
         raise error(f"{what}: expected a text, got {shown(value)}")
     plain = value if type(value) is str else str.__str__(value)
     if len(plain) > most:
-        raise error(f"{what}: expected at most {most} characters, got {len(plain)}: {shown(plain)}")
+        raise error(f"{what}: expected at most {counted(most, 'character')}, got {len(plain)}: {shown(plain)}")
     if not encodes(plain):
         raise error(f"{what}: expected a text that UTF-8 can carry, got {shown(plain)}")
     return plain
@@ -191,7 +191,7 @@ def request_id(value: object, most: int = GIVEN_ID_CHARS_MAX) -> str:
     """A request's id: a text of 1 to `most` characters."""
     plain = text(value, "request_id")
     if not 0 < len(plain) <= most:
-        raise RequestError(f"request_id: expected 1 to {most} characters, got {plain[:40]!r}")
+        raise RequestError(f"request_id: expected 1 to {counted(most, 'character')}, got {plain[:40]!r}")
     return plain
 
 
@@ -241,7 +241,7 @@ def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind 
     if found is None or (not plain and isinstance(values, str | bytes | Mapping)):
         raise error(f"{what}: expected a list, got {shown(values)}")
     if found > most:
-        raise error(f"{what}: expected at most {most} entries, got {found}")
+        raise error(f"{what}: expected at most {counted(most, 'entry', 'entries')}, got {found}")
     return found
 
 
@@ -254,7 +254,8 @@ def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
         tables = list(listed) if listed and isinstance(listed[0], tuple | list | np.ndarray) else [given]
     found = sum(count(ids, what) for ids in tables)
     if found > most:
-        raise RequestError(f"{what}: expected at most {most} entries (limits.block_ids_max), got {found}")
+        expected = f"at most {counted(most, 'entry', 'entries')} (limits.block_ids_max)"
+        raise RequestError(f"{what}: expected {expected}, got {found}")
     return found
 
 

@@ -65,7 +65,7 @@ def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
     if len(text) <= chars_max:
         return text
     end = min(_END_CHARS, chars_max // 4)
-    left_out = f" ... {len(text) - chars_max} characters ... "
+    left_out = f" ... (left out: {len(text) - chars_max}) ... "
     return text[: chars_max - end - len(left_out)] + left_out + text[-end:]
 
 

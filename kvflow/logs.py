@@ -12,7 +12,7 @@ import logging
 import traceback
 from types import TracebackType
 
-from kvflow.checks import answer, printable
+from kvflow.checks import answer, counted, printable
 from kvflow.errors import ERROR_CHARS_MAX, shortened
 
 _CHARS_MAX = ERROR_CHARS_MAX - 100  # a handler adds time, level and logger
@@ -52,6 +52,6 @@ def _traceback(error: BaseException, where: TracebackType | None) -> str:
     """Text of an error as handlers show it; a Formatter that finds it makes none of its own."""
     lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
     if len(lines) > _TRACEBACK_LINES_MAX:
-        left_out = f"... {len(lines) - _TRACEBACK_LINES_MAX} lines ..."
+        left_out = f"... {counted(len(lines) - _TRACEBACK_LINES_MAX, 'line')} ..."
         lines = [*lines[: _TRACEBACK_LINES_MAX // 2], left_out, *lines[-_TRACEBACK_LINES_MAX // 2 :]]
     return "\n".join(_INDENT + shortened(printable(line, 4 * _CHARS_MAX), _CHARS_MAX) for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -109,7 +110,7 @@ COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake",
 LOOKING_AGAIN = {
     "kvflow/runtime/channel/asking.py": "a listener drops all connections when it has too many",
     "kvflow/runtime/channel/listening.py": "nobody tells that open files are used up, or that there are some again",
-    "kvflow/runtime/peers/table.py": "a rank may have no room for a question that waits",
+    "kvflow/runtime/peers/lease_questions.py": "a rank may have no room for a question that waits",
     "kvflow/ray/peers.py": "Serve tells its own routers only when replicas come and go",
     "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
 }
@@ -628,6 +629,77 @@ def test_no_logger_is_told_text_from_outside_bare() -> None:
                 assert isinstance(template, ast.Constant), f"{path}:{call.lineno}: {ast.unparse(template)}"
                 seen += 1
     assert seen > 50
+
+
+# --- a count and its noun
+
+
+def plurals(tree: ast.AST) -> set[str]:
+    """Values before a plural in f-strings and log templates, which say "1 blocks" unless `counted` writes them."""
+    said: list[tuple[ast.expr, str]] = []
+    for node in nodes(tree):
+        if isinstance(node, ast.JoinedStr):
+            for value, text in itertools.pairwise(node.values):
+                if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant) and not _decimal(value):
+                    said.append((value.value, text.value))
+    for name, call in calls(tree):
+        of, _, verb = name.rpartition(".")
+        if of == "logger" and verb in LOG_LEVELS:
+            template, *values = call.args[verb == "log" :]
+            texts = _PLACE.split(template.value)[1:] if isinstance(template, ast.Constant) else []
+            said += zip(values, texts, strict=False)
+    return {f"{ast.unparse(value)}{plural}" for value, text in said if (plural := _plural(value, text))}
+
+
+_PLACE = re.compile(r"%(?:\.\d+)?[a-z]")
+_PLURAL = re.compile(r" (?:[a-z-]+ ){0,2}?[A-Za-z]+s\b")
+_VERBS = """
+does drains fails fits has is leads leaves needs offers overlaps puts reaches says stands takes wants was as its loads'
+ms this us whose
+"""
+_LITTLE = "after and are at bound by cannot for from have hold in nothing of on or read than though to with"
+_NO_NOUNS = set(_VERBS.split())
+_BETWEEN = _NO_NOUNS | set(_LITTLE.split())
+
+
+def _plural(value: ast.expr, text: str) -> str:
+    """The noun that a text begins with, if it is a plural, and if the value before it is no constant."""
+    found = _PLURAL.match(text)
+    if not found or text_of(value).rpartition(".")[2].isupper():
+        return ""
+    *before, last = found[0].split()
+    return "" if last in _NO_NOUNS or {*before} & _BETWEEN else found[0]
+
+
+def _decimal(value: ast.FormattedValue) -> bool:
+    """Whether a value is written with decimals, which go with a plural: "1.0 seconds"."""
+    return value.format_spec is not None and re.search(r"\.[1-9]f", ast.unparse(value.format_spec)) is not None
+
+
+PLURALS = """
+f"{n} blocks"
+f"for {len(ids)} local block ids, {most:,} bytes"
+logger.info("%s: %d open leases of %s", name, n, most)
+logger.log(level, "%s bytes", n)
+"""
+NO_PLURALS = """
+f"{counted(n, 'block')} of {name!r} is {what}, its {size}: {n} of its blocks"
+f"{seconds:.1f} seconds, {GROUPS_MAX} groups, {time_s} ms, {name} has ranks"
+logger.info("%s of %s is %s", counted(n, "block"), name, what)
+logger.info("nothing")
+"""
+NO_COUNTS = {
+    ("kvflow/doctor/backends.py", "name moves"): "a backend's name and a verb",
+    ("kvflow/cli/selftest.py", "report.size_bytes bytes"): "of one block of 128 KiB at least, with separators",
+}
+
+
+def test_texts_count_by_counted() -> None:
+    found = [bool(plurals(ast.parse(line))) for line in PLURALS.strip().splitlines()]
+    assert found == [True] * 4
+    assert len(plurals(ast.parse(PLURALS))) == 5
+    assert plurals(ast.parse(NO_PLURALS)) == set()
+    assert {(path, said) for path, tree in SOURCES.items() for said in plurals(tree)} == set(NO_COUNTS)
 
 
 # --- fast and thorough

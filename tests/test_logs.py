@@ -38,7 +38,7 @@ class Unprintable:
         ("%s", {"a": FORGED}, r"a\n2026-01-01"),
         ("%s", Path("a\nb"), r"a\nb"),
         ("%s", Unprintable(), "a Unprintable"),
-        ("%s", "x" * 1_000_000, "x ... 5703 characters ... x"),
+        ("%s", "x" * 1_000_000, "x ... (left out: 5703) ... x"),
         ("%s of %s: %s", ("x" * 1_900, "y" * 1_900, "advice"), ": advice"),
         ("%+f s, %d, %s", (1.5, 7, True), "+1.500000 s, 7, True"),
         ("%r", "e\n", "'e"),

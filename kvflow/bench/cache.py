@@ -184,7 +184,7 @@ class BenchCache:
             part, block, head, token, _ = wrong[0]
             raise WrongBytes(
                 f"layer {layer} {'KV'[part]}: block {block_ids[block]}, head {self.shape.first_head + head}, token "
-                f"{token} is not token {tokens[block, token]} of the producer; {len(wrong)} words differ"
+                f"{token} is not token {tokens[block, token]} of the producer; words that differ: {len(wrong)}"
             )
         return int(found.nbytes)
 

@@ -27,9 +27,8 @@ def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
         console.print(f"prefill-0 (process {prefill.pid}) offers {counted(len(theirs), 'block')}: {few(theirs, 4)}")
         report = decode.run(Consumers.load, 0, load, tickets)
         console.print(f"decode-0 (process {decode.pid}) has loaded them over {transport} into {few(ours, 4)}:")
-        console.print(
-            f"  {report.size_bytes:,} bytes in {counted(report.descriptors, 'piece')}, {report.seconds * 1e3:.1f} ms"
-        )
+        pieces = counted(report.descriptors, "piece")
+        console.print(f"  {report.size_bytes:,} bytes in {pieces}, {report.seconds * 1e3:.1f} ms")
         prefill.run(EngineProducer.settle)
         console.print("the lease ended as 'read': prefill-0 has its blocks back")
         decode.run(Consumers.check, 0, load, _SHAPE.block_size, range(_SHAPE.layers))

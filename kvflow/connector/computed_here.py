@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvflow.checks import counted
 from kvflow.errors import RequestError
 from kvflow.logs import logger_of
 
@@ -46,7 +47,6 @@ class ComputedHere:
             return
         count, reasons = self._since.total(), self._since.most_common()
         listed = "; ".join(f"{number} because {reason}" for reason, number in reasons)
-        what = "1 request that came with a ticket is" if count == 1 else f"{count} requests that came with tickets are"
-        logger.info("%s computed here: %s", what, listed)
+        logger.info("computed here: %s that came with a ticket: %s", counted(count, "request"), listed)
         self._told_s = now_s
         self._since.clear()

@@ -164,8 +164,8 @@ class ConsumerBook:
         else:
             if ticket.num_tokens > most:
                 logger.warning(
-                    "%s: its prompt is computed here: the ticket of request %r offers %s tokens, of the prompt at most "
-                    "%s can come from remote",
+                    "%s: its prompt is computed here: the ticket of request %r has num_tokens %s, of the prompt at "
+                    "most %s can come from remote",
                     what,
                     ticket.request_id,
                     ticket.num_tokens,

@@ -112,8 +112,8 @@ class PagedGroups:
             size, needed = group.facts.block_size * group.split, group.span(computed, tokens)
             if computed < 0 or (group.facts.whole and computed % size) or len(blocks) != len(needed):
                 raise UsageError(
-                    f"{what}: {external} of {tokens} offered tokens do not go into blocks of {counted(size, 'token')}, "
-                    f"of which it has {len(ids)}"
+                    f"{what}: {external} of {counted(tokens, 'offered token')} are to go into "
+                    f"{counted(len(ids), 'block')} of {counted(size, 'token')}"
                 )
         return found
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.core.protocol.spare import with_spare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
@@ -83,7 +84,7 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         RequestError: there is none, there are too many, or one is no dict of a ticket.
     """
     if not 0 < len(params) <= 1 + _OTHERS_MAX:
-        raise RequestError(f"params_of_several: {len(params)} tickets, expected 1 to {1 + _OTHERS_MAX}")
+        raise RequestError(f"params_of_several: {counted(len(params), 'ticket')}, expected 1 to {1 + _OTHERS_MAX}")
     first, *others = (dict(checks.mapping(one, "params_of_several")) for one in params)
     extra = dict(checks.mapping(first.get("kvflow"), "params_of_several: kvflow"))
     return {**first, "kvflow": {**extra, _OTHERS: others}}

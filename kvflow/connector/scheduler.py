@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.connector.computed_here import ComputedHere
 from kvflow.connector.consumers import ConsumerBook
 from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Matched, Scheduled, Sharing, TablesOf
@@ -65,7 +66,8 @@ class ConnectorScheduler:
         self._producers = ProducerBook(config, self._groups, dialect, new_secret)
 
     def __repr__(self) -> str:
-        return f"<ConnectorScheduler {len(self._consumers)} consumers, {len(self._producers)} producers>"
+        consumers = counted(len(self._consumers), "consumer")
+        return f"<ConnectorScheduler {consumers}, {counted(len(self._producers), 'producer')}>"
 
     @property
     def open_requests(self) -> int:

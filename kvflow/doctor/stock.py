@@ -58,5 +58,5 @@ def geometry(metadata: StockMetadata) -> str:
     kernel = f" ({split} are one of vLLM's)" if split > 1 else ""
     kinds = ", ".join(sorted(set(metadata.region_mem_types or ["memory unknown"])))
     count = counted(len(metadata.kv_caches_base_addr), "region")
-    regions = f"{count} of {blocks}{kernel}, {metadata.block_lens[0]} bytes each"
+    regions = f"{count} of {blocks}{kernel}, {counted(metadata.block_lens[0], 'byte')} each"
     return f"{regions}, {metadata.kv_cache_layout}, {metadata.attn_backend_name}, {kinds}"

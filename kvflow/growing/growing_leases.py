@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
 from kvflow.errors import RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
@@ -30,9 +31,10 @@ class GrowingLeases:
             return
         if not held.told <= tokens <= held.num_tokens:
             known = f"{held.told} are computed already, {held.num_tokens} are offered"
-            raise RequestError(f"{what}: advance() to {tokens} tokens: {known}")
+            raise RequestError(f"{what}: advance() to {counted(tokens, 'token')}: {known}")
         if tokens > (holds := self._blocks.holds(held)):
-            raise RequestError(f"{what}: advance() to {tokens} tokens: its blocks hold {holds}, extend() it first")
+            to = counted(tokens, "token")
+            raise RequestError(f"{what}: advance() to {to}: its blocks hold {holds}, extend() it first")
         self._blocks.advance(held, tokens, awaited)
         self._blocks.grow(held)
 
@@ -44,7 +46,7 @@ class GrowingLeases:
             return
         if len(held.entries) + count > self._block_ids_max:
             most = f"at most {self._block_ids_max} (limits.block_ids_max)"
-            raise RequestError(f"{what}: {len(held.entries) + count} block ids in all, {most}")
+            raise RequestError(f"{what}: {counted(len(held.entries) + count, 'block id')} in all, {most}")
         self._blocks.extend(held, block_ids, f"{what}: extend()")
         self._tell(opened.ticket.request_id)
 
@@ -53,13 +55,13 @@ class GrowingLeases:
         what, most = f"request {opened.ticket.request_id!r}: complete()", GIVEN_PAYLOAD_BYTES_MAX
         given = checks.instance(payload, bytes, f"{what}: payload")
         if len(given) > most:
-            raise RequestError(f"{what}: a payload of {len(given)} bytes, at most {most}")
+            raise RequestError(f"{what}: a payload of {counted(len(given), 'byte')}, at most {most}")
         if not opened.entry.is_open:
             return
         before = opened.payload
         if given and before is not None and given != before:
-            had = f"another one of {len(before)} bytes was given before" if before else "none was promised"
-            raise RequestError(f"{what}: a payload of {len(given)} bytes, but {had} (ServeRequest.payload)")
+            had = f"another one of {counted(len(before), 'byte')} was given before" if before else "none was promised"
+            raise RequestError(f"{what}: a payload of {counted(len(given), 'byte')}, but {had} (ServeRequest.payload)")
         self.advance(opened, opened.held.num_tokens, ready)
         if before is None:
             opened.payload = given

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import merge
 
+from kvflow.checks import counted
 from kvflow.core.policy.history import History
 from kvflow.errors import COMPUTE
 from kvflow.growing.load_news import Followed, Follower
@@ -24,8 +25,7 @@ from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Matched, Plan
 from kvflow.runtime.load.reads import CopyGroup
 from kvflow.runtime.load.route import Route
-from kvflow.runtime.peers.peer import LocalRank, Source
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 from kvflow.staging.lanes import GroupSpan, Lane
 
 LOOK_EVERY_S = 0.1
@@ -60,13 +60,13 @@ class _Growing:
 class GrowingLoads:
     """Carries loads of leases that grow."""
 
-    def __init__(self, context: RankContext, local: LocalRank, peers: Peers, route: Route) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, reach: Reaching, route: Route) -> None:
         self.slice_bytes_max = context.config.limits.slice_bytes_max
         self.clock = context.clock
         self.route = route
         self.count = 0
         """Loads that were begun so far."""
-        self._follower = Follower(context, local, peers)
+        self._follower = Follower(context, local, reach)
 
     def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
         """Ask these ranks what becomes of their leases, for a load that needs more of them than seals say."""
@@ -194,7 +194,7 @@ class _Carrier:
 
     def _so_far(self) -> str:
         """How much of the prompt its producer has computed, in words."""
-        flight, tokens = self._flight, f"{self._computed} of {self._tokens} tokens computed"
+        flight, tokens = self._flight, f"{self._computed} of {counted(self._tokens, 'token')} computed"
         silent_s = self._loads.clock.now_s() - flight.heard_s
         if not flight.reading or silent_s < 2 * LOOK_EVERY_S:
             return tokens

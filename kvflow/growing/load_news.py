@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from kvflow.checks import counted
 from kvflow.core.cache.groups import tokens_held
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.core.protocol import messages
@@ -25,8 +26,7 @@ from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.plan import Matched, known_so_far
-from kvflow.runtime.peers.peer import LocalRank, Source, words
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, words
 
 _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
 
@@ -90,10 +90,10 @@ class Followed:
         if added:
             self._add(news.more_block_ids)
         if len(news.payload) > GIVEN_PAYLOAD_BYTES_MAX:
-            size = f"{len(news.payload)} bytes, at most {GIVEN_PAYLOAD_BYTES_MAX}"
+            size = f"{counted(len(news.payload), 'byte')}, at most {GIVEN_PAYLOAD_BYTES_MAX}"
             raise self.source.peer.at.failure(ProtocolError, f"its payload has {size}")
         if news.state is Told.COMPLETE and self.known_tokens < self.num_tokens:
-            told = f"its blocks hold {self.known_tokens} of {self.num_tokens} tokens"
+            told = f"its blocks hold {self.known_tokens} of {counted(self.num_tokens, 'token')}"
             raise self.source.peer.at.failure(ProtocolError, f"its lease is complete, but {told}")
         self.payload = news.payload
         over = news.state is Told.ENDED or news.state is Told.FAILED
@@ -117,14 +117,14 @@ class Followed:
     def _add(self, more: tuple[tuple[int, ...], ...]) -> None:
         at = self.source.peer.at
         if len(more) != len(self.tables):
-            raise at.failure(ProtocolError, f"more blocks of {len(more)} groups, it has {len(self.tables)}")
+            raise at.failure(ProtocolError, f"more blocks of {counted(len(more), 'group')}, it has {len(self.tables)}")
         tables = []
         for ids, table, known, count in zip(
             more, self.tables, self.known, self.source.connection.num_blocks, strict=True
         ):
             if known + len(ids) > len(table):
                 raise at.failure(
-                    ProtocolError, f"{known + len(ids)} blocks of a lease that has {len(table)} in the end"
+                    ProtocolError, f"{counted(known + len(ids), 'block')} of a lease that has {len(table)} in the end"
                 )
             try:
                 all_ids = [*table[:known].tolist(), *ids]
@@ -172,10 +172,10 @@ class News:
 class Follower:
     """Asks for news, for all loads of one rank."""
 
-    def __init__(self, context: RankContext, local: LocalRank, peers: Peers) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, reach: Reaching) -> None:
         self._spawn = context.spawn
         self._reader = local.reader
-        self._peers = peers
+        self._reach = reach
 
     def follow(self, ticket: Ticket, sources: Sequence[Source], wake: Callable[[Source], object]) -> News:
         """Ask these ranks from now on; `wake` is called at every answer. Raises RuntimeUnavailable."""
@@ -212,7 +212,7 @@ class Follower:
                 missing_max=one.missing_max,
             )
             try:
-                answer = await self._peers.ask_until(peer, question)
+                answer = await self._reach.ask_until(peer, question)
                 one.take(answer)
             except PeerError as error:
                 one.fail(error)

@@ -63,7 +63,7 @@ def check_expected(
         check_offered(groups, request, ticket, tables)
     elif request.prompt is not None:
         tokens = count(request.prompt, f"{what}: prompt")
-        check_room(groups, tables, request.cached_tokens, tokens, what, f"the {tokens} tokens of its prompt")
+        check_room(groups, tables, request.cached_tokens, tokens, what, f"the {counted(tokens, 'token')} of its prompt")
 
 
 def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
@@ -109,7 +109,7 @@ def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
         if len(request.prompt) < ticket.offered_tokens:
             raise PromptMismatch(f"{what}: its prompt has {counted(len(request.prompt), 'token')}, {offers}")
     if request.num_tokens is not None and request.num_tokens != ticket.offered_tokens:
-        raise PromptMismatch(f"{what}: {request.num_tokens} tokens are expected, {offers}")
+        raise PromptMismatch(f"{what}: expected {counted(request.num_tokens, 'token')}, {offers}")
 
 
 def _whose(ticket: Ticket) -> str:

@@ -163,14 +163,14 @@ class Rendezvous:
         agreed = self._agreed(ticket, [one for one in offers if one is not None])
         for at, counts in room.items():
             if any(total > count for total, count in zip(agreed.block_counts, counts, strict=True)):
-                why = f"it offers {agreed.block_counts} blocks in the end, but there are {counts}"
+                why = f"blocks that it offers in the end: {agreed.block_counts}, but there are {counts}"
                 raise at.failure(ProtocolError, why)
         return agreed
 
     async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> tuple[messages.Offer, RankLease | None]:
         """Wait for a rank's offer, and its lease; None if there is nothing to read."""
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at.target, request_id=ticket.request_id)
-        answer = await self._peers.ask_until(peer, question, give_up_s)
+        answer = await self._reach.ask_until(peer, question, give_up_s)
         match answer.state:
             case Told.FAILED if answer.instead:
                 raise _failure(_SentOn, ticket, peer, words(answer.reason)).to(peer.at, answer.instead)

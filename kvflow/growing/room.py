@@ -60,12 +60,12 @@ def check_place(
     begun = [group.block_size for group, ids in zip(groups, tables, strict=True) if group.whole and len(ids)]
     if begun and all(cached_tokens % size for size in begun):
         sizes = " or ".join(map(str, dict.fromkeys(begun)))
-        raise RequestError(f"{what}: cached_tokens is {cached_tokens}, no multiple of blocks of {sizes} tokens")
-    offer = f"the {tokens} token{'' if tokens == 1 else 's'} that {whose} offers"
+        raise RequestError(f"{what}: cached_tokens is {cached_tokens}, no multiple of a block's size, {sizes}")
+    offer = f"the {counted(tokens, 'token')} that {whose} offers"
     for group, ids in zip(groups, tables, strict=True):
         size, count = group.block_size, len(ids)
         first, end = cached_tokens // size, -(-tokens // size)
-        given = f"{what}: {count} local block{'' if count == 1 else 's'}{_of(groups, group)} of {size} tokens"
+        given = f"{what}: {counted(count, 'local block')}{_of(groups, group)} of {counted(size, 'token')}"
         if group.whole and count and first + count != end:
             places = f"for tokens {first * size} to {(first + count) * size} (cached_tokens {cached_tokens})"
             raise kind(f"{given}, {places}, but {offer} fill {end}")

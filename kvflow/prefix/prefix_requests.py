@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, cast
 
 from kvflow import checks
-from kvflow.checks import Count, Seconds, Size
+from kvflow.checks import Count, Seconds, Size, counted
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.events import GivenEvent
@@ -136,8 +136,8 @@ def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:
     """Check a request, and give it with its numbers and texts as Python's own. RequestError names the problem."""
     plain = checks.settled_request(given, PrefixRequest, "pull_prefix", limits.block_ids_max)
     if plain.cached_tokens > (tokens := len(plain.keys) * plain.key_tokens):
-        cached = f"cached_tokens is {plain.cached_tokens}"
-        raise RequestError(f"request {plain.request_id!r}: {cached}, beyond its keys, which are for {tokens} tokens")
+        cached = f"cached_tokens is {plain.cached_tokens}, beyond its keys"
+        raise RequestError(f"request {plain.request_id!r}: {cached}, which are for {counted(tokens, 'token')}")
     return plain
 
 
@@ -162,8 +162,11 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
             needed = 1 if needed else min(count, 1)
         if count != needed:
             of = "" if len(groups) == 1 else f" of group {group.name!r}"
-            what = f"request {request.request_id!r}: block_ids: {count} blocks{of} of {size} tokens"
-            raise RequestError(f"{what}, but {whose} {tokens} tokens, {cached} of them cached, which take {needed}")
+            what = (
+                f"request {request.request_id!r}: block_ids: {counted(count, 'block')}{of} of {counted(size, 'token')}"
+            )
+            wanted = f"{counted(tokens, 'token')}, {cached} of them cached, which take {needed}"
+            raise RequestError(f"{what}, but {whose} {wanted}")
 
 
 def _keys(given: object, what: str) -> tuple[bytes, ...]:

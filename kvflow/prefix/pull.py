@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.rates import LoadRates
@@ -36,7 +37,7 @@ from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport, LoadRequest
-from kvflow.runtime.peers.peer import LocalRank, Resolver, token_bytes
+from kvflow.runtime.peers.peer import LocalRank, Reaching, token_bytes
 from kvflow.runtime.records import LOADED
 
 
@@ -70,7 +71,7 @@ class Prefixes:
         self,
         context: RankContext,
         local: LocalRank,
-        resolver: Resolver,
+        reach: Reaching,
         remote_leases: RemoteLeases,
         loader: Loader,
         seeker: Seeker,
@@ -78,7 +79,7 @@ class Prefixes:
         self._config = context.config
         self._groups = local.groups
         self._token_bytes = token_bytes(local)
-        self._resolver = resolver
+        self._reach = reach
         self._remote_leases = remote_leases
         self._loader = loader
         self._seeker = seeker
@@ -104,7 +105,7 @@ class Prefixes:
         tables = self._loader.tables_of(request.block_ids, request.request_id)
         if request.rest is not None:
             try:
-                request = replace(request, rest=self._resolver.read_ticket(request.rest))
+                request = replace(request, rest=self._reach.parse_ticket(request.rest))
             except RequestError as error:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
         check_blocks(request, self._groups, tables)
@@ -262,7 +263,7 @@ class Prefixes:
         one.compute_s = tokens * request.recompute_s_per_token
         if one.pull_s is None or one.pull_s <= one.compute_s:
             return True
-        one.why = f"{tokens} tokens take {one.pull_s:.3g} s from there, {one.compute_s:.3g} s to compute"
+        one.why = f"{counted(tokens, 'token')}: {one.pull_s:.3g} s from there, {one.compute_s:.3g} s to compute"
         self._counts["declined"] += 1
         return False
 

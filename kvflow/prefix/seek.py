@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
@@ -192,7 +193,7 @@ class Seeker:
         if isinstance(peer, PeerAddress):
             ranks = await self._reach.ranks_at(peer.checked(), every_rank=request.every_rank)
         else:
-            ticket = self._reach.read_ticket(peer)
+            ticket = self._reach.parse_ticket(peer)
             await self._reach.check(ticket)
             ranks, fixed = self._reach.whereabouts(ticket), ticket.fixed_ports
             if request.every_rank:
@@ -251,7 +252,7 @@ def _within(question: messages.SeekRequest, offered: _Offered) -> _Offered:
     keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
     if not 0 < offer.num_tokens <= keys * key_tokens or offer.num_tokens % key_tokens:
         asked = f"asked for up to {keys * key_tokens}, in steps of {key_tokens}"
-        raise at.failure(ProtocolError, f"it offers {offer.num_tokens} tokens of a prefix, {asked}")
+        raise at.failure(ProtocolError, f"it offers {counted(offer.num_tokens, 'token')} of a prefix, {asked}")
     return offered
 
 
@@ -278,7 +279,8 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
             least = group.blocks_needed(tokens)
             most = least if group.kind is GroupKind.STATE else -(-tokens // group.block_size)
             if not least <= len(ids) <= most:
-                what = f"it offers {tokens} tokens of a prefix in {len(ids)} blocks of {group.block_size} tokens"
+                blocks = f"{counted(len(ids), 'block')} of {counted(group.block_size, 'token')}"
+                what = f"it offers {counted(tokens, 'token')} of a prefix in {blocks}"
                 raise at.failure(ProtocolError, f"{what}, which take {least}")
         tables.append(own)
         ranks.append(msgspec.structs.replace(lease, block_ids=own[0], more_block_ids=tuple(own[1:])))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
@@ -175,7 +176,7 @@ class SharedPrefixes:
         try:
             self._shelf.unpin(run)
         except Exception:
-            logger.exception("shelf failed to unpin a run of %s tokens", run.num_tokens)
+            logger.exception("shelf failed to unpin a run of %s", counted(run.num_tokens, "token"))
 
     def answer(self, question: messages.SeekRequest) -> Answered:
         """Only for the runtime: answer a reader in this turn of the loop, or when the shelf has.
@@ -189,7 +190,7 @@ class SharedPrefixes:
         size = KEY_BYTES
         keys = [question.keys[at : at + size] for at in range(0, len(question.keys), size)]
         if len(question.keys) % size:
-            return refusal(f"keys of a prefix: {len(question.keys)} bytes, expected a multiple of {size}")
+            return refusal(f"keys of a prefix: {counted(len(question.keys), 'byte')}, expected a multiple of {size}")
         if self._closed:
             return messages.NOTHING_YET
         if self._leasing.find(messages.PREFIX_OF + question.request_id) is not None:
@@ -280,8 +281,8 @@ class SharedPrefixes:
             return self._counted("busy")
         if opened.held.offered_tokens != run.num_tokens:
             self._end(opened)
-            blocks, tokens = len(opened.held.entries), run.num_tokens
-            return self._failed(question, RequestError(f"a Shelf's match: {blocks} blocks for {tokens} tokens"))
+            blocks, tokens = counted(len(opened.held.entries), "block"), counted(run.num_tokens, "token")
+            return self._failed(question, RequestError(f"a Shelf's match: {blocks} for {tokens}"))
         self._counts["found"] += 1
         state, lease = messages.Told.OPEN, opened.lease()
         return messages.LeaseAnswer(state=state, lease=lease, offer=opened.offer(queued))
@@ -298,7 +299,8 @@ class SharedPrefixes:
     def _check(self, run: Run, keys: int, key_tokens: int) -> None:
         tokens = checks.whole(run.num_tokens, "a Shelf's match: num_tokens", least=1)
         if tokens % key_tokens or tokens > keys * key_tokens:
-            raise RequestError(f"a Shelf's match: {tokens} tokens, expected up to {keys} times {key_tokens}")
+            up_to = f"up to {keys} x {key_tokens}"
+            raise RequestError(f"a Shelf's match: {counted(tokens, 'token')}, expected {up_to}")
 
     def _counted(self, what: str) -> messages.Reply:
         self._counts[what] += 1

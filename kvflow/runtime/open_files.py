@@ -88,7 +88,7 @@ def prepare(config: Config) -> None:
         raise ConfigError(f"{why}, and a runtime opens some {least}: raise the limit where the engine is started")
     if limit() < needed(config):
         logger.warning(
-            "engine %r: at most %s open files, of which %s are left; Config allows as many peers and readers as need "
+            "engine %r: open files: at most %s, left are %s; Config allows as many peers and readers as need "
             "%s: raise `ulimit -n`, or lower limits.peers_max and limits.readers_max",
             config.engine_id,
             limit(),

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.history import Moment
 from kvflow.errors import ConfigError, UsageError
@@ -179,7 +180,8 @@ class Observers:
             failures = self._failures.setdefault(id(observer), _Failures())
             failures.count += 1
             if not failures.left_out:
-                more = f" ({failures.count // 2 - 1} failures of it were left out)" if failures.count > 2 else ""
+                left_out = counted(failures.count // 2 - 1, "failure")
+                more = f" (left out: {left_out} of it)" if failures.count > 2 else ""
                 logger.exception("an observer failed on %s%s", record, more)
             if self._error is None and not self._forgiven:
                 error.add_note(f"an observer failed on {record}")
@@ -188,7 +190,8 @@ class Observers:
     def _log_rest(self, observer: int) -> None:
         failures = self._failures.pop(observer, None)
         if failures is not None and failures.left_out:
-            logger.warning("an observer failed %s times; the last %s were left out", failures.count, failures.left_out)
+            times = counted(failures.count, "time")
+            logger.warning("an observer failed %s; left out were the last %s", times, failures.left_out)
 
 
 @dataclass(slots=True)

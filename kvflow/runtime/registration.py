@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import agent_name
@@ -153,7 +154,8 @@ class Registration:
         waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
         waits += [part.drained() for part in self.parts]
         if not await _all_within(waits, bound_s):
-            what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"
+            loads = counted(len(loader.quarantines), "load")
+            what = f"bytes may still land of {loads}, leases of {_some(serving.open_requests)}"
             logger.warning("engine %r: still open after another %s s: %s", self._config.engine_id, bound_s, what)
 
     async def tell_readers(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvflow.checks import counted
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
@@ -72,7 +73,8 @@ class Buffers:
         parts = self.tokens * max(self.heads, 1)
         if item % parts:
             raise ConfigError(
-                f"pool {self.name!r}: an item of {item} bytes is not {self.tokens} tokens of {self.heads} heads"
+                f"pool {self.name!r}: an item of {counted(item, 'byte')} is no multiple of "
+                f"{counted(self.tokens, 'token')} of {counted(self.heads, 'head')}"
             )
         return (self.tokens, self.heads, item // parts) if self.heads else (self.tokens, item // parts)
 
@@ -187,7 +189,7 @@ class AuxRows:
     def write(self, row: int, data: bytes) -> None:
         """Fill the row. ConfigError if the two servers have other buffers."""
         if len(data) != self.row_bytes:
-            raise ConfigError(f"metadata of a request: ours {self.row_bytes} bytes, theirs {len(data)}")
+            raise ConfigError(f"metadata of a request: ours {counted(self.row_bytes, 'byte')}, theirs {len(data)}")
         start = 0
         for pointer, size in zip(self.pointers, self.item_sizes, strict=True):
             ctypes.memmove(pointer + row * size, data[start : start + size], size)

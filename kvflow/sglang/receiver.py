@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvflow.blocking import Load
-from kvflow.checks import printable, said
+from kvflow.checks import counted, printable, said
 from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
@@ -90,7 +90,7 @@ class KVFlowReceiver(CommonKVReceiver):
             if not theirs:
                 return "its transfer backend is not kvflow"
             if theirs != len(pools):
-                return f"it has {theirs} pools, this decode server has {len(pools)}: {_names(pools)}"
+                return f"it has {counted(theirs, 'pool')}, this decode server has {len(pools)}: {_names(pools)}"
         ours, theirs = self.kv_mgr.attn_tp_size, self.prefill_info.attn_tp_size
         shares = [pool for pool in pools if pool.shared_out]
         if shares and ours != theirs:

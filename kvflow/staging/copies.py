@@ -172,12 +172,12 @@ def copy_blocks(
     `sources` and `targets` are `block_rows` of caches of one layout, apart from the number of blocks. `way` is
     `on_host`, or inside `copying` `to_host` or `to_device`.
     """
-    assert len(source_ids) == len(target_ids), f"{len(source_ids)} source ids, {len(target_ids)} target ids"
+    assert len(source_ids) == len(target_ids), f"source ids: {len(source_ids)}, target ids: {len(target_ids)}"
     if not len(source_ids):
         return
     copy = way(source_ids, target_ids)
     for source, target in zip(sources, targets, strict=True):
-        assert source.shape[1] == target.shape[1], f"blocks of {source.shape[1]} and {target.shape[1]} elements"
+        assert source.shape[1] == target.shape[1], f"elements of a block: {source.shape[1]}, {target.shape[1]}"
         _check(source_ids, len(source))
         _check(target_ids, len(target))
         copy(source, target)
@@ -339,7 +339,7 @@ def chunk_targets(
     targets = []
     for part in parts:
         tokens, heads = part.shape[1:3]
-        assert tokens % chunk_tokens == 0, f"blocks of {tokens} tokens, chunks of {chunk_tokens}"
+        assert tokens % chunk_tokens == 0, f"tokens of a block: {tokens}, of a chunk: {chunk_tokens}"
         assert 0 <= head_start <= head_start + head_count <= heads, f"heads {head_start}+{head_count} of {heads}"
         heads_view = (_as_bytes(part) if as_bytes else part)[:, :, head_start : head_start + head_count]
         targets.append(heads_view.view(len(part), tokens // chunk_tokens, chunk_tokens, head_count, -1))
@@ -375,7 +375,7 @@ def scatter_tokens(
     for target, source in zip(targets, sources, strict=True):
         tokens, place = source.shape[-3], target.shape
         assert place == targets[0].shape, f"targets of {targets[0].shape} and {place}"
-        assert tokens <= place[2], f"{tokens} tokens into chunks of {place[2]}"
+        assert tokens <= place[2], f"tokens: {tokens}, of a chunk: {place[2]}"
         assert source.shape == (*block_ids.shape, tokens, *place[3:]), f"{source.shape} into {place}"
         copy(source, target if tokens == place[2] else target[:, :, :tokens])
 

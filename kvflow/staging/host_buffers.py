@@ -100,9 +100,7 @@ def host_buffers(
         count = min(bytes_max // group.block_size_bytes, group.num_blocks)
         if count < 1:
             what = "" if len(groups) == 1 else f" of group {group.name!r}"
-            raise ConfigError(
-                f"host_buffer_bytes_max: {most} bytes hold no block{what}, which has {group.block_size_bytes}"
-            )
+            raise ConfigError(f"host_buffer_bytes_max: {most} is less than a block{what} has, {group.block_size_bytes}")
         found.append(HostBuffers(group, count, copier, device))
     return tuple(found)
 

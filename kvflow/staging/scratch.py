@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
+from kvflow.checks import counted
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Span
 from kvflow.core.cache.tensors import KVCaches
@@ -98,7 +99,7 @@ class Scratch:
                 await self._copy_thread.run(lambda: made.append(self.device.allocate(self.slot_bytes)))
         except RuntimeError as error:
             raise TransportError(
-                f"no {self.slot_bytes} bytes of scratch memory on {self.device.name}: {error}"
+                f"no {counted(self.slot_bytes, 'byte')} of scratch memory on {self.device.name}: {error}"
             ) from error
         span = Span(address=made[0].data_ptr(), size_bytes=self.slot_bytes)
         await self._transport.register([span], self.device.where, made[0], MemoryUse.READ_INTO)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.config import RANKS_MAX
 from kvflow.errors import RequestError, UsageError
 from kvflow.stock.wire import METADATA_BYTES_MAX, StockMetadata
@@ -77,7 +78,7 @@ class EngineRanks:
             raise RequestError(f"stock ranks: cards of tp_ranks {sorted(places)[:16]}, there are {own.tp_size}")
         for card in found:
             if (card.engine_id, card.tp_size) != (own.engine_id, own.tp_size):
-                theirs = f"engine {card.engine_id[:80]!a} of {card.tp_size} ranks"
+                theirs = f"engine {card.engine_id[:80]!a} of {counted(card.tp_size, 'rank')}"
                 raise RequestError(f"stock ranks: this is {own.engine_id!r} of {own.tp_size}, a card is of {theirs}")
         _check_alike(found)
         if own not in found:
@@ -129,4 +130,4 @@ def _decoded(data: bytes, kind: type[StructT]) -> StructT:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:
-        raise RequestError(f"stock ranks: a card of {len(data)} bytes is none: {str(error)[:200]}") from error
+        raise RequestError(f"stock ranks: {counted(len(data), 'byte')}, no card: {str(error)[:200]}") from error

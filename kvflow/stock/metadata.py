@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.config import RANKS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol.codec import WireError
@@ -69,7 +70,7 @@ async def ask_rank(
         raise PeerUnreachable(f"{where}: {error}", peer=address, engine_id=engine_id) from error
     try:
         if not frames or frames[0] != b"":
-            raise WireError(f"{len(frames)} frames without a delimiter")
+            raise WireError(f"{counted(len(frames), 'frame')} without a delimiter")
         return decode_answer(frames[1:], bytes_max)
     except WireError as error:
         why = f"{where}: the answer is not vLLM's: {error}"

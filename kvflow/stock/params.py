@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvflow import checks
-from kvflow.checks import encodes, is_name, shown
+from kvflow.checks import counted, encodes, is_name, shown
 from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
 from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.plan.topology import Rank
@@ -135,7 +135,7 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int)
     """
     what = f"stock request {ticket.request_id!r}"
     if len(ticket.block_tables) != len(groups):
-        tables = f"remote_block_ids has {len(ticket.block_tables)} tables"
+        tables = f"remote_block_ids has {counted(len(ticket.block_tables), 'table')}"
         raise RequestError(f"{what}: groups: ours {len(groups)}, {tables}")
     found = []
     for facts, ids in zip(groups, ticket.block_tables, strict=True):
@@ -143,8 +143,9 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int)
         end = -(-(tokens + ticket.left) // size)
         first = facts.first_needed(tokens) // size
         if len(ids) > end or end - len(ids) > first or (facts.whole and len(ids) != end):
-            needs = f"{tokens + ticket.left} tokens fill {end} blocks of {size}, needed from block {first} on"
-            raise RequestError(f"{what}: {len(ids)} block ids of group {facts.name!r}, but {needs}")
+            filled = f"{counted(end, 'block')} of {size} for {counted(tokens + ticket.left, 'token')}"
+            needs = f"there are {filled}, needed from block {first} on"
+            raise RequestError(f"{what}: {counted(len(ids), 'block id')} of group {facts.name!r}, but {needs}")
         if (lost := lost_block(ticket, facts, ids, split)) is not None:
             raise RequestError(f"{what}: group {facts.name!r}: block {lost} is null, but needed")
         kept = _needed_ids(ticket, facts, ids, split)
@@ -194,7 +195,8 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
         raise RequestError("ticket: of host buffers, each rank's its own: stock readers take one table for all")
     groups, tables, num_tokens = _groups(ticket), [], ticket.num_tokens + left
     if len(groups) != len(ticket.block_tables):
-        raise RequestError(f"ticket: {len(groups)} groups, but {len(ticket.block_tables)} block tables")
+        given = counted(len(ticket.block_tables), "block table")
+        raise RequestError(f"ticket: {counted(len(groups), 'group')}, but {given}")
     padding = -(-num_tokens // ticket.block_size) + ticket.num_tokens // -ticket.block_size
     for facts, ids in zip(groups, ticket.block_tables, strict=True):
         if facts.kind is GroupKind.STATE or facts.block_size != ticket.block_size:
@@ -202,7 +204,8 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
             raise RequestError(f"ticket: group {facts.name!r}: {what}: stock readers are served attention of one size")
         needed = facts.blocks_needed(ticket.num_tokens)
         if len(ids) != needed or (padding and not ids):
-            what = f"{len(ids)} blocks, but {ticket.num_tokens} tokens need {needed} of {facts.block_size}"
+            wanted = f"num_tokens {ticket.num_tokens} needs {needed} of {facts.block_size}"
+            what = f"{counted(len(ids), 'block')}, but {wanted}"
             raise RequestError(f"ticket: group {facts.name!r}: {what}: a stock reader counts them from the end")
         tables.append([*ids, *ids[-1:] * padding])
     params = ticket.to_params()
@@ -255,7 +258,7 @@ def _tables(value: object, block_ids_max: int) -> tuple[tuple[int, ...], ...]:
         raise RequestError(f"{what}: expected a list for each group, got {shown(value)}")
     tables: Sequence[Sequence[Any]] = value
     if (found := sum(map(len, tables))) > block_ids_max:
-        raise RequestError(f"{what}: {found} block ids, at most {block_ids_max} (limits.block_ids_max)")
+        raise RequestError(f"{what}: {counted(found, 'block id')}, at most {block_ids_max} (limits.block_ids_max)")
     for ids in tables:
         for number in ids:
             if type(number) is not int or not 0 <= number <= _BLOCK_MAX:

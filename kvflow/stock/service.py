@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvflow.checks import counted
 from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
@@ -22,7 +23,7 @@ from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.foreign import Leases
 from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.shape import OurCache
 from kvflow.stock.texts import Heartbeat, ReadText, decode_text, is_text
@@ -61,7 +62,7 @@ class StockService:
     """See `runtime.foreign.Service`: answers for all ranks of its engine, and hears what is told to its own."""
 
     def __init__(
-        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Serving, pose: Pose
+        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Leases, pose: Pose
     ) -> None:
         self._clock = context.clock
         self._leases = leases
@@ -142,9 +143,9 @@ class StockService:
             self._warned_s = now_s
             logger.warning(
                 "a stock reader has read request %s after its lease: if another prompt was in its blocks by then, its"
-                " text is wrong (%d such reads so far)",
+                " text is wrong (%s so far)",
                 request_id[:_NAME_CHARS_SHOWN],
-                self._late_reads,
+                counted(self._late_reads, "such read"),
             )
         if self._pose.on_late_read is not None:
             try:
@@ -161,11 +162,11 @@ def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMe
             parts = one.regions.parts
             raise ConfigError(f"stock serve_version: stock readers take K and V together, ours are apart: {parts}")
     if len(counts := {one.regions.num_blocks for one in ours.sets}) > 1:
-        raise ConfigError(f"stock serve_version: groups of {sorted(counts)} blocks: stock readers take one number")
+        raise ConfigError(f"stock serve_version: blocks by group: {sorted(counts)}: stock readers take one number")
     regions, layers = ours.regions, sorted(ours.layers)
     if pose.region_names and len(pose.region_names) != len(layers):
         raise ConfigError(
-            f"stock region_names: {len(pose.region_names)}, expected one for each of {len(layers)} layers"
+            f"stock region_names: {len(pose.region_names)}, expected one for each of {counted(len(layers), 'layer')}"
         )
     names = dict(zip(layers, pose.region_names, strict=False))
     tables = [ours.sets[which].regions for which, _ in (region.at for region in regions)]

@@ -119,7 +119,7 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
     if any(share.part for share in shares) or any(group.kind is GroupKind.STATE for group in groups):
         raise Unfit("our cache: state per request is not exchanged with stock engines, attention is")
     if len(sizes := {group.block_size for group in groups}) > 1:
-        raise Unfit(f"our cache: groups with blocks of {sorted(sizes)} tokens: stock engines say one size")
+        raise Unfit(f"our cache: groups with block sizes {sorted(sizes)}: stock engines say one size")
     if shares[0].pp_size != 1:
         raise Unfit(f"our cache: pp_size {shares[0].pp_size}: only 1 is exchanged with stock engines")
     return OurCache(tuple(map(OurSet, shares, regions)), tuple(groups))
@@ -196,7 +196,7 @@ def check_tp_size(share: CacheShare, ours: OurCache, known: Collection[int]) -> 
         return
     if not share.latent and model and kv_heads * tp_size == model:
         return
-    proof = f"a rank with {kv_heads} of {model or 'so many'} heads does not prove it"
+    proof = f"a rank with {counted(kv_heads, 'head')} of {model or 'so many'} does not prove it"
     raise Unfit(f"tp_size: the parameters say {tp_size}, {proof}: name it among the known ones (stock_tp_sizes)")
 
 
@@ -274,12 +274,12 @@ def _heads(found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:
     """KV heads of one rank, for these of its regions. Unfit if they differ, or have no whole number of heads."""
     sizes = {found.block_lens[place] for place in places}
     if len(sizes) > 1:
-        raise Unfit(f"blocks of different sizes: {sorted(sizes)[:8]} bytes for layers that are alike here")
+        raise Unfit(f"block_lens: theirs {sorted(sizes)[:8]} for layers that are alike here")
     (size,) = sizes
     heads, rest = divmod(size, found.block_size * ours.head_bytes)
     if rest or not heads:
-        what = f"ours {ours.head_bytes} bytes for a head of a token, theirs {size} for a block"
-        raise Unfit(f"block_len: {what} of {found.block_size} tokens")
+        what = f"ours {counted(ours.head_bytes, 'byte')} for a head of a token, theirs {size} for a block"
+        raise Unfit(f"block_len: {what} of {counted(found.block_size, 'token')}")
     return heads
 
 
@@ -293,7 +293,7 @@ def _block(found: StockMetadata, ours: OurSet, heads: int) -> BlockShape:
 def _num_blocks(found: StockMetadata) -> int:
     counts = set(found.region_num_blocks or [found.num_blocks])
     if len(counts) != 1:
-        raise Unfit(f"regions of {sorted(counts)[:8]} blocks: all have as many as each other where they are read")
+        raise Unfit(f"region_num_blocks: theirs {sorted(counts)[:8]}: all are equal where they are read")
     return counts.pop()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from kvflow.checks import counted
 from kvflow.config import RANKS_MAX
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.spare import bare_id
@@ -53,7 +54,7 @@ def can_be_told(request_id: str) -> bool:
 def read_text(request_id: str, readers: int) -> bytes:
     """The notification that one of `readers` has read. ValueError for what would end the engine that gets it."""
     if not can_be_told(request_id) or not 1 <= readers <= RANKS_MAX:
-        raise ValueError(f"no notification can say that one of {readers} readers has read {request_id[:80]!a}")
+        raise ValueError(f"no notification can say {request_id[:80]!a}:{readers}")
     return f"{request_id}:{readers}".encode()
 
 
@@ -76,11 +77,11 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 def decode_text(payload: bytes) -> ReadText | Heartbeat:
     """Decode a stock reader's text, with request ids as they are here. WireError for anything else."""
     if len(payload) > HEARD_BYTES_MAX:
-        raise WireError(f"a text of {len(payload)} bytes, at most {HEARD_BYTES_MAX}")
+        raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {HEARD_BYTES_MAX}")
     try:
         text = payload.decode("ascii")
     except UnicodeDecodeError as error:
-        raise WireError(f"{len(payload)} bytes are no text of a stock reader: {error}") from error
+        raise WireError(f"no text of a stock reader, {counted(len(payload), 'byte')}: {error}") from error
     if text.startswith(_PUSHED):
         raise WireError("a reader that wants blocks pushed (NixlPushConnector)")
     if text.startswith(_HEARTBEAT):
@@ -89,7 +90,7 @@ def decode_text(payload: bytes) -> ReadText | Heartbeat:
             raise WireError(f"a heartbeat for more than {_HEARD_IDS_MAX} requests")
         names = tuple(dict.fromkeys(map(bare_id, ids)))
         if not all(map(can_be_told, names)):
-            raise WireError(f"a heartbeat for {len(names)} requests that cannot be")
+            raise WireError(f"a heartbeat that cannot be, for {counted(len(names), 'request')}")
         return Heartbeat(names)
     told, separator, count = text.rpartition(":")
     request_id = bare_id(told)

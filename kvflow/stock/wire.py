@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvflow.checks import is_name
+from kvflow.checks import counted, is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol.codec import WireError
@@ -108,7 +108,7 @@ def encode_question(pp_rank: int, tp_rank: int) -> bytes:
 def decode_question(frame: bytes) -> RankQuestion:
     """A stock reader's question. WireError for anything else."""
     if len(frame) > QUESTION_BYTES_MAX:
-        raise WireError(f"a question of {len(frame)} bytes, at most {QUESTION_BYTES_MAX}")
+        raise WireError(f"a question of {counted(len(frame), 'byte')}, at most {QUESTION_BYTES_MAX}")
     asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
     if asked != _ASKED:
         raise WireError(f"a question for {asked[:40]!r}")
@@ -129,9 +129,9 @@ def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> l
 def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> Shown:
     """A stock listener's answer. WireError names what it cannot be."""
     if len(frames) != 2:
-        raise WireError(f"{len(frames)} frames, a stock listener (vLLM 0.26 and later) answers with 2")
+        raise WireError(f"{counted(len(frames), 'frame')}, a stock listener (vLLM 0.26 and later) answers with 2")
     if len(frames[0]) > bytes_max or len(frames[1]) > QUESTION_BYTES_MAX:
-        sizes = f"{len(frames[0])} and {len(frames[1])} bytes"
+        sizes = f"{len(frames[0])} and {counted(len(frames[1]), 'byte')}"
         raise WireError(f"an answer of {sizes}, at most {bytes_max} and {QUESTION_BYTES_MAX}")
     payload = _decode(frames[0], _Payload, "the answer")
     clock_s = _decode(frames[1], float, "its clock")
@@ -155,7 +155,7 @@ def agent_of(agent_metadata: bytes) -> str:
     name = agent_metadata[begin : begin + size]
     whole = agent_metadata.startswith(_AGENT) and 0 < size <= _AGENT_CHARS_MAX
     if not whole or agent_metadata[begin + size : begin + size + 1] != b"|":
-        raise WireError(f"agent metadata of {len(agent_metadata)} bytes is not NIXL's")
+        raise WireError(f"agent metadata of {counted(len(agent_metadata), 'byte')} is not NIXL's")
     try:
         text = name.decode()
     except UnicodeDecodeError as error:
@@ -174,15 +174,18 @@ def _check(metadata: StockMetadata) -> None:
     for name in (*tables, "region_mem_types"):
         table = getattr(metadata, name)
         if table is not None and len(table) != count:
-            raise WireError(f"{name}: {len(table)} entries, but there are {count} regions")
+            raise WireError(f"{name}: {len(table)}, expected one for each of {counted(count, 'region')}")
     if metadata.region_members and len(metadata.region_members) != count:
-        raise WireError(f"region_members: {len(metadata.region_members)} entries, but there are {count} regions")
+        given = len(metadata.region_members)
+        raise WireError(f"region_members: {given}, expected one for each of {counted(count, 'region')}")
     strides = metadata.block_strides or metadata.block_lens
     counts = metadata.region_num_blocks or [metadata.num_blocks] * count
     rows = zip(metadata.kv_caches_base_addr, strides, metadata.block_lens, counts, strict=True)
     for base, stride, size, blocks in rows:
         if stride < size or base + stride * blocks >= 1 << 63:
-            raise WireError(f"a region at {base}: {blocks} blocks of {size} bytes, {stride} bytes apart")
+            raise WireError(
+                f"a region at {base}: {counted(blocks, 'block')} of {counted(size, 'byte')}, stride {stride}"
+            )
 
 
 def _is_one(names: msgspec.Raw) -> bool:
@@ -198,4 +201,4 @@ def _decode(data: bytes, kind: Any, what: str) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{what}, {len(data)} bytes, does not decode: {str(error)[:200]}") from error
+        raise WireError(f"{what}, {counted(len(data), 'byte')}, does not decode: {str(error)[:200]}") from error

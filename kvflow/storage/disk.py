@@ -15,6 +15,7 @@ import re
 import stat
 from collections.abc import Sequence
 
+from kvflow.checks import counted
 from kvflow.storage.entry import START_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
 from kvflow.storage.files import MoveFailed, Mover
 from kvflow.storage.index import Entry
@@ -181,7 +182,7 @@ class EntryFile:
             raise MoveFailed(f"reading its header: {error}") from error
         header = decode(start, size_bytes)
         if size_bytes != self.entry.size_bytes:
-            raise NotAnEntry(f"it has {size_bytes} bytes, it had {self.entry.size_bytes}")
+            raise NotAnEntry(f"it has {counted(size_bytes, 'byte')}, it had {self.entry.size_bytes}")
         self._mover.opened(self.fd, size_bytes)
         return header
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.errors import RequestError
 
 KEY_BYTES_MAX = 256
@@ -87,14 +88,14 @@ def encode(header: EntryHeader) -> bytes:
 def header_bytes(start: bytes) -> int:
     """Size of the header of a file that begins so; `start` has `START_BYTES` or more. Raises NotAnEntry."""
     if len(start) < _PREFIX.size:
-        raise NotAnEntry(f"it has {len(start)} bytes")
+        raise NotAnEntry(f"it has {counted(len(start), 'byte')}")
     magic, version, _, length = _PREFIX.unpack_from(start)
     if magic != _MAGIC:
         raise NotAnEntry(f"it begins with {magic!r}, not with {_MAGIC!r}")
     if version != VERSION:
         raise NotAnEntry(f"it is of version {version}, this is {VERSION}")
     if length > _BODY_BYTES_MAX:
-        raise NotAnEntry(f"its header has {length} bytes")
+        raise NotAnEntry(f"its header has {counted(length, 'byte')}")
     return _padded(_PREFIX.size + length)
 
 
@@ -108,7 +109,7 @@ def decode(start: bytes, file_bytes: int) -> EntryHeader:
     _, _, expected, length = _PREFIX.unpack_from(start)
     body = start[_PREFIX.size : _PREFIX.size + length]
     if len(body) < length:
-        raise NotAnEntry(f"it has {file_bytes} bytes, its header alone {end}")
+        raise NotAnEntry(f"it has {counted(file_bytes, 'byte')}, its header alone {end}")
     if zlib.crc32(body) != expected:
         raise NotAnEntry("its header is damaged")
     try:
@@ -116,7 +117,7 @@ def decode(start: bytes, file_bytes: int) -> EntryHeader:
     except msgspec.MsgspecError as error:
         raise NotAnEntry(f"its header cannot be read: {error}") from error
     if end + header.data_bytes != file_bytes:
-        raise NotAnEntry(f"it has {file_bytes} bytes, its header says {end + header.data_bytes}")
+        raise NotAnEntry(f"it has {counted(file_bytes, 'byte')}, its header says {end + header.data_bytes}")
     return header
 
 

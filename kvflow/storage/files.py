@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvflow.checks import counted
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
@@ -298,7 +299,7 @@ class PlainMover:
             for address, size, offset, fd in rows:
                 _move_all(fd, (ctypes.c_char * size).from_address(address), offset, direction)
         except OSError as error:
-            raise MoveFailed(f"moving {descriptors.size_bytes} bytes: {error}") from error
+            raise MoveFailed(f"moving {counted(descriptors.size_bytes, 'byte')}: {error}") from error
         return True
 
     def settle(self) -> Settled:

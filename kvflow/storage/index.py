@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvflow.checks import counted
+
 
 class NoRoom(Exception):
     """No room: all entries that would have to go are being read or written."""
@@ -67,7 +69,7 @@ class StoreIndex:
                 victims.append(entry)
                 excess -= entry.size_bytes
         if excess > 0:
-            raise NoRoom(f"{size_bytes} bytes more, {self.used_bytes} of {self.bytes_max} are used")
+            raise NoRoom(f"{counted(size_bytes, 'byte')} more, {self.used_bytes} of {self.bytes_max} are used")
         for entry in victims:
             self.drop(entry)
         self.used_bytes += size_bytes

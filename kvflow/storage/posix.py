@@ -15,6 +15,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvflow.checks import counted
 from kvflow.config import STORE_BACKEND as POSIX
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
@@ -95,7 +96,8 @@ class PosixMover:
         try:
             self._running().add_memory(spans)
         except self._errors as error:
-            raise TransportError(f"NIXL's {POSIX} backend cannot register {len(spans)} spans: {error}") from error
+            what = counted(len(spans), "span")
+            raise TransportError(f"NIXL's {POSIX} backend cannot register {what}: {error}") from error
         self._spans.append(spans)
         self._kept.append(keepalive)
 
@@ -103,7 +105,7 @@ class PosixMover:
         try:
             self._running().add_file(fd, size_bytes)
         except self._errors as error:
-            raise TransportError(f"NIXL cannot register a file of {size_bytes} bytes: {error}") from error
+            raise TransportError(f"NIXL cannot register a file of {counted(size_bytes, 'byte')}: {error}") from error
         self._sizes[fd] = size_bytes
 
     def closing(self, fd: int) -> None:

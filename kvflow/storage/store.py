@@ -134,7 +134,7 @@ class BlockStore:
         if not files:
             return 0
         path, bound_s = self._directory.path, self._config.load_deadline_s
-        logger.info("store %s: dropped %s entries", path, len(files))
+        logger.info("store %s: dropped %s", path, counted(len(files), "entry", "entries"))
         try:
             async with asyncio.timeout(bound_s):
                 failed = await self._files.call(partial(self._directory.remove_all, files))
@@ -172,7 +172,7 @@ class BlockStore:
                 await self._files.aclose(self._jobs.put_all_away)
         except TimeoutError:
             return self._never_known(
-                f"{self._files.moves_under_way} moves of the store have not stopped within {timeout_s} s"
+                f"not stopped within {timeout_s} s: {counted(self._files.moves_under_way, 'move')} of the store"
             )
         if self._files.cause is not None:
             self._directory.close()
@@ -198,14 +198,13 @@ class BlockStore:
         for group, ids in zip(self._cache.groups, tables, strict=True):
             needed = -(-given.num_tokens // group.block_size)
             if len(ids) > needed or (group.whole and len(ids) < needed):
-                raise RequestError(
-                    f"{what}: {counted(len(ids), 'block')} of {group.block_size} tokens in group {group.name!r}, "
-                    f"num_tokens {given.num_tokens} take {needed}"
-                )
+                blocks = f"{counted(len(ids), 'block')} of {counted(group.block_size, 'token')}"
+                takes = f"num_tokens {given.num_tokens} takes {needed}"
+                raise RequestError(f"{what}: group {group.name!r}: {blocks}, {takes}")
         if not len(entries):
             raise RequestError(f"{what}: there are no blocks to {direction}")
         if len(self._jobs) >= self._config.loads_waiting_max:
-            full = f"{what}: {len(self._jobs)} saves and restores are under way (loads_waiting_max)"
+            full = f"{what}: saves and restores under way: {len(self._jobs)} (loads_waiting_max)"
             raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
         loop = asyncio.get_running_loop()
         deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
@@ -265,7 +264,7 @@ class BlockStore:
         what = f"request {job.request.request_id!r}"
         most = self._index.bytes_max
         if header.file_bytes > most:
-            raise RequestError(f"{what}: it takes {header.file_bytes} bytes, bytes_max is {most}")
+            raise RequestError(f"{what}: it takes {counted(header.file_bytes, 'byte')}, bytes_max is {most}")
         digests = await self._digests(job)
         header = msgspec.structs.replace(header, digests=digests)
         evicted = self._make_room(job, header)
@@ -437,8 +436,8 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
     except BaseException:
         files.abandon(shelf.directory.close, 0.0)
         raise
-    count, used = len(shelf.index), shelf.index.used_bytes
-    logger.info("store %s: %s entries, %s bytes of %s", shelf.directory.path, count, used, shelf.index.bytes_max)
+    count, used = counted(len(shelf.index), "entry", "entries"), counted(shelf.index.used_bytes, "byte")
+    logger.info("store %s: %s, %s of %s", shelf.directory.path, count, used, shelf.index.bytes_max)
     span_bytes_max = context.config.limits.slice_bytes_max
     stored = StoredCache(sets, layers_once, local.groups, fingerprint_of(facts), digested)
     if through:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
+from kvflow.checks import counted
 from kvflow.core.plan.topology import Rank
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.watch import Findings, checked_at_end
@@ -37,7 +38,7 @@ class BlockWatch:
             if block in self._taken:
                 self._fail(block, f"was given out twice: at {self._taken[block]} and at {where}")
             elif block not in self._all:
-                self._fail(block, f"was given out at {where}; free were {len(self._all)} others when the watch began")
+                self._fail(block, f"was given out at {where}; it was not free when the watch began")
             elif use := self._use_of(block):
                 self._fail(block, f"was given out at {where} while it is {use}")
             self._taken[block] = where
@@ -79,7 +80,8 @@ class BlockWatch:
         for block in sorted(self._all):
             count = free.count(block) + (block in self._taken)
             if count != 1:
-                self._fail(block, f"is free {free.count(block)} times, taken at {self._taken.get(block, 'no place')}")
+                times = counted(free.count(block), "time")
+                self._fail(block, f"is free {times}, taken at {self._taken.get(block, 'no place')}")
             if block not in self._taken and (use := self._use_of(block)):
                 self._fail(block, f"is free, but {use}")
 
@@ -91,7 +93,7 @@ class BlockWatch:
         """
         self.assert_conserved()
         for block, where in sorted(self._taken.items()):
-            self._fail(block, f"was taken at {where} and never freed, as {len(self._taken) - 1} others")
+            self._fail(block, f"was taken at {where} and never freed, as {counted(len(self._taken) - 1, 'other')}")
 
     def _use_of(self, block: int) -> str:
         cache = self._runtime._supervisor.held

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from kvflow.checks import counted
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeStatistics
@@ -25,14 +26,14 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
     statistics = runtime.statistics()
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
     if blocks is None or serving is None or loading is None:
-        assert not leases, f"{len(leases)} leases of a runtime that has no cache"
+        assert not leases, f"{counted(len(leases), 'lease')} of a runtime that has no cache"
         return
     parts = blocks.free + blocks.leased + blocks.in_flight + blocks.quarantined
-    assert parts == blocks.total, f"{parts} of {blocks.total} blocks are accounted for: {blocks}"
+    assert parts == blocks.total, f"accounted for are {parts} of {counted(blocks.total, 'block')}: {blocks}"
     leased = _entries(runtime, [lease for lease in leases if not lease.done])
-    assert blocks.leased == len(leased), f"leased are {blocks.leased} blocks, by open leases {sorted(leased)}"
+    assert blocks.leased == len(leased), f"leased: {counted(blocks.leased, 'block')}, by open leases {sorted(leased)}"
     known = sum(not lease.done for lease in leases)
-    assert serving.open_leases == known, f"open are {serving.open_leases} leases, {known} are known"
+    assert serving.open_leases == known, f"open: {counted(serving.open_leases, 'lease')}, known: {known}"
     quarantined = _entries(runtime, runtime.quarantines)
     assert blocks.quarantined == len(quarantined), f"{blocks}, in quarantine are {sorted(quarantined)}"
     assert loading.open_loads or not blocks.in_flight, f"blocks in flight without a load: {blocks}"

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from kvflow.checks import counted
 from kvflow.core.cache.layout import CacheLayout, KVStyle, axes_of
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import KVCaches, tensors_of
@@ -91,7 +92,7 @@ class PatternCache:
             if wrong:
                 block, slot, head, _ = wrong[0]
                 place = self.name_of(layer, part, int(ids[block]), first_slot + slot, head)
-                raise AssertionError(f"{place} was written to, and {len(wrong) - 1} elements more")
+                raise AssertionError(f"{place} was written to, and {counted(len(wrong) - 1, 'element')} more")
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Digest of each slot, which changes with any one element of it.

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeAlias
 
+from kvflow.checks import counted
 from kvflow.logs import logger_of
 from kvflow.testing.virtual_loop import LoopStep, VirtualLoop, run_virtual
 
@@ -50,14 +51,14 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
     """
     moments = _run(make_scenario, runs_max + 1, "not cancelled").count
     if moments > runs_max:
-        raise AssertionError(f"it has not run through after {runs_max} moments")
-    logger.info("%s moments at which it can be cancelled", moments)
+        raise AssertionError(f"it has not run through after {counted(runs_max, 'moment')}")
+    logger.info("it can be cancelled at %s", counted(moments, "moment"))
     for moment in range(1, runs_max + 1):
         if not _run(make_scenario, moment, f"cancelled at moment {moment} of {moments}").place:
             return moment - 1
         if moment % _SAID_EVERY == 0:
-            logger.info("cancelled at %s moments of %s", moment, moments)
-    raise AssertionError(f"it was cancelled {runs_max} times and has never run through")
+            logger.info("cancelled at moment %s of %s", moment, moments)
+    raise AssertionError(f"it was cancelled {counted(runs_max, 'time')} and has never run through")
 
 
 class _Moments:

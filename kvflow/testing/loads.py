@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 from unittest import mock
 
+from kvflow.checks import counted
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.runtime import Runtime
@@ -100,7 +101,8 @@ class LoadWatch:
                 state = "went on to its end" if load.done else "is under way"
                 raise AssertionError(
                     f"request {load.request_id!r}: its load, begun at {load.begun_at}, {state} though nobody waits for "
-                    f"it: `settled()` only waits, so `cancel()` goes before it ({len(self.forgotten)} such loads)"
+                    f"it: `settled()` only waits, so `cancel()` goes before it "
+                    f"({counted(len(self.forgotten), 'such load')})"
                 )
 
 

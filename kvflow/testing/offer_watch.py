@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from kvflow.checks import counted
 from kvflow.core.policy.history import History, Moment
 from kvflow.errors import UsageError
 from kvflow.runtime.producer.blocks import HeldBlocks
@@ -111,7 +112,8 @@ class OfferWatch:
         if len(tables) != len(self._caches):
             lease.revoke()
             watched = f"watched are the caches of {len(self._caches)}"
-            raise UsageError(f"request {lease.request_id!r}: offers of {len(tables)} groups of layers, {watched}")
+            given = f"offers of {counted(len(tables), 'group')} of layers"
+            raise UsageError(f"request {lease.request_id!r}: {given}, {watched}")
         if not lease.done:
             held = _held(lease)
             self._offered[lease] = list(

@@ -24,6 +24,8 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, Unpack
 
+from kvflow.checks import counted
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -165,7 +167,7 @@ class VirtualLoop(BaseEventLoop):
         self._thread = threading.current_thread()
 
     def __repr__(self) -> str:
-        return f"<VirtualLoop at {self._now_s:.6f} s, {len(self._ready)} ready, {len(self._timers)} timers>"
+        return f"<VirtualLoop at {self._now_s:.6f} s, {len(self._ready)} ready, {counted(len(self._timers), 'timer')}>"
 
     def time(self) -> float:
         """The virtual time now.

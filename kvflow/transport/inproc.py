@@ -20,6 +20,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from kvflow.checks import counted
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
@@ -404,7 +405,7 @@ class InprocTransport:
         self._network.agents.pop(self.name, None)
         self._fail(TransportBroken("the transport was closed"))
         if under_way:
-            raise TransportError(f"{under_way} reads have not stopped; the memory stays until they have")
+            raise TransportError(f"not stopped: {counted(under_way, 'read')}; the memory stays until then")
         if self._network.leaves_memory:
             self._left = (list(self._served), list(self._keepalive))
             self._network.closed[self.name] = self

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.plan.topology import CacheShare, heads_held
@@ -101,7 +102,7 @@ class DigestAnswers:
             raise codec.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
         count = sum(len(part.layers) for part in question.parts)
         if not 0 < len(question.parts) <= messages.DIGEST_PARTS_MAX or count > messages.REGIONS_MAX:
-            raise codec.WireError(f"digests: {len(question.parts)} parts of {count} layers")
+            raise codec.WireError(f"digests: {counted(len(question.parts), 'part')} of {counted(count, 'layer')}")
         return [self._understood_part(part, found.ticket, found.held.readable) for part in question.parts]
 
     def _understood_part(self, part: messages.DigestPart, ticket: Ticket, tables: Sequence[BlockIds]) -> Digesting:

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvflow.checks import counted
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.core.plan.topology import CacheShare, heads_held, kv_heads_of_model
@@ -63,7 +64,7 @@ class Verifying:
     def __init__(self, cache: RegisteredCache) -> None:
         memory, copy_thread = cache.memory, cache.gear.copy_thread
         self._local = cache.local
-        self._peers = cache.peers
+        self._reach = cache.reach
         self.own = DigestedCache(memory.own, copy_thread, memory.device)
         """The engine's cache, which its loads fill."""
         self.shown = self.own
@@ -119,14 +120,14 @@ class Verifying:
             parts=tuple(part.asked for part in parts),
         )
         try:
-            reply = await self._peers.ask_digests(peer, question)
+            reply = await self._reach.ask_digests(peer, question)
         except PeerError as error:
             raise NotCompared(str(error)) from error
         if isinstance(reply, messages.LeaseAnswer):
             raise LeaseEnded
         count = sum(len(part.asked.layers) for part in parts)
         if len(reply.values) != count:
-            wrong = peer.at.failure(ProtocolError, f"{len(reply.values)} digests, expected {count}")
+            wrong = peer.at.failure(ProtocolError, f"{counted(len(reply.values), 'digest')}, expected {count}")
             raise NotCompared(str(wrong)) from wrong
         return reply.values
 
@@ -274,4 +275,4 @@ def _differences(read: Source, parts: Sequence[_Compared], ours: Sequence[int], 
     asked, layer = named[first]
     what = f"layer {layer}{asked.part and ' ' + asked.part}, tokens {asked.start} to {asked.stop}"
     digests = f"ours {ours[first]:016x}, theirs {theirs[first]:016x}"
-    return f"{read.peer.label}: {len(wrong)} of {len(ours)} layers differ, the first: {what}: {digests}"
+    return f"{read.peer.label}: layers that differ: {len(wrong)} of {len(ours)}, the first: {what}: {digests}"

@@ -35,6 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvflow.blocking import Runtime
+from kvflow.checks import counted
 from kvflow.connector.paged_groups import registered
 from kvflow.connector.parameters import OWN_DIALECT
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
@@ -361,7 +362,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
         if self._whole_blocks_only and any(group.split > 1 for group in groups):
-            what = f"{self._split} blocks of its kernels are one of vLLM's"
+            what = f"a block of vLLM's is {counted(self._split, 'block')} of its kernels"
             raise ConfigError(f"KVFlowConnector: stock_peers: {what}, which stock engines count differently")
         self._device, self._records = Device(device, where.index or 0), device != "cpu"
         self._registered, self._copies = groups, platform_copies(groups, device)

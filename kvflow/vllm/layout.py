@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
+from kvflow.checks import counted
 from kvflow.core.cache.backends import layout_for_backend, rows_of
 from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind
 from kvflow.core.cache.layout import CacheLayout, is_draft
@@ -90,7 +91,7 @@ def _group(at: int, group: KVCacheGroupSpec) -> Group:
 def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
     """The kind of a layer's attention, and its window in tokens as kvflow counts it."""
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
-        raise ConfigError(f"{what}: {spec.tokens_per_state} tokens are compressed into one, which is not transferred")
+        raise ConfigError(f"{what}: tokens_per_state is {spec.tokens_per_state}: compressed tokens are not transferred")
     match spec:
         case MambaSpec() if spec.num_speculative_blocks:
             raise ConfigError(f"{what}: state with speculative decoding is not transferred")
@@ -183,7 +184,7 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
     found = {}
     for (draft, number), alike in by_number.items():
         if number >= NAMED_LAYERS_MAX or len(alike) > alike_max:
-            counts = f"expected numbers below {NAMED_LAYERS_MAX}, and {alike_max} layers of one at most"
+            counts = f"expected numbers below {NAMED_LAYERS_MAX}, and {counted(alike_max, 'layer')} of one at most"
             raise LayoutError(f"layer {alike[0]!r}: {counts}, got {len(alike)} of number {number}")
         for nth, name in enumerate(alike):
             found[name] = number + nth * NAMED_LAYERS_MAX + (FIRST_DRAFT_LAYER if draft else 0)
@@ -211,7 +212,7 @@ def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmCo
         cache = cache.squeeze(1)
     if group.facts.block_size % cache.shape[-2]:
         raise LayoutError(
-            f"layer {name!r}: a block has {group.facts.block_size} tokens, and its kernels have blocks of "
+            f"layer {name!r}: a block has {counted(group.facts.block_size, 'token')}, and its kernels have blocks of "
             f"{cache.shape[-2]}, which do not divide it"
         )
     dtype = _FP8.get(str(vllm_config.cache_config.cache_dtype)) if cache.dtype is torch.uint8 else None

@@ -38,7 +38,7 @@ def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
     if any(group.facts.kind is GroupKind.STATE for group in groups):
         return "the model has state per request, which blocks do not hold"
     if len(sizes) > 1:
-        return f"its groups of layers have blocks of {sorted(sizes)} tokens"
+        return f"its groups of layers have block sizes {sorted(sizes)}"
     if kv_cache_config.needs_kv_cache_zeroing:
         return "vLLM zeroes this model's blocks before their step is told to anybody"
     return ""

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Backend
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvflow.checks import counted
 from kvflow.core.cache.state import Segment, StateTensor
 from kvflow.errors import LayoutError
 
@@ -52,7 +53,7 @@ def slots_of(cache: torch.Tensor, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
     slots = cache[:, 0, 0, :].view(torch.uint8)
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
     if sum(sizes) > slots.shape[1]:
-        raise LayoutError(f"state: a slot has {slots.shape[1]} bytes, its tensors have {sizes}")
+        raise LayoutError(f"state: a slot has {counted(slots.shape[1], 'byte')}, its tensors have {sizes}")
     parts = torch.split(slots[:, : sum(sizes)], sizes, dim=1)
     return tuple(
         part.view(dtype).view(len(part), *shape)

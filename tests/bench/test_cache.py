@@ -73,7 +73,7 @@ def test_one_wrong_word_fails(layer: int, part: int, word: int) -> None:
     cache = filled(CacheShape(layers=2, blocks=70, kv_heads=2))
     cache.layers[layer][part, 69, 1, 15, word] ^= 1 << 24
     blocks = list(range(70))
-    with pytest.raises(WrongBytes, match=f"layer {layer} {'KV'[part]}: block 69, head 1, token 15 .* 1 words differ"):
+    with pytest.raises(WrongBytes, match=f"layer {layer} {'KV'[part]}: block 69, head 1, token 15 .* differ: 1"):
         cache.check(blocks, blocks)
     assert cache.check(blocks, blocks, layers=[1 - layer]) == cache.shape.size_bytes // 2
 

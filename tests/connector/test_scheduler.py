@@ -1162,9 +1162,9 @@ def test_a_prompt_that_was_preempted_and_is_computed_anew_is_offered() -> None:
     [
         (([10, 11, 12, 13], [34, 35, 36]), "a table for each of 3 groups, got 2"),
         ([10, 11, 12], "a table for each of 3 groups"),
-        (([10, 11, 12], [NULL] * 4 + [34, 35, 36], [7]), "of 4 tokens, of which it has 3"),
-        (([10, 11, 12, 13], [34, 35, 36], [7]), "of 2 tokens, of which it has 3"),
-        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], []), "of 1 token, of which it has 0"),
+        (([10, 11, 12], [NULL] * 4 + [34, 35, 36], [7]), "into 3 blocks of 4 tokens"),
+        (([10, 11, 12, 13], [34, 35, 36], [7]), "into 3 blocks of 2 tokens"),
+        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], []), "into 0 blocks of 1 token"),
     ],
 )
 def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, problem: str) -> None:
@@ -1299,8 +1299,8 @@ def test_requests_that_are_computed_although_a_ticket_came_are_counted(caplog: p
     step_of(connector)
     lines = [one.getMessage() for one in caplog.records if "computed here" in one.getMessage()]
     assert len(lines) == 2
-    assert "'c': its prompt is computed here: the ticket of request 'long' offers 8 tokens" in lines[0]
-    assert lines[1].startswith("4 requests that came with tickets are computed here: 2 because its ticket is used")
+    assert "'c': its prompt is computed here: the ticket of request 'long' has num_tokens 8" in lines[0]
+    assert lines[1].startswith("computed here: 4 requests that came with a ticket: 2 because its ticket is used")
 
 
 def test_tickets_whose_numbers_have_become_doubles_are_taken() -> None:

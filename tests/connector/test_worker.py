@@ -658,7 +658,7 @@ def test_a_prompt_of_another_length_is_not_received(pair: Pair, tokens: int) -> 
     """The reader has made room for its own; engines that do not agree on a prompt are found out before a byte lands."""
     begin_flow(pair, tokens=tokens)
     pair.prefill.step(("r", tokens))
-    pair.decode.until_failed(PromptMismatch, "7 tokens are expected")
+    pair.decode.until_failed(PromptMismatch, "expected 7 tokens")
     pair.decode.assert_filled(*range(8), fill=-1.0)
     pair.prefill.scheduler.request_finished("r", completed=True)
     pair.prefill.until_read()  # it was told

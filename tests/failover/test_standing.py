@@ -103,7 +103,7 @@ async def test_a_payload_that_never_comes_is_its_producers_fault() -> None:
         lease.advance(16)
         error = await late(pair, wanted(pair, lease, deadline_s=1.0))
         assert (error.phase, error.blame) == ("compute", Blame.PEER)
-        assert str(error).endswith(": all 16 tokens were read, but the payload that was promised has not come")
+        assert str(error).endswith(": 16 tokens read, the whole prompt, but the payload that was promised has not come")
         lease.revoke()
 
 

@@ -208,7 +208,7 @@ async def test_extensions_that_cannot_be() -> None:
         for ids, error, problem in (
             ([1], RequestError, "block id 1 is given twice"),
             ([99], RequestError, "block id 99 is not in"),
-            ([4, 6, 8], RequestError, r"'req': extend\(\): 5 block ids in all, but 16 tokens need 4 of 4"),
+            ([4, 6, 8], RequestError, r"'req': extend\(\): 5 block ids in all, expected at most 4 of 4 for 16 tokens"),
             ([6, 6], RequestError, "block id 6 is given twice"),
             ("no", RequestError, "block_ids"),
             ([7], BlocksBusy, "7"),
@@ -224,7 +224,7 @@ async def test_extensions_that_cannot_be() -> None:
         with pytest.raises(RequestError, match="'x': extends: computed_tokens has to say"):
             serve(ServeRequest("x", [8], num_tokens=16, extends=True))
         whole = serve(ServeRequest("whole", [8], num_tokens=4))
-        with pytest.raises(RequestError, match="2 block ids in all, but 4 tokens need 1"):
+        with pytest.raises(RequestError, match="2 block ids in all, expected at most 1 of 4 for 4 tokens"):
             whole.extend([9])
         await lease.revoke()
         lease.extend([3])
@@ -235,10 +235,10 @@ async def test_extensions_that_cannot_be() -> None:
 @each(
     ("tokens", "block_ids", "more", "problem"),
     [
-        (1 << 31, [], {}, "2147483648 tokens need 536870912 blocks, there are 16"),
-        (65, [], {}, "65 tokens need 17 blocks, there are 16"),
-        (65, BLOCKS, {"extends": True}, "65 tokens need 17 blocks, there are 16"),
-        (65, range(16), {"extends": True}, "65 tokens need 17 blocks, there are 16"),
+        (1 << 31, [], {}, "num_tokens 2147483648 needs 536870912 blocks, there are 16"),
+        (65, [], {}, "num_tokens 65 needs 17 blocks, there are 16"),
+        (65, BLOCKS, {"extends": True}, "num_tokens 65 needs 17 blocks, there are 16"),
+        (65, range(16), {"extends": True}, "num_tokens 65 needs 17 blocks, there are 16"),
         (64, [], {"ready": Event()}, None),
         (67, range(16), {}, None),  # full blocks only
         (1 << 31, [], {"computed_tokens": None}, None),  # nothing is offered
@@ -266,10 +266,10 @@ async def test_an_offer_that_can_never_be_complete(
 async def test_an_offer_of_more_than_the_host_buffers_or_a_ticket_can_take() -> None:
     world = InprocCluster().world()
     for made, problem in (
-        (pair_of("always", host_buffer_bytes_max=3 * BLOCK_BYTES), "16 tokens need 4 host blocks, there are 3 "),
+        (pair_of("always", host_buffer_bytes_max=3 * BLOCK_BYTES), "num_tokens 16 needs 4 host blocks, there are 3 "),
         (
             inproc_pair(config=limited(CONFIG, block_ids_max=3), producer_world=world, consumer_world=world),
-            r"16 tokens need 4 blocks, at most 3 \(limits.block_ids_max\)$",
+            r"num_tokens 16 needs 4 blocks, at most 3 \(limits.block_ids_max\)$",
         ),
     ):
         async with made as pair:
@@ -284,7 +284,7 @@ async def test_blocks_that_find_no_host_buffers_are_not_leased() -> None:
     async with pair_of("always", host_buffer_bytes_max=4 * BLOCK_BYTES) as pair:
         serve = pair.producer.runtime.serve_blocks
         lease, other = opened(pair, BLOCKS[:1]), serve(ServeRequest("other", [0, 4], num_tokens=8))
-        with pytest.raises(RequestError, match="2 host blocks are needed, 1 of 4 are free"):
+        with pytest.raises(RequestError, match="needed: 2 host blocks, 1 of 4 are free"):
             lease.extend(BLOCKS[1:3])
         assert (leased(pair), lease.block_ids) == (3, tuple(BLOCKS[:1]))
         await other.revoke()
@@ -299,7 +299,7 @@ async def test_groups_that_share_a_pool_have_room_for_all_of_them_together() -> 
     """8 pages: of a window of 4 tokens one or two, and of the full group one for four tokens."""
     async with producer_of(split_groups(torch.zeros(8, 64))) as producer:
         for tokens, pages in ((29, "10"), (1 << 31, r"\d+")):
-            problem = rf"^request 'req': {tokens} tokens need {pages} blocks of pool 'pages', there are 8$"
+            problem = rf"^request 'req': num_tokens {tokens} needs {pages} blocks of pool 'pages', there are 8$"
             with pytest.raises(RequestError, match=problem):
                 producer.serve_blocks(ServeRequest("req", {}, num_tokens=tokens, computed_tokens=0))
             assert_quiet(producer.statistics())

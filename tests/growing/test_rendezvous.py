@@ -343,7 +343,7 @@ async def test_what_is_told_of_an_engine_has_to_be_a_rendezvous_of_the_request()
         (16, TAKEN, None, ""),
         (18, TAKEN[:3], 16, ""),
         (18, TAKEN[:3], None, ""),
-        (None, TAKEN, 12, "12 tokens are expected, 'producer' .* offers 16"),
+        (None, TAKEN, 12, "expected 12 tokens, 'producer' .* offers 16"),
         (13, TAKEN[:2], None, "its prompt has 13 tokens, .* offers 16"),
         (
             18,
@@ -351,7 +351,7 @@ async def test_what_is_told_of_an_engine_has_to_be_a_rendezvous_of_the_request()
             None,
             "4 local blocks of 4 tokens, for tokens 4 to 20 .* the 16 tokens that 'producer' at .* offers fill 4",
         ),
-        (18, TAKEN[:3], 18, "18 tokens are expected, .* offers 16"),
+        (18, TAKEN[:3], 18, "expected 18 tokens, .* offers 16"),
     ],
 )
 @in_virtual_time
@@ -586,7 +586,9 @@ async def test_offers_that_cannot_be() -> None:
     await fails(changed(block_ids=((1, 2, 2, 3),)), ProtocolError, "cannot be right")
     await fails(changed(block_ids=((1,), (2,))), ProtocolError, "of 2 groups, it has 1")
     await fails(
-        changed(num_tokens=1 << 12, extends=True), ProtocolError, r"\(1024,\) blocks in the end, but there are \(16,\)"
+        changed(num_tokens=1 << 12, extends=True),
+        ProtocolError,
+        r"offers in the end: \(1024,\), but there are \(16,\)",
     )
     await fails(of_lease(seal_index=1 << 20), ProtocolError, "seal_index 1048576")
     await fails(of_lease(block_ids=(99, 98, 97, 96)), ProtocolError, "block id 99")

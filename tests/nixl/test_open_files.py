@@ -98,7 +98,7 @@ asyncio.run(main())
     limits, lines = run(code)
     assert limits == [300, 300]
     (warning,) = (line for line in lines if line.startswith("WARNING"))
-    assert "at most 300 open files" in warning
+    assert "open files: at most 300" in warning
     assert "readers_max" in warning
 
 

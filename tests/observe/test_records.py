@@ -142,11 +142,11 @@ def test_an_observer_that_always_raises_does_not_fill_the_log(caplog: pytest.Log
     logged = [line.getMessage() for line in caplog.records if line.exc_info]
     assert len(logged) == 10 + 1, "1, 2, 4 ... 512, and the other's first"
     assert "left out" not in logged[1]
-    assert logged[3].endswith(" (3 failures of it were left out)")
-    assert logged[9].endswith(" (255 failures of it were left out)")
+    assert logged[3].endswith(" (left out: 3 failures of it)")
+    assert logged[9].endswith(" (left out: 255 failures of it)")
     assert logged[10].startswith("an observer failed on LeaseRecord(")
     rest = [line.getMessage() for line in caplog.records if not line.exc_info]
-    assert rest == ["an observer failed 1001 times; the last 489 were left out"]
+    assert rest == ["an observer failed 1001 times; left out were the last 489"]
     observers.close()
     assert len(caplog.records) == 12
 

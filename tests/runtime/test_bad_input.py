@@ -22,7 +22,7 @@ SERVE: list[tuple[dict[str, Any], str]] = [
     ({"block_ids": [16]}, "request 'r': block_ids: block id 16 is not in 0..15"),
     ({"block_ids": [1, 2, 1], "num_tokens": 12}, "block id 1 is given twice"),
     ({"block_ids": [[1]]}, LISTS),
-    ({"block_ids": [1, 2]}, "2 block ids, but 4 tokens fill 1 block of 4"),
+    ({"block_ids": [1, 2]}, "2 block ids, expected at most 1 block of 4 for 4 tokens"),
     ({"block_ids": [], "num_tokens": -1}, "num_tokens: expected a whole number from 0 to 4294967294"),
     ({"request_id": "x" * 513}, "request_id: expected 1 to 512 characters"),
 ]
@@ -81,7 +81,7 @@ FITS_NOT: list[tuple[dict[str, Any], type[RequestError], str]] = [
         "4 local blocks of 4 tokens, .* but the 10 .* fill 3",
     ),
     ({"block_ids": [0, 1, 2, 4], "prompt": range(50)}, RequestError, "the 10 tokens that 'producer' at .* fill 3"),
-    ({"block_ids": [0, 1], "num_tokens": 8}, PromptMismatch, "8 tokens are expected, 'producer' at .* offers 10"),
+    ({"block_ids": [0, 1], "num_tokens": 8}, PromptMismatch, "expected 8 tokens, 'producer' at .* offers 10"),
     ({"block_ids": [], "prompt": range(9)}, PromptMismatch, "its prompt has 9 tokens, .* offers 10"),
 ]
 

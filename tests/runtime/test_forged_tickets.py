@@ -348,13 +348,13 @@ async def test_a_silent_newcomer_makes_room_for_the_next_one_and_its_load_is_tol
         silent = asyncio.create_task(ended(load(made.runtime, forged(made.lease.ticket))))
         await until(lambda: made.asked)
         # It might answer any moment.
-        await made.pair.fails(Overloaded, made.lease, match=r"all 1 peers are in use \(limits.peers_max\)")
+        await made.pair.fails(Overloaded, made.lease, match=r"1 peer in use \(limits.peers_max\)")
         await pass_time(PATIENCE_S)
         await made.honest()
         error = await silent
         assert isinstance(error, Overloaded)
         where = "request 'req': engine 'forged' (dp 0 pp 0 tp 0) at tcp://silent-0:5600"
-        assert str(error) == f"{where}: it made room for another of 1 peers (limits.peers_max)"
+        assert str(error) == f"{where}: it made room for another of 1 peer (limits.peers_max)"
         assert (error.request_id, error.peer) == ("req", "tcp://silent-0:5600")
         assert made.open == 0, "its question has ended, too"
 
@@ -416,7 +416,8 @@ async def test_who_gets_no_turn_in_time_is_told_so_and_the_peer_is_not_blamed() 
             group.create_task(ended(load(made.runtime, made.bad(at))))
             await pass_time(0.05)
         with pytest.raises(
-            Overloaded, match=r"^request 'req': engine 'producer' .*no turn .* 1\.0 s: 1 other .*first_contacts_max"
+            Overloaded,
+            match=r"^request 'req': engine 'producer' .*no turn .* 1\.0 s: asked at once: 1 other .*first_contacts_max",
         ):
             await unlucky
         (peer,) = [peer for peer in made.runtime.statistics().peers if peer.engine_id == "producer"]

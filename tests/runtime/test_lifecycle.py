@@ -135,7 +135,7 @@ async def test_closing_lets_a_load_finish() -> None:
 
 async def test_closing_ends_a_load_that_does_not_finish() -> None:
     """The read never stops: the load gets RuntimeClosed, and closing says that the memory must stay."""
-    with pytest.raises(RuntimeBroken, match="1 reads have not stopped"):
+    with pytest.raises(RuntimeBroken, match=r"not stopped.*: 1 read;"):
         async with open_pair(QUICK) as pair:
             lease = pair.offer([3])
             load = await pair.hold(lease)
@@ -294,7 +294,7 @@ async def test_what_was_quarantined_is_safe_once_the_transport_has_closed_in_goo
             await quarantine.settled()
             assert_closed(runtime.statistics())
         else:
-            with pytest.raises(RuntimeBroken, match="have not stopped"):
+            with pytest.raises(RuntimeBroken, match="not stopped"):
                 await closing
             assert not quarantine.safe
         await lease.revoke()

@@ -432,7 +432,7 @@ async def test_a_connection_that_was_just_given_to_a_load_stays() -> None:
     async with scripted_pair(limited(PATIENT, peers_max=1)) as pair:
         lease = pair.offer([3])
         await pair.load(lease)
-        full = r"tcp://127\.0\.0\.1:1: no room for it: all 1 peers are in use \(limits.peers_max\)"
+        full = r"tcp://127\.0\.0\.1:1: no room for it: 1 peer in use \(limits.peers_max\)"
         await pair.fails(Overloaded, altered(lease.ticket, port=1), match=full)
         pair.clock.advance(PATIENT.handshake_timeout_s)
         assert await meet_nobody(pair, lease.ticket, 1) == ["1"]

@@ -142,7 +142,7 @@ LIES: list[tuple[str, dict[str, object], type[KVFlowError], str]] = [
     ("groups", {"window": 8}, ProtocolError, "groups: kind full, window 8"),
     ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours 'float32', theirs 'int8'"),
     ("", {"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, r"\$.seals.address"),
-    ("regions", {"bases": [1]}, ProtocolError, "region table: 1 bases and 4 strides"),
+    ("regions", {"bases": [1]}, ProtocolError, "region table: 1 base and 4 strides"),
     ("regions", {"bases": [1, 1], "strides": [4096] * 2}, ProtocolError, "cache share: 2 layers, 2 regions"),
     ("regions", {"block": BlockShape(4, 2, 16, 16, 64)}, PeerIncompatible, "bytes of a head: ours 64, theirs 32"),
     ("regions", {"device_kind": "tape"}, PeerIncompatible, "device: ours .*, theirs tape"),
@@ -276,7 +276,9 @@ async def test_an_offer_that_no_answer_can_carry_is_said_to_be_too_large(monkeyp
         introduction = pair.writer.serve_blocks(ServeRequest("hello", [], 0)).ticket
         lease = pair.writer.serve_blocks(ServeRequest("long", ids, tokens))
         ticket = Ticket.rendezvous(introduction, "long")
-        error = await pair.fails(PrefillFailed, ticket.to_params(), ids, match=r"8192 block ids are too many")
+        error = await pair.fails(
+            PrefillFailed, ticket.to_params(), ids, match=r"too much for an answer: 8192 block ids"
+        )
         assert "the reader takes at most 16384" in str(error)
         assert "limits.block_ids_max" in str(error)
         lease.revoke()

@@ -314,7 +314,7 @@ async def test_a_lease_that_ends_while_it_is_copied_keeps_its_blocks_until_then(
 async def test_host_buffers_are_bounded_for_offers() -> None:
     async with far_pair(SMALL) as far:
         first = far.offer([0, 1], "first")
-        with pytest.raises(RequestError, match=r"2 host blocks are needed, 1 of 3 are free \(host_buffer_bytes_max\)"):
+        with pytest.raises(RequestError, match=r"needed: 2 host blocks, 1 of 3 are free \(host_buffer_bytes_max\)"):
             far.offer([2, 3], "second")
         assert far.offered.free == BLOCKS - 2
         await far.load(first, [0, 1])
@@ -334,7 +334,7 @@ async def test_loads_larger_than_the_host_buffers_take_turns() -> None:
 
 async def test_host_buffers_too_small_for_a_block_are_refused() -> None:
     async with Runtime(replace(BASE, staging="always", host_buffer_bytes_max=100)) as runtime:
-        with pytest.raises(ConfigError, match="host_buffer_bytes_max: 100 bytes hold no block, which has 1024"):
+        with pytest.raises(ConfigError, match="host_buffer_bytes_max: 100 is less than a block has, 1024"):
             await runtime.register_kv_caches(*small_cache())
 
 

@@ -332,7 +332,7 @@ def test_memory_whose_storage_is_not_aligned() -> None:
 
 def test_sizes_that_do_not_fit_are_a_bug() -> None:
     parts = parts_of(Cache(EXAMPLE))
-    with pytest.raises(AssertionError, match="chunks of 3"):
+    with pytest.raises(AssertionError, match="of a chunk: 3"):
         chunk_targets(parts, chunk_tokens=3, head_start=0, head_count=1)
     with pytest.raises(AssertionError, match=r"heads 2\+2 of 3"):
         chunk_targets(parts, chunk_tokens=2, head_start=2, head_count=2)

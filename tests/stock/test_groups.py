@@ -272,5 +272,5 @@ async def test_groups_of_other_sizes_are_refused_at_the_start() -> None:
         for at, size in enumerate((TOKENS, 2 * TOKENS)):
             layers = {f"layers.{at}": torch.zeros(16, MODEL_HEADS, size, HEAD)}
             groups.append(CacheGroup(f"g{at}", layers, CacheLayout.infer(layers, order="HND", block_size=size)))
-        with pytest.raises(ConfigError, match="stock peers: our cache: groups with blocks of"):
+        with pytest.raises(ConfigError, match="stock peers: our cache: groups with block sizes"):
             await runtime.register_kv_caches(groups)

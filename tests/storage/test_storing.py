@@ -115,7 +115,7 @@ async def test_groups_windows_and_state_come_back(tmp_path: Path) -> None:
         assert torch.equal(full[:, [5, 6, 7]], full[:, [1, 2, 3]])
         assert torch.equal(window[:, [0, 1]], window[:, [4, 5]])
         assert torch.equal(state[0][1], state[0][3])
-        with pytest.raises(RequestError, match=r"group 'full', num_tokens 11 take 3"):
+        with pytest.raises(RequestError, match=r"group 'full': 2 blocks of 4 tokens, num_tokens 11 takes 3"):
             await storage.restore(RestoreRequest("r", b"k", {"full": [5, 6]}, 11))
         with pytest.raises(RequestError, match=r"asked for 11 and \[3, 1, 1\], saved 11 and \[3, 2, 1\]"):
             await storage.restore(RestoreRequest("r", b"k", [[5, 6, 7], [0], [1]], 11))
@@ -788,7 +788,7 @@ async def test_a_move_that_never_stops_breaks_the_runtime_that_is_to_give_its_me
     async with storing(tmp_path, cancel_grace_s=0.02, drain_timeout_s=0.02, limits=limits) as engine:
         await engine.save("a")
         restoring = await engine.held("a")
-        with pytest.raises(RuntimeBroken, match="moves of the store have not stopped"):
+        with pytest.raises(RuntimeBroken, match=r"not stopped within .* of the store"):
             await engine.runtime.unregister()
         with pytest.raises(CacheUnregistered) as caught:
             await restoring
@@ -883,7 +883,7 @@ async def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
         ({"key": ""}, "key: expected 1 to 256 bytes, got 0"),
         ({"block_ids": [1, 1]}, "block id 1 is given twice"),
         ({"block_ids": [1, 99]}, "block id 99"),
-        ({"block_ids": [1]}, "1 block of 4 tokens in group 'kv', num_tokens 8 take 2"),
+        ({"block_ids": [1]}, "group 'kv': 1 block of 4 tokens, num_tokens 8 takes 2"),
         ({"block_ids": [1, 2, 3]}, "3 blocks of 4 tokens"),
         ({"num_tokens": 0}, "num_tokens: expected a whole number from 1 on"),
         ({"deadline_s": -1.0}, "deadline_s"),

@@ -119,7 +119,7 @@ def test_how_far_it_is_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     moments = cancel_everywhere(beside(asyncio.Event().wait, "kvflow-quiet", lambda: steps(120)))
     said = [one.getMessage() for one in caplog.records if one.name == "kvflow.testing.cancel"]
-    assert said == [f"{moments} moments at which it can be cancelled", f"cancelled at 100 moments of {moments}"]
+    assert said == [f"it can be cancelled at {moments} moments", f"cancelled at moment 100 of {moments}"]
 
 
 def test_a_scenario_that_fails_without_being_cancelled_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -106,7 +106,7 @@ async def test_books_are_conserved_at_every_moment(kvflow_pair: InprocPair) -> N
 
 async def test_a_lease_that_nobody_knows_of_is_found(kvflow_pair: InprocPair) -> None:
     lease = kvflow_pair.offer([3, 4])
-    with pytest.raises(AssertionError, match="leased are 2 blocks"):
+    with pytest.raises(AssertionError, match="leased: 2 blocks"):
         assert_conserved(kvflow_pair.producer.runtime, [])
     assert await lease.revoke() is LeaseOutcome.REVOKED
 

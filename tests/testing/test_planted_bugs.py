@@ -142,7 +142,7 @@ def test_a_planted_bug_is_found(test: Test, prefill: type[Engine], decode: type[
 
 def test_a_release_that_is_forgotten_is_found_wherever_the_engine_is_cancelled() -> None:
     assert cancelled_anywhere(Engine) > 10
-    message = r"engine 'decode' .*: block 0 was taken at .*toy_engine\.py:\d+ \(decode\) and never freed, as 1 others"
+    message = r"engine 'decode' .*: block 0 was taken at .*toy_engine\.py:\d+ \(decode\) and never freed, as 1 other"
     with pytest.raises(AssertionError, match=message) as caught:
         cancelled_anywhere(ForgetsARelease)
     (note,) = caught.value.__notes__

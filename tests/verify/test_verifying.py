@@ -130,7 +130,7 @@ async def test_what_differs_twice_is_a_typed_error(pair: EnginePair) -> None:
     assert (error.request_id, error.peer) == ("req", pair.writer.address)
     assert "request 'req' from 'producer'" in str(error)
     assert re.search(
-        r"1 of 2 layers differ, the first: layer [01], tokens 0 to 8: ours [0-9a-f]{16}, theirs ", str(error)
+        r"layers that differ: 1 of 2, the first: layer [01], tokens 0 to 8: ours [0-9a-f]{16}, theirs ", str(error)
     )
     assert (pair.loading.mismatch, pair.loading.failed) == (1, 1)
     (record,) = records.loads

@@ -242,7 +242,7 @@ def test_groups_and_their_windows() -> None:
         ((), "the model has no KV cache"),
         ((CrossAttentionSpec(**HEADS),), "layers.0, ...: CrossAttentionSpec is not transferred"),
         ((MambaSpec(**STATE, num_speculative_blocks=2),), "state with speculative decoding is not transferred"),
-        ((FullAttentionSpec(**HEADS, tokens_per_state=4),), "4 tokens are compressed into one"),
+        ((FullAttentionSpec(**HEADS, tokens_per_state=4),), "tokens_per_state is 4: compressed tokens"),
     ],
 )
 def test_what_is_not_transferred_is_refused_at_the_start(specs: tuple[KVCacheSpec, ...], problem: str) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, scattered, share_out
+from kvflow.checks import counted
 
 ONE_BLOCK = "one block"
 _TURN_BYTES = 128 * MIB
@@ -46,7 +47,7 @@ def _parse_size(word: str, block_bytes: int) -> LoadSize:
     several, rest = match.groups()
     blocks, over = (1, 0) if rest == "block" else divmod(int(rest) * MIB, block_bytes)
     if over or not blocks:
-        raise SettingsError(f"--sizes: {word} MB is no multiple of a block, which has {block_bytes} bytes")
+        raise SettingsError(f"--sizes: {word} MB is no multiple of a block, which has {counted(block_bytes, 'byte')}")
     at_once, label = int(several or 1), ONE_BLOCK if rest == "block" else f"{rest} MB"
     times = min(_TURN_TIMES_MAX, max(1, _TURN_BYTES // (at_once * blocks * block_bytes)))
     return LoadSize(f"{several} x {label}" if several else label, blocks, at_once * times, at_once)

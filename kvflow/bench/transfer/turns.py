@@ -21,7 +21,7 @@ ContenderT = TypeVar("ContenderT", bound=Hashable)
 def rounds_of_pair(rounds: int, pairs: int, pair: int) -> range:
     """Rounds that are for the pairs opened at turn `pair`. SettingsError if some would have none."""
     if rounds < pairs:
-        raise SettingsError(f"--rounds: {rounds} rounds are too few for --pairs {pairs}")
+        raise SettingsError(f"--rounds: {rounds} is too little for --pairs {pairs}")
     return range(pair * rounds // pairs, (pair + 1) * rounds // pairs)
 
 

@@ -173,7 +173,7 @@ class CacheGroup:
         settle("layout", _layouts(self.layers, self.layout, what))
         settle("split", checks.whole(self.split, f"{what}: split", least=1, error=LayoutError))
         if self.num_blocks % self.split:
-            raise LayoutError(f"{what}: split: {self.num_blocks} blocks are no multiple of {self.split}")
+            raise LayoutError(f"{what}: split: num_blocks, {self.num_blocks}, is no multiple of {self.split}")
 
     @property
     def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:
@@ -277,7 +277,7 @@ def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ..
     """
     found = tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
     if len(found) > SETS_MAX:
-        raise LayoutError(f"kv_caches: {len(found)} layouts and segments of state in all, at most {SETS_MAX}")
+        raise LayoutError(f"kv_caches: layouts and segments of state: {len(found)}, at most {SETS_MAX} in all")
     return found
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Annotated, NamedTuple, TypeAlias
 
 from kvflow import checks
-from kvflow.checks import Count, Size, few, shown
+from kvflow.checks import Count, Size, counted, few, shown
 from kvflow.core.cache.tensors import (
     FIRST_DRAFT_LAYER,
     LAYERS_MAX,
@@ -103,7 +103,9 @@ class CacheLayout:
         checks.settle(self, LayoutError)
         indices, layers = self.layer_indices, len(self.layer_names)
         if len(indices) != layers or len({*indices}) != layers or not 0 <= min(indices) <= max(indices) < LAYERS_MAX:
-            raise LayoutError(f"layer_indices: expected {layers} different numbers from 0, got {shown(indices)}")
+            raise LayoutError(
+                f"layer_indices: expected {counted(layers, 'different number')} from 0, got {shown(indices)}"
+            )
         for name in ("order", "memory_order"):
             _order(getattr(self, name), name)
 
@@ -249,7 +251,7 @@ def _infer_style(name: str, layer: LayerCache) -> KVStyle:
         return KVStyle.BLOCKS_FIRST
     raise LayoutError(
         f"layer {name!r}: expected a shape (2, B, ..), (B, 2, ..), (B, N, H, D), (B, N, D) or a (K, V) pair, "
-        f"got {len(shape)} axes: {shape}"
+        f"got {counted(len(shape), 'axis', 'axes')}: {shape}"
     )
 
 
@@ -280,7 +282,7 @@ def _layout_of_layer(
     for tensor in tensors:
         if len(tensor.shape) != len(axes):
             raise LayoutError(
-                f"layer {name!r}: style {style} has {len(axes)} axes ({', '.join(axes)}), "
+                f"layer {name!r}: style {style} has {counted(len(axes), 'axis', 'axes')} ({', '.join(axes)}), "
                 f"got shape {tuple(tensor.shape)}"
             )
     facts = [(tuple(t.shape), str(t.dtype), _memory_order(name, style, order, t)) for t in (first, last)]

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.checks import counted
 from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle, axes_of
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, KVCaches, LayerCache, TensorLike, address_of, tensors_of
 from kvflow.errors import LayoutError
@@ -164,9 +165,9 @@ def check_sets_apart(sets: Sequence[PooledSet]) -> None:
                 if inside and (ours.name != theirs.name or abs(offset) >= first):
                     continue
             raise LayoutError(
-                f"group {ours.name!r} and group {theirs.name!r} overlap: regions begin {offset} bytes apart, block "
-                f"strides are {row} and {theirs.row(where)} bytes, blocks have {sizes[0]} and {sizes[1]}, pools are "
-                f"{ours.pool!r} and {theirs.pool!r}"
+                f"group {ours.name!r} and group {theirs.name!r} overlap: regions begin {counted(offset, 'byte')} "
+                f"apart, block strides are {row} and {counted(theirs.row(where), 'byte')}, blocks have {sizes[0]} and "
+                f"{sizes[1]}, pools are {ours.pool!r} and {theirs.pool!r}"
             )
 
 
@@ -223,7 +224,8 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
     for what, distance in (("block", block_stride), ("kv", stride.get("kv", expected))):
         if distance < expected:
             raise LayoutError(
-                f"layer {name!r}: blocks overlap: axis {what!r} has stride {distance} elements, a block has {expected}"
+                f"layer {name!r}: blocks overlap: axis {what!r} has stride {distance}, "
+                f"a block has {counted(expected, 'element')}"
             )
     return block_stride * tensor.element_size()
 
@@ -248,8 +250,8 @@ def _check_apart(regions: Regions, layer_names: tuple[str, ...]) -> None:
             one, other = (divmod(int(order[found]), parts) for found in (index, bad[0]))
             raise LayoutError(
                 f"layer {layer_names[other[0]]!r}: {regions.parts[other[1]]} overlaps {regions.parts[one[1]]} of layer "
-                f"{layer_names[one[0]]!r}: they start {bases[bad[0]] - bases[index]} bytes apart, block strides are "
-                f"{strides[bad[0]]} and {stride} bytes, a block has {size}"
+                f"{layer_names[one[0]]!r}: they start {counted(bases[bad[0]] - bases[index], 'byte')} apart, "
+                f"block strides are {strides[bad[0]]} and {counted(stride, 'byte')}, a block has {size}"
             )
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, TypeAlias
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import Count, Size, shown
+from kvflow.checks import Count, Size, counted, shown
 from kvflow.core.cache.layout import PLAIN, BlockShape, layer_numbers
 from kvflow.core.cache.tensors import (
     KVCaches,
@@ -57,7 +57,7 @@ class Segment:
     def __post_init__(self) -> None:
         checks.settle(self, LayoutError)
         if self.size % self.units:
-            raise LayoutError(f"segment {self.name!r}: size {self.size} is no multiple of its {self.units} units")
+            raise LayoutError(f"segment {self.name!r}: size {self.size} is no multiple of units, {self.units}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class StateLayout:
             raise LayoutError("tensors: two have the same name")
         for name in ("shapes", "dtypes", "itemsizes"):
             if len(getattr(self, name)) != len(self.tensors):
-                raise LayoutError(f"{name}: expected one for each of {len(self.tensors)} tensors")
+                raise LayoutError(f"{name}: expected one for each of {counted(len(self.tensors), 'tensor')}")
         if len(self.layer_indices) != len(self.layer_names):
             raise LayoutError(f"layer_indices: expected {len(self.layer_names)}, got {len(self.layer_indices)}")
         for tensor, shape in zip(self.tensors, self.shapes, strict=True):
@@ -256,11 +256,11 @@ def _facts(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tu
     """A layer's tensors; LayoutError unless they can be what is said of them."""
     tensors = tensors_of(name, layer)
     if len(tensors) != len(described):
-        raise LayoutError(f"layer {name!r}: expected {len(described)} tensors, got {len(tensors)}")
+        raise LayoutError(f"layer {name!r}: expected {counted(len(described), 'tensor')}, got {len(tensors)}")
     for tensor, one in zip(tensors, described, strict=True):
         what = f"layer {name!r}: tensor {one.name!r} of shape {tuple(tensor.shape)}"
         if len(tensor.shape) < 2 or 0 in tensor.shape or tensor.shape[0] != tensors[0].shape[0]:
-            raise LayoutError(f"{what}: expected {tensors[0].shape[0]} slots, each with an axis or more")
+            raise LayoutError(f"{what}: expected {counted(tensors[0].shape[0], 'slot')}, each with an axis or more")
         _check_shape(what, one, tuple(tensor.shape[1:]))
     return tensors
 
@@ -270,7 +270,8 @@ def _check_shape(what: str, tensor: StateTensor, slot: tuple[int, ...]) -> None:
         raise LayoutError(f"{what}: it has no axis {tensor.axis} in a slot")
     sizes = [segment.size for segment in tensor.segments]
     if sizes and sum(sizes) != slot[tensor.axis]:
-        raise LayoutError(f"{what}: axis {tensor.axis} has {slot[tensor.axis]} entries, segments have {sizes}")
+        entries = counted(slot[tensor.axis], "entry", "entries")
+        raise LayoutError(f"{what}: axis {tensor.axis} has {entries}, segments have {sizes}")
     if math.prod(slot[: tensor.axis]) > ROWS_MAX:
         raise LayoutError(f"{what}: more than {ROWS_MAX} rows in front of axis {tensor.axis}")
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.checks import whole_numbers
+from kvflow.checks import counted, whole_numbers
 from kvflow.core.cache.regions import Device, UInt64Array
 from kvflow.core.plan.block_map import BlockMap, Int64Array, RegionMap
 from kvflow.errors import RequestError
@@ -102,7 +102,8 @@ class Piece(NamedTuple):
 def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> BlockIds:
     """Turn block ids into an array; RequestError names the first that is no integer, out of range or repeated."""
     if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before each is looked at
-        raise RequestError(f"{what}: {len(block_ids)} block ids, but there are {num_blocks} blocks")
+        given = counted(len(block_ids), "block id")
+        raise RequestError(f"{what}: {given}, but the cache has {counted(num_blocks, 'block')}")
     if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
         if not block_ids:
             return np.empty(0, dtype=np.int64)
@@ -211,10 +212,9 @@ def match_chunks(
     tokens = min(num_tokens, offered * remote_block_size) if whole else num_tokens
     first_block = -(-tokens // local_block_size) - len(local_ids)
     if first_block < 0:
-        offer = f"{tokens} tokens in {offered} blocks of {remote_block_size}"
-        raise RequestError(
-            f"{what}: {len(local_ids)} local blocks of {local_block_size} tokens, but only {offer} are offered"
-        )
+        offer = f"{counted(tokens, 'token')} in {counted(offered, 'block')} of {remote_block_size}"
+        given = f"{counted(len(local_ids), 'local block')} of {counted(local_block_size, 'token')}"
+        raise RequestError(f"{what}: {given}, but the offer has only {offer}")
     first_offered = 0 if whole else max(-(-tokens // remote_block_size) - offered, 0)
     start_token = max(first_block * local_block_size, first_offered * remote_block_size)
     needed = max(first_block * local_block_size, needed_from)

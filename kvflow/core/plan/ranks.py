@@ -48,8 +48,7 @@ def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: in
     count = parallelism.pp_size * len(tp_ranks)
     if count > ranks_max:
         engine = f"tp_size {parallelism.tp_size}, pp_size {parallelism.pp_size}"
-        return RankPlan(
-            f"{engine}: a load concerns {count} ranks of it, at most {ranks_max} (limits.load_ranks_max)", (), ()
-        )
+        concerned = f"a load concerns {counted(count, 'rank')} of it"
+        return RankPlan(f"{engine}: {concerned}, at most {ranks_max} (limits.load_ranks_max)", (), ())
     ranks = (Rank(dp_rank, pp, tp) for pp in range(parallelism.pp_size) for tp in sorted(tp_ranks))
     return RankPlan("", (), tuple(ranks))

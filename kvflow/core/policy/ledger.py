@@ -105,7 +105,7 @@ class BlockLedger:
         for pool, count in needed.items():
             if count > there[pool]:
                 of_pool = f" of pool {pool!r}" if len(self._groups) > 1 else ""
-                raise RequestError(f"{what} need {counted(count, 'block')}{of_pool}, there are {there[pool]}")
+                raise RequestError(f"{what} needs {counted(count, 'block')}{of_pool}, there are {there[pool]}")
 
     def _by_group(self, block_ids: Any, what: str) -> Sequence[Any]:
         if isinstance(block_ids, Mapping):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvflow.checks import INT64_MAX, is_name
+from kvflow.checks import INT64_MAX, counted, is_name
 from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
@@ -40,7 +40,8 @@ def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
     """Regions of each set of layers. WireError where one cannot be true, or there are too many to look at."""
     count = sum(len(table.bases) for table in tables)
     if len(tables) > SETS_MAX or count > REGIONS_MAX:
-        raise WireError(f"region tables: {len(tables)} with {count} regions, at most {SETS_MAX} with {REGIONS_MAX}")
+        found = f"{len(tables)} with {counted(count, 'region')}"
+        raise WireError(f"region tables: {found}, at most {SETS_MAX} with {REGIONS_MAX}")
     return tuple(map(regions_from_wire, tables))
 
 
@@ -48,16 +49,16 @@ def regions_from_wire(table: RegionTable) -> Regions:
     """Check a peer's region table and turn it into arrays; WireError where it cannot be true."""
     count = len(table.bases)
     if not count or len(table.strides) != count:
-        raise WireError(f"region table: {count} bases and {len(table.strides)} strides")
+        raise WireError(f"region table: {counted(count, 'base')} and {counted(len(table.strides), 'stride')}")
     of_state = 0 < len(set(table.parts)) == len(table.parts) <= ROWS_MAX and table.block.tokens == 1
     if (table.parts not in _PARTS and not of_state) or count % len(table.parts):
-        raise WireError(f"region table: {count} regions, parts of a layer {str(table.parts)[:80]}")
+        raise WireError(f"region table: {counted(count, 'region')}, parts of a layer {str(table.parts)[:80]}")
     if not _is_dense(table.block):
-        raise WireError(f"region table: {table.num_blocks} blocks of shape {tuple(table.block)}")
+        raise WireError(f"region table: {counted(table.num_blocks, 'block')} of shape {tuple(table.block)}")
     size = table.block.size_bytes
     for base, stride in zip(table.bases, table.strides, strict=True):
         if stride < size or base + stride * table.num_blocks > INT64_MAX:
-            raise WireError(f"region table: base {base}, stride {stride}, {table.num_blocks} blocks")
+            raise WireError(f"region table: base {base}, stride {stride}, {counted(table.num_blocks, 'block')}")
     return Regions(
         bases=np.array(table.bases, dtype=np.uint64),
         strides=np.array(table.strides, dtype=np.uint64),
@@ -80,7 +81,8 @@ def check_cache_shares(shares: Sequence[CacheShare]) -> None:
     """WireError unless a rank can hold these shares."""
     count = sum(len(share.layers) for share in shares)
     if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:
-        raise WireError(f"cache share: {len(shares)} shares with {count} layers, at most {SETS_MAX} with {REGIONS_MAX}")
+        found = f"{len(shares)} with {counted(count, 'layer')}"
+        raise WireError(f"cache shares: {found}, at most {SETS_MAX} with {REGIONS_MAX}")
     for share in shares:
         _check_cache_share(share)
     if len(shares) == 1:
@@ -98,7 +100,7 @@ def _check_cache_share(share: CacheShare) -> None:
     if share.part and (not is_name(share.part, _PART_CHARS_MAX) or share.latent or share.model_kv_heads < 1):
         raise WireError(f"cache share: part {share.part[:80]!a}, latent is {share.latent}")
     if not 0 < len(set(share.layers)) == len(share.layers):
-        raise WireError(f"cache share: {len(share.layers)} layers, none or some of them twice")
+        raise WireError(f"cache share: {counted(len(share.layers), 'layer')}, none or some of them twice")
 
 
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
@@ -106,7 +108,7 @@ def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups:
     check_cache_shares(shares)
     _check_groups(groups)
     if len(regions) != len(shares):
-        raise WireError(f"cache shares: {len(shares)}, but {len(regions)} region tables")
+        raise WireError(f"cache shares: {len(shares)}, but {counted(len(regions), 'region table')}")
     num_blocks: dict[int, int] = {}
     for share, region in zip(shares, regions, strict=True):
         _check_set(share, region)
@@ -117,7 +119,7 @@ def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups:
         if num_blocks.setdefault(share.group, region.num_blocks) != region.num_blocks:
             raise WireError(f"cache shares: group {share.group} has {num_blocks[share.group]} and other blocks")
     if len(num_blocks) != len(groups):
-        raise WireError(f"cache shares: of {len(num_blocks)} groups, but there are {len(groups)}")
+        raise WireError(f"cache shares: of {counted(len(num_blocks), 'group')}, but there are {len(groups)}")
     if len({region.device for region in regions}) > 1:
         raise WireError("region tables: on several devices")
 
@@ -133,7 +135,8 @@ def _check_groups(groups: Sequence[GroupFacts]) -> None:
 
 def _check_set(share: CacheShare, regions: Regions) -> None:
     if len(share.layers) * len(regions.parts) != len(regions):
-        raise WireError(f"cache share: {len(share.layers)} layers, {len(regions)} regions {regions.parts}")
+        layers = counted(len(share.layers), "layer")
+        raise WireError(f"cache share: {layers}, {counted(len(regions), 'region')} {regions.parts}")
     block = regions.block
     if (share.block_size, share.kv_heads) != (block.tokens, block.heads):
         raise WireError(
@@ -146,11 +149,12 @@ def _check_set(share: CacheShare, regions: Regions) -> None:
         raise WireError(f"cache share: parts of a layer {str(regions.parts)[:80]}")
     if share.latent != (regions.parts == ("latent",)) or (share.latent and block.heads != 1):
         raise WireError(
-            f"cache share: latent is {share.latent}, parts of a layer are {regions.parts}, of {block.heads} heads"
+            f"cache share: latent is {share.latent}, parts of a layer are {regions.parts}, "
+            f"of {counted(block.heads, 'head')}"
         )
 
 
 def check_seals(location: SealLocation) -> None:
     """WireError unless a seal table of this size can lie there."""
     if location.address >= INT64_MAX - location.count * 16:
-        raise WireError(f"seal table: {location.count} seals at {location.address}")
+        raise WireError(f"seal table: {counted(location.count, 'seal')} at {location.address}")

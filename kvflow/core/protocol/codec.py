@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.checks import answer, printable, refusal
+from kvflow.checks import answer, counted, printable, refusal
 from kvflow.core.bounds import Count, Digest, Name
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.protocol.messages import DigestPart, Reply, Request, Target
@@ -79,12 +79,16 @@ def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except RequestError as error:  # of a struct that checks itself
-        raise WireError(f"{len(data)} bytes do not decode: {printable(str(error), _ERROR_CHARS_MAX)}") from error
+        raise _undecoded(data, str(error)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raw = answer(partial(msgspec.msgpack.decode, data))
         why = _with_names(str(error) if raw is None else refusal(error, raw), kind)
-        why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
-        raise WireError(f"{len(data)} bytes do not decode: {why}") from error
+        raise _undecoded(data, why) from error
+
+
+def _undecoded(data: bytes, why: str) -> WireError:
+    why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
+    return WireError(f"a message of {counted(len(data), 'byte')} does not decode: {why}")
 
 
 def _with_names(refused: str, kind: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvflow import checks
-from kvflow.checks import shown
+from kvflow.checks import counted, shown
 from kvflow.config import RANKS_MAX
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, changed
@@ -25,7 +25,7 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
         RequestError: they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
     """
     if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
-        raise RequestError(f"merge_tickets: {count} tickets, but an engine has at most {RANKS_MAX} ranks")
+        raise RequestError(f"merge_tickets: {counted(count, 'ticket')}, but an engine has at most {RANKS_MAX} ranks")
     given = checks.answer(lambda: tuple(tickets))
     if not given or not all(isinstance(ticket, Ticket) for ticket in given):
         raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")

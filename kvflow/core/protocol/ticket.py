@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, encodes, few, shown
+from kvflow.checks import INT64_MAX, counted, encodes, few, shown
 from kvflow.config import RANKS_MAX, rank_offset
 from kvflow.core.bounds import (
     Count,
@@ -136,7 +136,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
             if lease.block_ids is not None or lease.tp_rank >= self.tp_size or lease.pp_rank >= self.pp_size:
                 check_lease(lease, self)
         if len(self.leases) < len(self.ranks):
-            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, but only {len(self.leases)} different ones")
+            raise RequestError(f"ticket: ranks: {len(self.ranks)}, but only {len(self.leases)} of them differ")
         if self.extends or self.awaited:
             check_to_come(self)
         elif len(self.ranks) == 1 and self.ranks[0].block_ids is None and not self.more_block_ids:
@@ -293,7 +293,8 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         )
         tables: Any = (block_ids,) if len(self.block_tables) == 1 else block_ids
         if len(tables) != len(self.block_tables):
-            raise RequestError(f"ticket: {len(tables)} block tables, but {len(self.block_tables)} groups")
+            given = counted(len(tables), "block table")
+            raise RequestError(f"ticket: {given}, but {counted(len(self.block_tables), 'group')}")
         first, *more = (tuple(checks.whole_numbers(ids, "ticket: remote_block_ids").tolist()) for ids in tables)
         return changed(
             self,
@@ -426,7 +427,7 @@ def check_lease(lease: RankLease, ticket: Ticket) -> None:
     if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
         if counts != theirs:
-            raise RequestError(f"ticket: {counts} blocks by group, but {theirs} of tp_rank {lease.tp_rank}")
+            raise RequestError(f"ticket: blocks by group: {counts}, but {theirs} of tp_rank {lease.tp_rank}")
     if lease.tp_rank >= ticket.tp_size or lease.pp_rank >= ticket.pp_size:
         raise RequestError(
             f"ticket: tp_rank {lease.tp_rank} of {ticket.tp_size}, pp_rank {lease.pp_rank} of {ticket.pp_size}"
@@ -463,14 +464,14 @@ def _params_of(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[s
     ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
     ranks = ranks if isinstance(ranks, list | tuple) else ()
     if len(ranks) > RANKS_MAX:
-        raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
+        raise RequestError(f"ticket: it names {counted(len(ranks), 'rank')}, expected 1 to {RANKS_MAX}")
     count, nested = 0, False
     of_ranks = itertools.product(ranks, ("block_ids", "more_block_ids"))
     for part, name in ((params, "remote_block_ids"), (extra, ""), *of_ranks):
         if not isinstance(part, dict):
             continue
         if dict.__len__(part) > _FIELDS_MAX:
-            raise RequestError(f"ticket: {dict.__len__(part)} fields in one dict, at most {_FIELDS_MAX}")
+            raise RequestError(f"ticket: {counted(dict.__len__(part), 'field')} in one dict, at most {_FIELDS_MAX}")
         found = dict.get(part, name)
         if type(found) is list or type(found) is tuple:
             count += len(found)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvflow import checks
-from kvflow.checks import is_name, shown
+from kvflow.checks import counted, is_name, shown
 from kvflow.core.bounds import OFFER_PART_CHARS, TRACEPARENT
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.errors import RequestError
@@ -57,7 +57,7 @@ def foreign_text(struct: Ticket | RankLease) -> RequestError:
 
 
 def too_many(count: int, most: int, what: str = "ticket") -> RequestError:
-    return RequestError(f"{what}: {count} block ids in all, at most {most} (limits.block_ids_max)")
+    return RequestError(f"{what}: {counted(count, 'block id')} in all, at most {most} (limits.block_ids_max)")
 
 
 _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
@@ -67,7 +67,7 @@ def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> 
     """RequestError names the parts of a ticket that are not what a rank has offered, by their digests."""
     for lease, theirs, ours in zip(ticket.ranks, told, found, strict=True):
         if checks.text(theirs, "ticket: digest") and len(theirs) != len(ours):
-            raise RequestError(f"ticket: digest: expected {len(ours)} characters, got {shown(theirs)}")
+            raise RequestError(f"ticket: digest: expected {counted(len(ours), 'character')}, got {shown(theirs)}")
         cuts = range(0, len(theirs), OFFER_PART_CHARS)
         both = [(theirs[at : at + OFFER_PART_CHARS], ours[at : at + OFFER_PART_CHARS]) for at in cuts]
         wrong = {name: pair for name, pair in zip(_PARTS, both, strict=False) if pair[0] != pair[1]}
@@ -83,7 +83,8 @@ def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> 
 def check_groups(ticket: Ticket) -> None:
     groups = ticket.groups
     if len(groups) != len(ticket.block_tables):
-        raise RequestError(f"ticket: {len(groups)} groups, but {len(ticket.block_tables)} block tables")
+        tables = counted(len(ticket.block_tables), "block table")
+        raise RequestError(f"ticket: {counted(len(groups), 'group')}, but {tables}")
     if groups[0].block_size != ticket.block_size:
         raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
     for group in groups:
@@ -100,8 +101,8 @@ def check_to_come(ticket: Ticket) -> None:
             f"ticket: a rendezvous knows no blocks and tokens, but it has {counts} and {ticket.num_tokens}"
         )
     if any(count > most for count, most in zip(counts, ticket.block_counts, strict=True)):
-        why = f"{ticket.num_tokens} tokens need {ticket.block_counts}"
-        raise RequestError(f"ticket: {counts} blocks by group of a lease that is extended, but {why}")
+        why = f"num_tokens {ticket.num_tokens} needs {ticket.block_counts}"
+        raise RequestError(f"ticket: blocks by group {counts} of a lease that is extended, but {why}")
 
 
 def checked_traceparent(value: object, what: str = "traceparent") -> str:

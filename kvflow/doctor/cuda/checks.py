@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from kvflow.bench.ucx import ReadPath
+from kvflow.checks import counted
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda
 from kvflow.doctor.cuda.nvidia import NEAR
 from kvflow.doctor.findings import Finding, fail, ok, warn
@@ -53,7 +54,7 @@ def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
     """Check MIG and compute mode, which may keep processes from each other's memory, or from the device."""
     gpus = cuda.gpus
     found = "; ".join(
-        f"{number}: {gpu.name}, {gpu.memory_mib} MiB, {cuda.nvlinks.get(number, 0)} NVLinks"
+        f"{number}: {gpu.name}, {gpu.memory_mib} MiB, {counted(cuda.nvlinks.get(number, 0), 'NVLink')}"
         for number, gpu in enumerate(gpus)
     )
     if any(gpu.compute_mode == "Prohibited" for gpu in gpus):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvflow.checks import instance, printable, said
+from kvflow.checks import counted, instance, printable, said
 from kvflow.errors import ProtocolError, RequestError
 
 BATCH_BYTES_MAX = 4 << 20
@@ -125,7 +125,8 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
     """
     if len(payload) > BATCH_BYTES_MAX:
         raise ProtocolError(
-            f"KV events from {peer or 'a publisher'}: a batch of {len(payload)} bytes, at most {BATCH_BYTES_MAX}",
+            f"KV events from {peer or 'a publisher'}: a batch of {counted(len(payload), 'byte')}, "
+            f"at most {BATCH_BYTES_MAX}",
             peer=peer,
         )
     try:

@@ -150,7 +150,7 @@ class _Follower:
     async def _on_message(self, frames: Sequence[bytes]) -> None:
         message = read_message(frames, LIVE)
         if message is None or message[0] == END:
-            self._refuse(f"a message without a sequence number, in frames of {_sizes(frames)} bytes")
+            self._refuse(f"a message without a sequence number, bytes of its frames: {_sizes(frames)}")
             await asyncio.sleep(0)
             return
         number, payload = message
@@ -225,7 +225,7 @@ class _Follower:
                 async with asyncio.timeout(REPLAY_S):
                     message = read_message(frames := await socket.recv_multipart(), REPLAYED)
                 if message is None:
-                    self._refuse(f"an answer without a sequence number, in frames of {_sizes(frames)} bytes")
+                    self._refuse(f"an answer without a sequence number, bytes of its frames: {_sizes(frames)}")
                     return False
                 number, payload = message
                 if number == END:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
-from kvflow.checks import text, whole
+from kvflow.checks import counted, text, whole
 from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.prefix.kv_events.batches import BATCH_BYTES_MAX, KVEvent, encode_batch
 from kvflow.prefix.kv_events.sockets import END, SEQUENCE_BYTES, prepare, sequence_bytes
@@ -127,7 +127,7 @@ class Publisher:
             raise UsageError("the Publisher is not open")
         payload = encode_batch(events, ts=time.time(), data_parallel_rank=self._rank)
         if len(payload) > BATCH_BYTES_MAX:
-            raise RequestError(f"events: a batch of {len(payload)} bytes, expected at most {BATCH_BYTES_MAX}")
+            raise RequestError(f"events: a batch of {counted(len(payload), 'byte')}, at most {BATCH_BYTES_MAX}")
         number = self._next
         self._next += 1
         self._socket.send_multipart([self._topic, sequence_bytes(number), payload], zmq.NOBLOCK)

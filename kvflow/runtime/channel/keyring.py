@@ -22,6 +22,7 @@ from typing import NamedTuple, Self
 import zmq
 from zmq.utils import z85
 
+from kvflow.checks import counted
 from kvflow.config import is_key_name
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
@@ -132,7 +133,7 @@ def _read_allowlist(folder: Path) -> _Allowlist:
     except OSError as error:
         raise ConfigError(f"{what}: {error}") from error
     if len(files) > _FILES_MAX:
-        raise ConfigError(f"{what}: {folder} has {len(files)} public keys, at most {_FILES_MAX}")
+        raise ConfigError(f"{what}: {folder} has {counted(len(files), 'public key')}, at most {_FILES_MAX}")
     for file in files:
         key = keys[file.stem] = _read_key(file, what)
         if engines.setdefault(key, file.stem) != file.stem:
@@ -158,7 +159,8 @@ def _read_key(file: Path, what: str) -> bytes:
         raise ConfigError(f"{what}: {error}") from error
     lines = [line.strip() for line in content.splitlines() if line.strip() and not line.startswith(b"# ")]
     if len(content) > _FILE_BYTES_MAX or len(lines) != 1 or len(lines[0]) != _KEY_CHARS:
-        raise ConfigError(f"{what}: {file}: expected one key of {_KEY_CHARS} characters, {len(content)} bytes found")
+        found = counted(len(content), "byte")
+        raise ConfigError(f"{what}: {file}: expected one key of {_KEY_CHARS} characters, {found} found")
     try:
         return z85.decode(lines[0])
     except (KeyError, struct.error):

@@ -32,6 +32,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import codec, messages
@@ -190,7 +191,7 @@ class ZmqListener:
             self._counts["over_rate"] += 1
             return
         if len(frames) != 3 or len(frames[1]) > _HEADER_BYTES_MAX:
-            self._drop(f"{len(frames)} frames")
+            self._drop(f"{counted(len(frames), 'frame')}")
             return
         if self.strangers is not None and len(frames[1]) == 0:  # a REQ socket's delimiter; our header is never empty
             self._answer_stranger(self.strangers, frames[0].bytes, frames[2].bytes)
@@ -228,7 +229,7 @@ class ZmqListener:
         frames = codec.encode_frames(header, reply)
         most = asked.answer_bytes_max or self._answer_bytes_max  # a reader that gets more closes the connection
         if (size := sum(map(len, frames))) > most:
-            outcome, why = "refused", f"its answer takes {size} bytes, the reader takes at most {most}"
+            outcome, why = "refused", f"its answer takes {counted(size, 'byte')}, the reader takes at most {most}"
             self._log(logging.WARNING, f"refused a peer's request: {why} (its limits.block_ids_max raises that)")
             frames = codec.encode_frames(header, _too_large(reply, why))
         self._post([sender, *frames], outcome)
@@ -354,7 +355,7 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
 def _too_large(reply: messages.Reply, why: str) -> messages.Reply:
     """Return what is answered in place of a reply that is larger than readers take."""
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
-        count = sum(map(len, reply.offer.block_ids))
-        reason = f"{count} block ids are too many for an answer: {why} (limits.block_ids_max)"
+        given = counted(sum(map(len, reply.offer.block_ids)), "block id")
+        reason = f"too much for an answer: {given}: {why} (limits.block_ids_max)"
         return messages.LeaseAnswer(state=messages.Told.FAILED, reason=reason)
     return refusal(why)

@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
 from kvflow.core.policy.queue import Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
@@ -99,7 +100,7 @@ class Flight:
             source.connection.users += 1
 
     def __repr__(self) -> str:
-        return f"<Flight {self.request_id} {self.state}, {self._under_way} reads and copies under way>"
+        return f"<Flight {self.request_id} {self.state}, {counted(self._under_way, 'read')} and copies under way>"
 
     @property
     def safe(self) -> bool:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.protocol.prompts import check_alike
 from kvflow.core.protocol.ticket import Ticket
@@ -50,8 +51,7 @@ from kvflow.runtime.load.requests import (
     PeerLoad,
     Verification,
 )
-from kvflow.runtime.peers.peer import LocalRank, Resolver, blocks_by_group
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import LocalRank, Reaching, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
 logger = logger_of(__name__)
@@ -72,8 +72,7 @@ class Loader:
         self,
         context: RankContext,
         local: LocalRank,
-        peers: Peers,
-        resolver: Resolver,
+        reach: Reaching,
         remote_leases: RemoteLeases,
         gear: Gear,
         carriers: Carriers,
@@ -87,8 +86,7 @@ class Loader:
         self.clock = context.clock
         self._now_s = context.clock.now_s
         self.groups = local.groups
-        self.peers = peers
-        self.resolver = resolver
+        self.reach = reach
         self.remote_leases = remote_leases
         self.gear = gear
         self.carriers = carriers
@@ -104,7 +102,7 @@ class Loader:
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
-        self._never_read = NeverRead(peers.delivered)
+        self._never_read = NeverRead(reach.delivered)
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -210,12 +208,12 @@ class Loader:
             given = plain.ticket
             if plain.again is None and (type(given) is dict or isinstance(given, Ticket)):
                 try:
-                    tickets: tuple[Ticket, ...] = (self.resolver.read_ticket(given),)
+                    tickets: tuple[Ticket, ...] = (self.reach.read_ticket(given, ids_max),)
                 except RequestError as error:
                     raise RequestError(f"{what}: {error}") from error
                 carry = self.carriers.meeting.carry if tickets[0].awaited else self.carriers.whole
             else:
-                tickets, carry = self._several(plain)
+                tickets, carry = self._several(plain, ids_max)
             if plain.verify and (problem := self._asked.get("verify", f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self.gear.ledger.find(plain.block_ids, f"{what}: block_ids")
@@ -235,7 +233,7 @@ class Loader:
             self._look_at(work.ends_s)
         return load, work
 
-    def _several(self, request: LoadRequest) -> tuple[tuple[Ticket, ...], Carry]:
+    def _several(self, request: LoadRequest, block_ids_max: int) -> tuple[tuple[Ticket, ...], Carry]:
         """Read the tickets of a request that may have several, and choose the carrier of its load."""
         what, given = f"request {request.request_id!r}", request.ticket
         several: Sequence[Any] | None = (given,)
@@ -244,9 +242,9 @@ class Loader:
         if several is None:
             raise RequestError(f"{what}: ticket: expected a ticket or a list of them, got {checks.shown(given)}")
         if not 0 < len(several) <= TICKETS_MAX:
-            raise RequestError(f"{what}: {len(several)} tickets, expected 1 to {TICKETS_MAX}")
+            raise RequestError(f"{what}: {counted(len(several), 'ticket')}, expected 1 to {TICKETS_MAX}")
         try:
-            tickets = tuple(self.resolver.read_ticket(one) for one in several)
+            tickets = tuple(self.reach.read_ticket(one, block_ids_max) for one in several)
         except RequestError as error:
             raise RequestError(f"{what}: {error}") from error
         for other in tickets[1:]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvflow.checks import counted
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
@@ -38,10 +39,10 @@ class NeverRead:
         many = self._failures[engine_id] = self._failures.get(engine_id, 0) + 1
         if many == TOLD_AT:
             logger.warning(
-                "engine %r: %s loads with its tickets have failed and none has ever read from it; the last: %s; "
+                "engine %r: loads with its tickets failed %s, and none has ever read from it; the last: %s; "
                 "`kvflow doctor --pair` tells which rule says no",
                 engine_id,
-                many,
+                counted(many, "time"),
                 why,
             )
         if len(self._failures) > _ENGINES_MAX:

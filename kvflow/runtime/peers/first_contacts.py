@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.core.policy.contacts import Contact, Contacts, ContactState
 from kvflow.core.protocol.addresses import Address
@@ -68,7 +69,7 @@ class FirstContacts:
                 why = f"no answer within {self._patience_s:.3g} s, and others wait to be asked"
                 raise peer.failure(PeerUnreachable, why) from None
             most = self._config.limits.first_contacts_max
-            others = f"{most} other new peers are asked at once (limits.first_contacts_max)"
+            others = f"asked at once: {counted(most, 'other new peer')} (limits.first_contacts_max)"
             why = f"no turn to ask it within {self._config.handshake_timeout_s} s: {others}"
             raise overloaded(peer, why) from None
         finally:

@@ -248,8 +248,9 @@ def _opaque(regions: Regions, kv_format: str) -> str:
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
     if heads_are_apart(kv_format, regions.block):
-        return f"{counted(tokens, 'token')} of any heads, {run} bytes of {parts} each"
-    return f"{counted(tokens, 'token')} of {counted(heads, 'head')}, {run} bytes of {parts} each, strides {strides}"
+        return f"{counted(tokens, 'token')} of any heads, {counted(run, 'byte')} of {parts} each"
+    block = f"{counted(tokens, 'token')} of {counted(heads, 'head')}"
+    return f"{block}, {counted(run, 'byte')} of {parts} each, strides {strides}"
 
 
 def _head_bytes(regions: Regions) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from kvflow.checks import printable, shown
+from kvflow.checks import counted, printable, shown
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap, RegionMap
@@ -112,7 +113,7 @@ class Connection:
         """Set with `straight` where `match_few` may plan what is read from it."""
 
     def __repr__(self) -> str:
-        return f"<Connection {self.agent}, {self.users} loads>"
+        return f"<Connection {self.agent}, {counted(self.users, 'load')}>"
 
     async def idle(self) -> None:
         """Wait until no load holds it."""
@@ -228,18 +229,37 @@ class Meet(Protocol):
     ) -> Awaitable[Ticket]: ...
 
 
-ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
-
-
-class Resolver(Protocol):
-    """The way from a ticket to its ranks, connected, with their leases: for engines of our own make `reach.Reach`."""
+class Reaching(Protocol):
+    """The way from a ticket to its ranks, as loads and leases need it; see `reach.Reach`."""
 
     @property
-    def read_ticket(self) -> ReadTicket: ...
+    def read_ticket(self) -> Callable[[Ticket | Mapping[str, Any], int], Ticket]: ...
+
+    def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket: ...
+
+    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
+
+    async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, T]]) -> list[T]: ...
+
+    async def ask_until(
+        self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
+    ) -> messages.LeaseAnswer: ...
+
+    async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer: ...
+
+    async def ask_digests(
+        self, peer: Peer, question: messages.DigestRequest
+    ) -> messages.Digests | messages.LeaseAnswer: ...
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
 
-    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
+    def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None: ...
+
+    def backs_off(self, ticket: Ticket) -> bool: ...
+
+    def delivered(self, engine_id: str) -> bool: ...
+
+    def failed(self, source: Source, why: str) -> None: ...
 
 
 class Telling(Protocol):

@@ -192,19 +192,20 @@ class OfferedBlocks:
 
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
         """RequestError if there are fewer blocks than that: nobody could ever extend the lease to its end."""
-        self._ledger.check_there(counts, f"{what}: {tokens} tokens")
+        self._ledger.check_there(counts, f"{what}: num_tokens {tokens}")
         for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
             if count > buffers.pool.size:
-                needs = f"{count} host blocks{self._of(group)}"
+                needs = f"{counted(count, 'host block')}{self._of(group)}"
                 there_are = f"there are {buffers.pool.size} (host_buffer_bytes_max)"
-                raise RequestError(f"{what}: {tokens} tokens need {needs}, {there_are}")
+                raise RequestError(f"{what}: num_tokens {tokens} needs {needs}, {there_are}")
 
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
         """RequestError if these are more blocks than a lease that is extended has in the end."""
         for group, count, needed in zip(self._groups, counts, most, strict=True):
             if count > needed:
-                given = f"{count} block ids{self._of(group)}"
-                raise RequestError(f"{what}: {given} in all, but {tokens} tokens need {needed} of {group.block_size}")
+                given = f"{counted(count, 'block id')}{self._of(group)}"
+                needs = f"{needed} of {group.block_size} for {counted(tokens, 'token')}"
+                raise RequestError(f"{what}: {given} in all, expected at most {needs}")
 
     def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
         """RequestError unless so many blocks of each group can hold so many tokens of a prompt, and its windows.
@@ -221,18 +222,20 @@ class OfferedBlocks:
             self._check_filled(group, count, tokens, what)
             needed = -(-tokens // group.block_size) - group.first_needed(tokens) // group.block_size
             if group.kind is GroupKind.STATE and (count > 1 or tokens < num_tokens):
-                why = f"a state is of one slot and of all {num_tokens} tokens; blocks of other groups hold {tokens}"
-                raise RequestError(f"{what}: {count} block ids{self._of(group)}: {why}")
+                why = f"a state is of one slot and of the whole prompt, {counted(num_tokens, 'token')}; "
+                why += f"blocks of other groups hold {tokens}"
+                raise RequestError(f"{what}: {counted(count, 'block id')}{self._of(group)}: {why}")
             if count < needed:
-                why = f"{needed} hold what {tokens} tokens need ({group.kind}, window {group.window})"
-                raise RequestError(f"{what}: {count} block ids{self._of(group)}, but {why}")
+                why = f"expected {needed} for {counted(tokens, 'token')} ({group.kind}, window {group.window})"
+                raise RequestError(f"{what}: {counted(count, 'block id')}{self._of(group)}, {why}")
         return tokens
 
     def _check_filled(self, group: GroupFacts, count: int, tokens: int, what: str) -> None:
         size, filled = group.block_size, -(-tokens // group.block_size)
         if count > filled:
-            given = f"{count} block ids{self._of(group)}"
-            raise RequestError(f"{what}: {given}, but {tokens} tokens fill {counted(filled, 'block')} of {size}")
+            given = f"{counted(count, 'block id')}{self._of(group)}"
+            needs = f"{counted(filled, 'block')} of {size} for {counted(tokens, 'token')}"
+            raise RequestError(f"{what}: {given}, expected at most {needs}")
 
     def _of(self, group: GroupFacts) -> str:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
@@ -298,7 +301,7 @@ class OfferedBlocks:
             if host_ids is None:
                 free, size = buffers.pool.size - buffers.pool.used, buffers.pool.size
                 room = f"{free} of {size} are free (host_buffer_bytes_max)"
-                raise RequestError(f"{what}: {len(ids)} host blocks are needed, {room}")
+                raise RequestError(f"{what}: needed: {counted(len(ids), 'host block')}, {room}")
             if len(ids):
                 undo.callback(buffers.pool.give_back, host_ids)
             found.append(host_ids)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import Count, Seconds, Size
+from kvflow.checks import Count, Seconds, Size, counted
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent, GivenEvent
 from kvflow.core.policy.lease_book import LeaseEntry
@@ -116,7 +116,7 @@ class Lease:
         self._keeper = keeper
 
     def __repr__(self) -> str:
-        return f"<Lease {self.request_id} {self.state}, {self.readers_done} readers done>"
+        return f"<Lease {self.request_id} {self.state}, {counted(self.readers_done, 'reader')} done>"
 
     def __await__(self) -> Generator[Any, None, LeaseOutcome]:
         self._require_here("awaiting it")

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 
 from kvflow import checks
+from kvflow.checks import counted
 from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import parallelism_of
@@ -158,7 +159,7 @@ class Serving:
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
         extends = request.extends
         if computed is None and extends:
-            raise RequestError(f"{what}: extends: computed_tokens has to say how many of the {tokens} tokens there are")
+            raise RequestError(f"{what}: extends: computed_tokens has to say how many there are of {tokens}")
         if computed is not None:
             if computed > tokens:
                 raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
@@ -166,7 +167,8 @@ class Serving:
         held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
         if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
             self._blocks.give_up(held)  # no reader takes such a ticket
-            raise RequestError(f"{what}: {tokens} tokens need {count} blocks, at most {most} (limits.block_ids_max)")
+            needs = f"num_tokens {tokens} needs {counted(count, 'block')}"
+            raise RequestError(f"{what}: {needs}, at most {most} (limits.block_ids_max)")
         if computed is not None and computed > (holds := self._blocks.holds(held)):
             self._blocks.give_up(held)
             raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")
@@ -178,7 +180,7 @@ class Serving:
         """Take a reader's notification about leases."""
         try:
             if len(payload) > notifications.NOTIFICATION_BYTES_MAX:
-                raise codec.WireError(f"{len(payload)} bytes")
+                raise codec.WireError(f"{counted(len(payload), 'byte')}")
             message = codec.decode_notification(payload)
         except codec.WireError as error:
             self._notifications[Counted.MALFORMED] += 1

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvflow.checks import counted
 from kvflow.core.cache.regions import Span
 from kvflow.errors import ConfigError
 from kvflow.transport.device.accelerator import AcceleratorDevice
@@ -64,7 +65,7 @@ class CudaDevice(AcceleratorDevice):
         found = torch.frombuffer(memory, dtype=torch.uint8)
         address, runtime = found.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if error := int(runtime.cudaHostRegister(address, size_bytes, 0)):
-            raise RuntimeError(f"cannot lock {size_bytes} bytes of host memory: CUDA error {error}")
+            raise RuntimeError(f"cannot lock {counted(size_bytes, 'byte')} of host memory: CUDA error {error}")
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return found
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
@@ -164,7 +165,7 @@ class NixlAgents:
                 if its_use in use:
                     agent.register(self._bindings.nixlRegDList(self._memory_kinds[device.kind], rows))
         except self._errors as error:
-            raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
+            raise TransportError(f"NIXL cannot register {counted(len(spans), 'span')} on {device}: {error}") from error
 
     def _use_cuda(self, number: int) -> None:
         """Prepare reads into a device's memory: UCX needs a context on the thread, and some devices need flushes."""

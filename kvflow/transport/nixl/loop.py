@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
@@ -130,7 +131,7 @@ class NixlTransport:
                 await thread.ended()
         except TimeoutError:
             raise TransportError(
-                f"{len(self._reads)} reads have not stopped within {timeout_s} s; "
+                f"not stopped within {timeout_s} s: {counted(len(self._reads), 'read')}; "
                 "the agent and its memory stay until they have"
             ) from None
         self._mailbox.close(TransportBroken("the transport was closed"))

@@ -16,6 +16,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvflow.checks import counted
 from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, map_spans
 from kvflow.core.plan.block_map import BlockMap
@@ -111,8 +112,9 @@ def test_every_token_goes_where_the_prompt_has_it(
     too_many = most + data.draw(st.integers(1, 3))
     with pytest.raises(RequestError) as caught:
         match_chunks(np.arange(too_many, dtype=np.int64), offered, **of_prompt)
-    offer = f"{tokens} tokens in {offered} blocks of {theirs} are offered"
-    assert str(caught.value) == f"load: {too_many} local blocks of {ours} tokens, but only {offer}"
+    given = f"{counted(too_many, 'local block')} of {counted(ours, 'token')}"
+    offer = f"{counted(tokens, 'token')} in {counted(offered, 'block')} of {theirs}"
+    assert str(caught.value) == f"load: {given}, but the offer has only {offer}"
 
 
 @examples(60, 300)

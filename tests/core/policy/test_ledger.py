@@ -232,12 +232,12 @@ def test_more_blocks_than_there_are_is_told_by_pool() -> None:
     ledger = BlockLedger(groups)
     ledger.lease(np.arange(9))
     for counts in ((12, 0, 3), (5, 3, 0), (0, 6, 3)):
-        ledger.check_there(counts, "req: 9 tokens")
+        ledger.check_there(counts, "req: num_tokens 9")
     kv = BlockLedger([GroupBlocks("kv", 7, "kv", split=7)])
     for of, counts, problem in (
         (ledger, (5, 4, 0), "7 blocks of pool 'one', there are 6"),
         (ledger, (0, 0, 4), "4 blocks of pool 'two', there are 3"),
         (kv, (8,), "8 blocks, there are 7"),
     ):
-        with pytest.raises(RequestError, match=f"^req: 9 tokens need {problem}$"):
-            of.check_there(counts, "req: 9 tokens")
+        with pytest.raises(RequestError, match=f"^req: num_tokens 9 needs {problem}$"):
+            of.check_there(counts, "req: num_tokens 9")

@@ -178,15 +178,15 @@ TWO = (HOLDING, SECOND)
 @each(
     ("shares", "tables", "groups", "problem"),
     [
-        ((), (), (FACTS,), "cache share: 0 shares"),
-        ((HOLDING,) * 65, (REGIONS,) * 65, (FACTS,), "cache share: 65 shares"),
+        ((), (), (FACTS,), "cache shares: 0 with"),
+        ((HOLDING,) * 65, (REGIONS,) * 65, (FACTS,), "cache shares: 65 with"),
         ((HOLDING, HOLDING), (REGIONS,) * 2, (FACTS,), "some layer is in two of them"),
         ((HOLDING, replace(SECOND, tp_rank=0)), (REGIONS,) * 2, (FACTS,), "of several ranks"),
         ((HOLDING,), (REGIONS,) * 2, (FACTS,), "1, but 2 region tables"),
         ((HOLDING,), (REGIONS,), (), "groups: 0, expected 1 to 64"),
         ((HOLDING,), (REGIONS,), (FACTS, FACTS), "groups: 2, expected 1 to 64 of different names"),
         ((HOLDING,), (REGIONS,), (GroupFacts(name="a\x1bb", block_size=4),), "different names"),
-        ((HOLDING,), (REGIONS,), (FACTS, OTHER), "of 1 groups, but there are 2"),
+        ((HOLDING,), (REGIONS,), (FACTS, OTHER), "of 1 group, but there are 2"),
         ((HOLDING,), (REGIONS,), (GroupFacts(name="a", block_size=4, window=3),), "groups: kind full, window 3"),
         ((HOLDING,), (REGIONS,), (GroupFacts(name="a", block_size=4, kind=GroupKind.STATE),), "kind state"),
         (TWO, (REGIONS, replace(REGIONS, num_blocks=3)), (FACTS,), "group 0 has 4 and other blocks"),
@@ -207,7 +207,7 @@ def test_more_regions_than_can_be_looked_at_are_refused_unread() -> None:
         all_regions_from_wire((many, many))
     with pytest.raises(codec.WireError, match="region tables: 65 with 130 regions"):
         all_regions_from_wire((REGIONS,) * 65)
-    with pytest.raises(codec.WireError, match="cache share: 3 shares with 90000 layers"):
+    with pytest.raises(codec.WireError, match="cache shares: 3 with 90000 layers"):
         check_cache_shares((replace(HOLDING, layers=tuple(range(30_000))),) * 3)
 
 
@@ -224,7 +224,7 @@ def test_a_latent_has_one_head() -> None:
     ("address", "count", "hold_s", "problem"),
     [
         *((address, count, 0.02, "") for address, count in ((1, 1), (4096, 1 << 24), ((1 << 62) + 1, 16384))),
-        *((address, 1, 0.02, "1 seals at|address|out of range") for address in (0, -1, (1 << 64) - 16, 1 << 64)),
+        *((address, 1, 0.02, "1 seal at|address|out of range") for address in (0, -1, (1 << 64) - 16, 1 << 64)),
         *((4096, count, 0.02, f"`\\$.count`, got {count}") for count in (0, -1, (1 << 24) + 1)),
         # a reader would trust a seal that it fetched long before its last byte landed
         *((4096, 16, hold_s, f"`\\$.hold_s`, got {hold_s}") for hold_s in (0.0, -1.0, float("nan"), float("inf"), 1e6)),

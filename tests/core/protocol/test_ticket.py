@@ -252,7 +252,7 @@ def test_no_ticket_exists_that_was_not_checked() -> None:
         ("num_tokens", "41", "num_tokens`, got '41'$"),
         ("num_tokens", True, "num_tokens"),
         ("block_ids", {3, 7, 9}, "block_ids"),
-        ("block_ids", (3, 7), r"\(2,\) blocks by group, but \(3,\) of tp_rank 0"),
+        ("block_ids", (3, 7), r"blocks by group: \(2,\), but \(3,\) of tp_rank 0"),
         ("request_id", "\ud800", "no request id"),
         ("ranks", (), "ranks"),
     ):
@@ -285,7 +285,7 @@ def test_a_lease_that_a_rank_names_is_judged_like_those_of_tickets(name: str, va
 @each("rank", [0, 1])
 @each("block_ids", [[], [1, 2], [1, 2, 3, 4]])
 def test_a_rank_offers_as_many_blocks_as_the_ticket_names(rank: int, block_ids: list[int]) -> None:
-    problem = rf"^ticket: \(3,\) blocks by group, but \({len(block_ids)},\) of tp_rank {1 - rank}$"
+    problem = rf"^ticket: blocks by group: \(3,\), but \({len(block_ids)},\) of tp_rank {1 - rank}$"
     with pytest.raises(RequestError, match=problem):
         Ticket.from_params(with_value(f"kvflow.ranks.{rank}.block_ids", block_ids))
 
@@ -329,7 +329,7 @@ def test_routers_may_add_fields_but_not_any_number(path: str) -> None:
 
 
 def test_a_rank_is_named_once() -> None:
-    with pytest.raises(RequestError, match=r"^ticket: it names 3 ranks, but only 2 different ones$"):
+    with pytest.raises(RequestError, match=r"^ticket: ranks: 3, but only 2 of them differ$"):
         changed(TICKET, ranks=(FIRST, SECOND, FIRST))
 
 
@@ -557,9 +557,9 @@ CHUNKED = GroupKind.CHUNKED
     ("changes", "problem"),
     [
         ({"groups": ()}, "0 groups, but 2 block tables"),
-        ({"more_block_ids": ()}, "2 groups, but 1 block tables"),
+        ({"more_block_ids": ()}, "2 groups, but 1 block table"),
         ({"more_block_ids": ((1,), (2,))}, "2 groups, but 3 block tables"),
-        ({"more_block_ids": ((40, 41, 42),)}, r"\(3, 3\) blocks by group, but \(3, 2\) of tp_rank 0"),
+        ({"more_block_ids": ((40, 41, 42),)}, r"blocks by group: \(3, 3\), but \(3, 2\) of tp_rank 0"),
         ({"block_size": 8}, "block_size 8, but 16 of the first group"),
         ({"groups": (FULL, GroupFacts(name="a b", block_size=16))}, "group 'a b'"),
         ({"groups": (FULL, GroupFacts(name="b", block_size=0))}, "block_size 0"),
@@ -591,7 +591,7 @@ def test_a_ticket_without_leases_has_a_table_for_each_group() -> None:
     other: dict[str, Any] = {"request_id": "other", "num_tokens": 3, "ttl_s": 2.0}
     ticket = GROUPED.without_leases(block_ids=[[4], [5]], **other)
     assert (ticket.block_tables, ticket.ranks[1].block_tables) == (((4,), (5,)), ())
-    with pytest.raises(RequestError, match="1 block tables, but 2 groups"):
+    with pytest.raises(RequestError, match="1 block table, but 2 groups"):
         GROUPED.without_leases(block_ids=[[4]], **other)
 
 
@@ -609,7 +609,7 @@ def test_a_ticket_says_that_blocks_follow() -> None:
 @each(
     ["changes", "problem"],
     [
-        ({"extends": True, "num_tokens": 1}, "tokens need"),
+        ({"extends": True, "num_tokens": 1}, "num_tokens 1 needs"),
         # Blocks to come are not listed: their number alone is judged, before anything is made of it.
         ({"extends": True, "num_tokens": 1 << 60}, r"at most 1000 \(limits.block_ids_max\)"),
         ({"extends": 1}, "extends"),

@@ -156,8 +156,8 @@ async def test_messages_of_other_forms_are_counted_and_nothing_else(frames: list
 @pytest.mark.parametrize(
     ("frames", "why"),
     [
-        ([b"kv", b"batch"], "a message without a sequence number, in frames of 2, 5 bytes"),
-        ([b"kvevents", b"batch"], "a message without a sequence number, in frames of 8, 5 bytes"),
+        ([b"kv", b"batch"], "a message without a sequence number, bytes of its frames: 2, 5"),
+        ([b"kvevents", b"batch"], "a message without a sequence number, bytes of its frames: 8, 5"),
         ([b"kv", (1).to_bytes(8, "big"), b"\xc1"], "no batch"),
     ],
 )
