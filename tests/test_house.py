@@ -110,7 +110,7 @@ COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake",
 LOOKING_AGAIN = {
     "kvflow/runtime/channel/asking.py": "a listener drops all connections when it has too many",
     "kvflow/runtime/channel/listening.py": "nobody tells that open files are used up, or that there are some again",
-    "kvflow/runtime/peers/lease_questions.py": "a rank may have no room for a question that waits",
+    "kvflow/runtime/peers/table.py": "a rank may have no room for a question that waits",
     "kvflow/ray/peers.py": "Serve tells its own routers only when replicas come and go",
     "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
 }

@@ -134,7 +134,7 @@ class Course:
 
     def _next(self) -> Ticket:
         """The best source that has not had its turn; those that failed lately, and are not asked for now, come last."""
-        ticket = min(self._waiting, key=self._loader.reach.backs_off)
+        ticket = min(self._waiting, key=self._loader.peers.backs_off)
         self._waiting.remove(ticket)
         return ticket
 
@@ -179,7 +179,7 @@ class Course:
                 error.add_note(f"before that, {other.engine_id!r} at {other.address}: {other.outcome}: {other.error}")
             raise error
         try:
-            ticket = loader.reach.parse_ticket(given)
+            ticket = loader.resolver.read_ticket(given)
         except RequestError as problem:
             raise RequestError(f"{what}: again: {problem}") from problem
         self._brought.append(ticket)

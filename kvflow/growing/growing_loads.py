@@ -25,7 +25,8 @@ from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Matched, Plan
 from kvflow.runtime.load.reads import CopyGroup
 from kvflow.runtime.load.route import Route
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
+from kvflow.runtime.peers.peer import LocalRank, Source
+from kvflow.runtime.peers.table import Peers
 from kvflow.staging.lanes import GroupSpan, Lane
 
 LOOK_EVERY_S = 0.1
@@ -60,13 +61,13 @@ class _Growing:
 class GrowingLoads:
     """Carries loads of leases that grow."""
 
-    def __init__(self, context: RankContext, local: LocalRank, reach: Reaching, route: Route) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, peers: Peers, route: Route) -> None:
         self.slice_bytes_max = context.config.limits.slice_bytes_max
         self.clock = context.clock
         self.route = route
         self.count = 0
         """Loads that were begun so far."""
-        self._follower = Follower(context, local, reach)
+        self._follower = Follower(context, local, peers)
 
     def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
         """Ask these ranks what becomes of their leases, for a load that needs more of them than seals say."""

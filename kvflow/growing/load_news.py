@@ -26,7 +26,8 @@ from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.plan import Matched, known_so_far
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, words
+from kvflow.runtime.peers.peer import LocalRank, Source, words
+from kvflow.runtime.peers.table import Peers
 
 _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
 
@@ -172,10 +173,10 @@ class News:
 class Follower:
     """Asks for news, for all loads of one rank."""
 
-    def __init__(self, context: RankContext, local: LocalRank, reach: Reaching) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, peers: Peers) -> None:
         self._spawn = context.spawn
         self._reader = local.reader
-        self._reach = reach
+        self._peers = peers
 
     def follow(self, ticket: Ticket, sources: Sequence[Source], wake: Callable[[Source], object]) -> News:
         """Ask these ranks from now on; `wake` is called at every answer. Raises RuntimeUnavailable."""
@@ -212,7 +213,7 @@ class Follower:
                 missing_max=one.missing_max,
             )
             try:
-                answer = await self._reach.ask_until(peer, question)
+                answer = await self._peers.ask_until(peer, question)
                 one.take(answer)
             except PeerError as error:
                 one.fail(error)

@@ -170,7 +170,7 @@ class Rendezvous:
     async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> tuple[messages.Offer, RankLease | None]:
         """Wait for a rank's offer, and its lease; None if there is nothing to read."""
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at.target, request_id=ticket.request_id)
-        answer = await self._reach.ask_until(peer, question, give_up_s)
+        answer = await self._peers.ask_until(peer, question, give_up_s)
         match answer.state:
             case Told.FAILED if answer.instead:
                 raise _failure(_SentOn, ticket, peer, words(answer.reason)).to(peer.at, answer.instead)

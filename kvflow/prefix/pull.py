@@ -37,7 +37,7 @@ from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport, LoadRequest
-from kvflow.runtime.peers.peer import LocalRank, Reaching, token_bytes
+from kvflow.runtime.peers.peer import LocalRank, Resolver, token_bytes
 from kvflow.runtime.records import LOADED
 
 
@@ -71,7 +71,7 @@ class Prefixes:
         self,
         context: RankContext,
         local: LocalRank,
-        reach: Reaching,
+        resolver: Resolver,
         remote_leases: RemoteLeases,
         loader: Loader,
         seeker: Seeker,
@@ -79,7 +79,7 @@ class Prefixes:
         self._config = context.config
         self._groups = local.groups
         self._token_bytes = token_bytes(local)
-        self._reach = reach
+        self._resolver = resolver
         self._remote_leases = remote_leases
         self._loader = loader
         self._seeker = seeker
@@ -105,7 +105,7 @@ class Prefixes:
         tables = self._loader.tables_of(request.block_ids, request.request_id)
         if request.rest is not None:
             try:
-                request = replace(request, rest=self._reach.parse_ticket(request.rest))
+                request = replace(request, rest=self._resolver.read_ticket(request.rest))
             except RequestError as error:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
         check_blocks(request, self._groups, tables)

@@ -193,7 +193,7 @@ class Seeker:
         if isinstance(peer, PeerAddress):
             ranks = await self._reach.ranks_at(peer.checked(), every_rank=request.every_rank)
         else:
-            ticket = self._reach.parse_ticket(peer)
+            ticket = self._reach.read_ticket(peer)
             await self._reach.check(ticket)
             ranks, fixed = self._reach.whereabouts(ticket), ticket.fixed_ports
             if request.every_rank:

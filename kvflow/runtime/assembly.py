@@ -102,15 +102,15 @@ class RegisteredCache:
         self.peers = Peers(context, foreign.handshakes(context, local, handshakes))
         self.asked = AskedParts(self)
         self.own_reach = Reach(context, local, self.peers)
-        """Reach of engines of our own make; `reach` may know others."""
-        self.reach = foreign.reach(context, self.peers, self.own_reach)
+        """The resolver of tickets of our own make; `resolver` may know others."""
+        self.resolver = foreign.resolver(context, self.peers, self.own_reach)
         self.rendezvous = Rendezvous(context, local, self.own_reach, self.peers)
         meet = self.rendezvous.meet
-        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling, meet)
-        self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear, self.asked)
+        self.remote_leases = RemoteLeases(context, local, self.peers, self.own_reach, self.resolver, telling, meet)
+        self.whole = Whole(context, local, self.peers, self.resolver, self.remote_leases, route, gear, self.asked)
         meeting = Meeting(local, meet, self.remote_leases, self.whole.carry)
         carriers = Carriers(self.whole.gate, self.whole.carry, meeting)
-        self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers, self.asked)
+        self.loader = Loader(context, local, self.peers, self.resolver, self.remote_leases, gear, carriers, self.asked)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving)
         """The service that answers readers of another make."""
@@ -118,7 +118,7 @@ class RegisteredCache:
         self.sharing: SharedPrefixes | None = None
         """The service that answers questions for prefixes, if this cache is shared."""
         seeker = Seeker(context, local, self.own_reach, self.peers, self.remote_leases)
-        self.prefixes = Prefixes(context, local, self.reach, self.remote_leases, self.loader, seeker)
+        self.prefixes = Prefixes(context, local, self.resolver, self.remote_leases, self.loader, seeker)
         self._config = context.config
         self._rank = context.identity.rank
 

@@ -1,7 +1,7 @@
 """Engines of another make: how a rank reads from them and is read by them. `stock` has them.
 
 A rank whose fleet has such engines is given a part that is a `Foreign`. Then its loads find their sources by a
-`Reaching` that knows both kinds of tickets, and each handshake says how the peer is told of its leases (`Telling`) and
+`Resolver` that knows both kinds of tickets, and each handshake says how the peer is told of its leases (`Telling`) and
 what vouches for reads from it (`Proof`). Peers, loads, leases and their books are the same objects for all makes.
 """
 
@@ -14,22 +14,10 @@ from kvflow.core.protocol import messages
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.handshake import Handshakes
-from kvflow.runtime.peers.peer import LocalRank, Reaching
+from kvflow.runtime.peers.peer import LocalRank, Resolver
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Handshaking, Peers
-
-
-class Leases(Protocol):
-    """The leases of this rank: `producer.serving.Serving`, as far as readers of another make need it.
-
-    Named here to keep chains of imports short.
-    """
-
-    def lease_id_of(self, request_id: str) -> str | None: ...
-
-    def on_notification(self, payload: bytes) -> None: ...
-
-    def note_late_read(self) -> None: ...
+from kvflow.runtime.producer.serving import Serving
 
 
 class Service(Protocol):
@@ -49,12 +37,12 @@ class Foreign(Part):
         """Return the handshakes with peers of both kinds."""
         return own
 
-    def reach(self, context: RankContext, peers: Peers, own: Reach) -> Reaching:
+    def resolver(self, context: RankContext, peers: Peers, own: Reach) -> Resolver:
         """Return the way from tickets of both kinds to their ranks."""
         return own
 
     def service(
-        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
+        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Serving
     ) -> Service | None:
         """Return the service that answers their readers, None if there is none.
 

@@ -257,7 +257,7 @@ class Runtime:
         if at is None:
             cache.serving.decline(wanted, why)
             return
-        places = [cache.own_reach.parse_ticket(one) for one in (at, instead) if one is not None]
+        places = [cache.own_reach.read_ticket(one) for one in (at, instead) if one is not None]
         for ticket in places:
             if not ticket.awaited or ticket.request_id != wanted:
                 raise RequestError(f"{what}: expected a rendezvous of it, got a ticket of {ticket.request_id[:80]!r}")
@@ -345,7 +345,7 @@ class Runtime:
             RequestError: the ticket cannot be right.
         """
         cache = self._require_cache("keep_leases")
-        return self._entered_here(cache.remote_leases.keep_while(cache.reach.parse_ticket(ticket)))
+        return self._entered_here(cache.remote_leases.keep_while(cache.resolver.read_ticket(ticket)))
 
     def share(self, shelf: Shelf, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
         """Answer peers that look for a prefix by what an engine's prefix cache has, until the cache is unregistered.

@@ -30,7 +30,7 @@ async def reach_kin(
     """Reach (`Reach.reach`) an engine of our own make by parameters like a stock one's; `kin` is its first rank."""
     peer = peers.get(Address(ticket.engine_id, kin.rank, ticket.address))
     connection = await peers.connect(peer, kin.life, ticket.request_id)
-    own = reach.parse_ticket(_own_ticket(ticket, kin.rank, connection))
+    own = reach.read_ticket(_own_ticket(ticket, kin.rank, connection))
     first, more = own.block_ids, own.more_block_ids
     sources = []
     for source in await reach.reach(own, found):

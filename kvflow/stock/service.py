@@ -23,7 +23,7 @@ from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.foreign import Leases
+from kvflow.runtime.producer.serving import Serving
 from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.shape import OurCache
 from kvflow.stock.texts import Heartbeat, ReadText, decode_text, is_text
@@ -62,7 +62,7 @@ class StockService:
     """See `runtime.foreign.Service`: answers for all ranks of its engine, and hears what is told to its own."""
 
     def __init__(
-        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Leases, pose: Pose
+        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Serving, pose: Pose
     ) -> None:
         self._clock = context.clock
         self._leases = leases

@@ -13,11 +13,12 @@ from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.foreign import Foreign, Leases, Service
+from kvflow.runtime.foreign import Foreign, Service
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.producer.serving import Serving
 from kvflow.stock.deadline import Arrival, Terms
 from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.hashing import HASH
@@ -25,7 +26,7 @@ from kvflow.stock.service import Pose, StockService
 from kvflow.stock.shape import OurCache, Unfit, our_cache
 from kvflow.stock.sights import Sights
 from kvflow.stock.stock_handshake import Known, StockHandshakes
-from kvflow.stock.stock_reach import StockReach
+from kvflow.stock.stock_resolver import StockResolver
 from kvflow.stock.versions import Line, UnknownLine, line_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -128,7 +129,7 @@ class StockPeers(Foreign):
         sights = Sights(self.terms, machine_id(), context)
         return StockHandshakes(context, local, own, _our_cache(local), known, sights)
 
-    def reach(self, context: RankContext, peers: Peers, own: Reach) -> StockReach:
+    def resolver(self, context: RankContext, peers: Peers, own: Reach) -> StockResolver:
         """For the runtime: see `runtime.foreign.Foreign`.
 
         Args:
@@ -141,10 +142,10 @@ class StockPeers(Foreign):
         """
         handshakes = peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
-        return StockReach(context, peers, own, handshakes)
+        return StockResolver(context, peers, own, handshakes)
 
     def service(
-        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
+        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Serving
     ) -> Service | None:
         """For the runtime: see `runtime.foreign.Foreign`.
 

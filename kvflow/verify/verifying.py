@@ -64,7 +64,7 @@ class Verifying:
     def __init__(self, cache: RegisteredCache) -> None:
         memory, copy_thread = cache.memory, cache.gear.copy_thread
         self._local = cache.local
-        self._reach = cache.reach
+        self._peers = cache.peers
         self.own = DigestedCache(memory.own, copy_thread, memory.device)
         """The engine's cache, which its loads fill."""
         self.shown = self.own
@@ -120,7 +120,7 @@ class Verifying:
             parts=tuple(part.asked for part in parts),
         )
         try:
-            reply = await self._reach.ask_digests(peer, question)
+            reply = await self._peers.ask_digests(peer, question)
         except PeerError as error:
             raise NotCompared(str(error)) from error
         if isinstance(reply, messages.LeaseAnswer):

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.nixl
 class Flipping:
     """Flips bytes of the producer's block 7 before questions for digests, the first `times` of them."""
 
-    def __init__(self, reach: Any, kv_caches: Mapping[str, torch.Tensor], times: int) -> None:
-        self._ask = reach.ask_digests
-        reach.ask_digests = self._asking
+    def __init__(self, peers: Any, kv_caches: Mapping[str, torch.Tensor], times: int) -> None:
+        self._ask = peers.ask_digests
+        peers.ask_digests = self._asking
         self._tensor = next(iter(kv_caches.values()))
         self._times = times
 
@@ -39,7 +39,7 @@ async def test_what_changes_between_read_and_digest_is_found(times: int) -> None
         lease, consumer = pair.offer([3, 7]), pair.consumer.runtime
         cache: Any = consumer._supervisor.cache
         _ask_after_the_read(cache.asked.get("verify", "a test"))
-        Flipping(cache.reach, pair.producer.kv_caches, times)
+        Flipping(cache.peers, pair.producer.kv_caches, times)
         verified = replace(pair.wanted(lease, [0, 1]), verify=True)
         if times == 2:
             with pytest.raises(ChecksumMismatch):

@@ -16,7 +16,7 @@ from kvflow.core.policy.states import PeerState
 from kvflow.runtime.clock import SystemClock
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
-from kvflow.runtime.peers.peer import LocalRank, Source
+from kvflow.runtime.peers.peer import LocalRank, Resolver, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 
@@ -36,7 +36,7 @@ class LateReach:
         self.searching = asyncio.Event()
         self.found = 0
 
-    def parse_ticket(self, ticket: Ticket) -> Ticket:
+    def read_ticket(self, ticket: Ticket) -> Ticket:
         return ticket
 
     async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
@@ -70,7 +70,8 @@ async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
         cast(RankContext, context),
         cast(LocalRank, SimpleNamespace(reader="any")),
         cast(Peers, None),
-        cast(Reach, reach),
+        cast(Reach, None),
+        cast(Resolver, reach),
         cast(LeaseIdTelling, None),
         cast(Any, None),
     )

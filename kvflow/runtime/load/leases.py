@@ -35,7 +35,8 @@ from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import lease_told
-from kvflow.runtime.peers.peer import LocalRank, Meet, Reaching, Source, check_parallelism
+from kvflow.runtime.peers.peer import LocalRank, Meet, Resolver, Source, check_parallelism
+from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import AgentName
 
@@ -94,17 +95,19 @@ class RemoteLeases:
         context: RankContext,
         local: LocalRank,
         peers: Peers,
-        reach: Reaching,
+        reach: Reach,
+        resolver: Resolver,
         telling: LeaseIdTelling,
         meet: Meet,
     ) -> None:
-        """`telling`: notifications to ranks of our own make."""
+        """`reach` and `telling` are those of ranks of our own make."""
         self._config = context.config
         self._clock = context.clock
         self._spawn = context.spawn
         self._local = local
         self._peers = peers
         self._reach = reach
+        self._resolver = resolver
         self._telling = telling
         self._meet = meet
         self._kept: dict[object, list[_Kept]] = {}
@@ -162,7 +165,7 @@ class RemoteLeases:
         RequestError if the ticket cannot be right, or a rank's address cannot be known. Cancelling stops it; some ranks
         may have been told then.
         """
-        ticket, problems = self._reach.parse_ticket(given), list[KVFlowError]()
+        ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
         told = await self._release(ticket, problems)
         for problem in problems:
             logger.warning("lease not given back: %s", problem)
@@ -251,7 +254,7 @@ class RemoteLeases:
 
     async def _release_unasked(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         try:
-            self.tell(await self._reach.reach(ticket, lambda _: None))
+            self.tell(await self._resolver.reach(ticket, lambda _: None))
         except KVFlowError as error:
             problems.append(error)
             return False
@@ -269,7 +272,7 @@ class RemoteLeases:
             async with asyncio.timeout(bound_s):
                 if ticket.awaited:
                     ticket = await self._meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
-                await self._reach.reach(ticket, partial(self.keep, owner, ticket.ttl_s))
+                await self._resolver.reach(ticket, partial(self.keep, owner, ticket.ttl_s))
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:
             what = f"request {ticket.request_id} from {ticket.engine_id}: its leases could not be kept"
@@ -313,7 +316,7 @@ class RemoteLeases:
                 self._telling.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
                 return True
         if lease is None:
-            answer = await self._reach.standing(ticket, peer)
+            answer = await self._reach.questions.standing(ticket, peer)
             if answer.lease is None:
                 return answer.state is not messages.Told.WAITING  # else there is nothing to give back
             lease = lease_told(at, answer.lease)

@@ -51,7 +51,8 @@ from kvflow.runtime.load.requests import (
     PeerLoad,
     Verification,
 )
-from kvflow.runtime.peers.peer import LocalRank, Reaching, blocks_by_group
+from kvflow.runtime.peers.peer import LocalRank, Resolver, blocks_by_group
+from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
 logger = logger_of(__name__)
@@ -72,7 +73,8 @@ class Loader:
         self,
         context: RankContext,
         local: LocalRank,
-        reach: Reaching,
+        peers: Peers,
+        resolver: Resolver,
         remote_leases: RemoteLeases,
         gear: Gear,
         carriers: Carriers,
@@ -86,7 +88,8 @@ class Loader:
         self.clock = context.clock
         self._now_s = context.clock.now_s
         self.groups = local.groups
-        self.reach = reach
+        self.peers = peers
+        self.resolver = resolver
         self.remote_leases = remote_leases
         self.gear = gear
         self.carriers = carriers
@@ -102,7 +105,7 @@ class Loader:
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
-        self._never_read = NeverRead(reach.delivered)
+        self._never_read = NeverRead(peers.delivered)
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -208,12 +211,12 @@ class Loader:
             given = plain.ticket
             if plain.again is None and (type(given) is dict or isinstance(given, Ticket)):
                 try:
-                    tickets: tuple[Ticket, ...] = (self.reach.read_ticket(given, ids_max),)
+                    tickets: tuple[Ticket, ...] = (self.resolver.read_ticket(given),)
                 except RequestError as error:
                     raise RequestError(f"{what}: {error}") from error
                 carry = self.carriers.meeting.carry if tickets[0].awaited else self.carriers.whole
             else:
-                tickets, carry = self._several(plain, ids_max)
+                tickets, carry = self._several(plain)
             if plain.verify and (problem := self._asked.get("verify", f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self.gear.ledger.find(plain.block_ids, f"{what}: block_ids")
@@ -233,7 +236,7 @@ class Loader:
             self._look_at(work.ends_s)
         return load, work
 
-    def _several(self, request: LoadRequest, block_ids_max: int) -> tuple[tuple[Ticket, ...], Carry]:
+    def _several(self, request: LoadRequest) -> tuple[tuple[Ticket, ...], Carry]:
         """Read the tickets of a request that may have several, and choose the carrier of its load."""
         what, given = f"request {request.request_id!r}", request.ticket
         several: Sequence[Any] | None = (given,)
@@ -244,7 +247,7 @@ class Loader:
         if not 0 < len(several) <= TICKETS_MAX:
             raise RequestError(f"{what}: {counted(len(several), 'ticket')}, expected 1 to {TICKETS_MAX}")
         try:
-            tickets = tuple(self.reach.read_ticket(one, block_ids_max) for one in several)
+            tickets = tuple(self.resolver.read_ticket(one) for one in several)
         except RequestError as error:
             raise RequestError(f"{what}: {error}") from error
         for other in tickets[1:]:

@@ -35,7 +35,8 @@ from kvflow.runtime.load.reader import Reader
 from kvflow.runtime.load.reads import CopyFailed, Read
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.route import Route
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
+from kvflow.runtime.peers.peer import LocalRank, Resolver, Source
+from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import TransportError
 
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
@@ -51,7 +52,8 @@ class Whole:
         self,
         context: RankContext,
         local: LocalRank,
-        reach: Reaching,
+        peers: Peers,
+        resolver: Resolver,
         remote_leases: RemoteLeases,
         route: Route,
         gear: Gear,
@@ -61,12 +63,13 @@ class Whole:
         self._config = config
         self._now_s = context.clock.now_s
         self._groups = local.groups
-        self._reach = reach
+        self._peers = peers
+        self._resolver = resolver
         self._remote_leases = remote_leases
         self._route = route
         self._gear = gear
         self.gate = Gate(gear.poller)
-        self._growing = GrowingLoads(context, local, reach, route)
+        self._growing = GrowingLoads(context, local, peers, route)
         self._token_hex = context.token_hex
         self._asked = asked
         self._few_max = FEW if not config.verify_share and local.groups[0].whole else 0
@@ -79,10 +82,10 @@ class Whole:
         if not len(work.entries) or not (ticket.block_ids or ticket.has_blocks):
             return await self._empty(load, work)
         keep = partial(self._remote_leases.keep, load, ticket.ttl_s)
-        sources = self._reach.reach_at_once(ticket, keep)
+        sources = self._resolver.reach_at_once(ticket, keep)
         if sources is None:
             work.enter("handshake")
-            sources = await self._reach.reach(ticket, keep)
+            sources = await self._resolver.reach(ticket, keep)
         work.enter("plan")
         if work.seconds["handshake"] > TURN_S:  # many loads may have waited for the same handshake
             await self.gate.come(request.priority, again=True)
@@ -95,13 +98,13 @@ class Whole:
             flight.land()
         except (TransportError, CopyFailed) as error:
             if flight.failed is not None:
-                self._reach.failed(flight.failed, str(error))
+                self._peers.failed(flight.failed.connection, str(error))
             await flight.stop(self._config.cancel_grace_s)
             raise work.failure(load, TransferFailed, f"the transfer failed: {error}") from error
         except BaseException:
             await flight.stop(self._config.cancel_grace_s)
             raise
-        self._reach.succeeded(plan.sources, fresh=fresh)
+        self._peers.succeeded(plan.sources, fresh=fresh)
         if not fresh:
             raise self._over_error(load, work)
         return await self._tell(load, work, sources)
@@ -197,7 +200,7 @@ class Whole:
             told = not load.request.keep_offer and await self._remote_leases.release(ticket)
             return work.report(load.request_id, notified=told)
         work.enter("handshake")
-        sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
+        sources = await self._resolver.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
         work.enter("wire")
         self._growing.follow(load, sources, {})
         return await self._tell(load, work, sources)

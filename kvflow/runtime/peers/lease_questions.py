@@ -7,7 +7,6 @@ be there later is asked for again: at once after a question that has waited, els
 from __future__ import annotations
 
 import asyncio
-import math
 
 import msgspec
 
@@ -18,14 +17,10 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.messages import Told
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, check_lease
-from kvflow.errors import LeaseExpired, PeerError, PeerUnreachable, PrefillFailed, ProtocolError, RequestError
+from kvflow.errors import LeaseExpired, PeerError, PrefillFailed, ProtocolError, RequestError
 from kvflow.hosts import split_address
-from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.peers.peer import LocalRank, Peer, words
 from kvflow.runtime.peers.table import Peers
-
-_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.2
-_UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all of them
 
 
 class LeaseQuestions:
@@ -35,34 +30,6 @@ class LeaseQuestions:
         self._local = local
         self._peers = peers
         self._lease_wait_s = lease_wait_s
-
-    async def ask_until(
-        self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
-    ) -> messages.LeaseAnswer:
-        """Ask until there is something to tell; if there is nothing by `give_up_s`, the state is WAITING.
-
-        `give_up_s` is a time of the loop's. Raises a PeerError; PeerUnreachable if the peer has not answered the last
-        question, or several ones in a row. Cancelling stops the asking.
-        """
-        loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
-        while True:
-            begun_s = loop.time()
-            wait_s = min(max(give_up_s - begun_s, 0.0), QUESTION_WAIT_S)
-            try:
-                answer = await self._peers.ask_lease(peer, msgspec.structs.replace(question, wait_s=wait_s))
-            except PeerUnreachable:
-                unreachable += 1
-                if unreachable == _UNREACHABLE_MAX or wait_s < QUESTION_WAIT_S:  # the last question
-                    raise
-            else:
-                unreachable = 0
-                if answer.state is not Told.WAITING or loop.time() >= give_up_s:
-                    return answer
-            if loop.time() - begun_s < wait_s / 2:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
-            else:
-                pause_s = _PAUSE_FIRST_S
 
     async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
         """Ask a rank that the ticket does not name about its lease, for `limits.lease_wait_s`. Raises a PeerError.
@@ -79,7 +46,7 @@ class LeaseQuestions:
             blocks_digest=ticket.blocks_digest,
         )
         answer = await self._peers.find_lease(peer, question)
-        return answer if answer.state is not Told.WAITING else await self.ask_until(peer, question, give_up_s)
+        return answer if answer.state is not Told.WAITING else await self._peers.ask_until(peer, question, give_up_s)
 
     async def find(self, ticket: Ticket, peer: Peer) -> RankLease:
         """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired, PrefillFailed."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvflow.checks import counted, printable, shown
 from kvflow.core.cache.groups import GroupFacts
@@ -229,37 +228,18 @@ class Meet(Protocol):
     ) -> Awaitable[Ticket]: ...
 
 
-class Reaching(Protocol):
-    """The way from a ticket to its ranks, as loads and leases need it; see `reach.Reach`."""
+ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
+
+
+class Resolver(Protocol):
+    """The way from a ticket to its ranks, connected, with their leases: for engines of our own make `reach.Reach`."""
 
     @property
-    def read_ticket(self) -> Callable[[Ticket | Mapping[str, Any], int], Ticket]: ...
-
-    def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket: ...
-
-    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
-
-    async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, T]]) -> list[T]: ...
-
-    async def ask_until(
-        self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
-    ) -> messages.LeaseAnswer: ...
-
-    async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer: ...
-
-    async def ask_digests(
-        self, peer: Peer, question: messages.DigestRequest
-    ) -> messages.Digests | messages.LeaseAnswer: ...
+    def read_ticket(self) -> ReadTicket: ...
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
 
-    def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None: ...
-
-    def backs_off(self, ticket: Ticket) -> bool: ...
-
-    def delivered(self, engine_id: str) -> bool: ...
-
-    def failed(self, source: Source, why: str) -> None: ...
+    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
 
 
 class Telling(Protocol):

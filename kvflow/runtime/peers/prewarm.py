@@ -57,7 +57,7 @@ async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket 
             engine_id = engine.engine_id
             wanted = await reach.ranks_at(engine)
         else:
-            ticket = reach.parse_ticket(engine)
+            ticket = reach.read_ticket(engine)
             engine_id = ticket.engine_id
             await reach.check(ticket)
             wanted = reach.whereabouts(ticket)

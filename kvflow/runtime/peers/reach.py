@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvflow.checks import counted
@@ -22,7 +22,6 @@ from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import check_block_ids
 from kvflow.core.plan.ranks import RankPlan, plan_ranks
 from kvflow.core.plan.topology import Parallelism, Rank
-from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
@@ -38,7 +37,7 @@ from kvflow.hosts import PORT_MAX, address_at, loopback_hint, split_address
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import LeaseQuestions, expired, wrong_lease
-from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, ReadTicket, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
 
 logger = logger_of(__name__)
@@ -78,22 +77,17 @@ class Reach:
     def __init__(self, context: RankContext, local: LocalRank, peers: Peers) -> None:
         self._config = context.config
         self._clock = context.clock
+        self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=context.config.limits.block_ids_max)
+        """Checks a ticket that was given to us. RequestError names what is wrong with it."""
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
-        self.ask_digests = peers.ask_digests
-        self.read_ticket = read_ticket
-        questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
-        self.ask_until, self.standing, self._find_lease = questions.ask_until, questions.standing, questions.find
+        self.questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
         self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
         self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
         self._lacking_drafts: Latest[tuple[str, str], None] = Latest(_PLANS_MAX)
         """The engines and addresses of which `_warn_of_drafts` has warned."""
-
-    def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """Check a ticket that was given to us. RequestError names what is wrong with it."""
-        return read_ticket(ticket, self._config.limits.block_ids_max)
 
     async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
         """Reach every rank that a load with a checked ticket reads from or reports to; they have all layers of ours.
@@ -197,7 +191,7 @@ class Reach:
             if one.source is not None or one.connection.report_share.numerator == 0:
                 return one
             async with room:
-                lease = await self._find_lease(ticket, one.peer)
+                lease = await self.questions.find(ticket, one.peer)
             connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
             return reached(self.told(ticket, one.peer, connection, lease, lease.block_tables))
 
@@ -288,28 +282,6 @@ class Reach:
             return self.source(ticket, peer, connection, lease)
         except RequestError as error:
             raise wrong_lease(peer.at, error) from error
-
-    def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None:
-        """Forget failures of these ranks, since bytes were read from all of them. `fresh`: whether the bytes count."""
-        now_s = self._clock.now_s()
-        for source in sources:
-            source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
-            source.peer.delivered |= fresh
-
-    def backs_off(self, ticket: Ticket) -> bool:
-        """True if a rank that the ticket names has failed and is not asked for now."""
-        now_s, known = self._clock.now_s(), self._peers.known
-        places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
-        peers = (known.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
-        return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
-
-    def delivered(self, engine_id: str) -> bool:
-        """Return whether a load has ever read well from any rank of an engine."""
-        return any(peer.engine_id == engine_id and peer.delivered for peer in self._peers.known.values())
-
-    def failed(self, source: Source, why: str) -> None:
-        """Note that a read from a source failed."""
-        self._peers.failed(source.connection, why)
 
     async def check(self, ticket: Ticket) -> None:
         """PeerIncompatible if the ticket's parallelism does not go with ours, once its first rank has answered."""

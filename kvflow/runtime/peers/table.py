@@ -12,10 +12,13 @@ has used for `Limits.peer_idle_s` are evicted as well, by a timer that exists as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from kvflow.checks import counted
 from kvflow.core.plan.topology import Rank
@@ -25,6 +28,8 @@ from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import PeerEvent, PeerState
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.messages import Told
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     KVFlowError,
     PeerError,
@@ -36,15 +41,18 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeClosed,
 )
+from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.first_contacts import FirstContacts, overloaded, patience_s
-from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, expendable, words
+from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, expendable, words
 from kvflow.transport.base import AgentName
 
 logger = logger_of(__name__)
 
+_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.2
+_UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all of them
 _MISFITS_MAX = 1024
 
 T = TypeVar("T")
@@ -161,7 +169,35 @@ class Peers:
         """Ask a rank about a lease by a question that does not wait. Raises a PeerError, or Overloaded."""
         return _expected(peer, await self._ask_connected(peer, question), messages.LeaseAnswer)
 
-    async def ask_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseAnswer:
+    async def ask_until(
+        self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
+    ) -> messages.LeaseAnswer:
+        """Ask until there is something to tell; if there is nothing by `give_up_s`, the state is WAITING.
+
+        `give_up_s` is a time of the loop's. Raises a PeerError; PeerUnreachable if the peer has not answered the last
+        question, or several ones in a row. Cancelling stops the asking.
+        """
+        loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
+        while True:
+            begun_s = loop.time()
+            wait_s = min(max(give_up_s - begun_s, 0.0), QUESTION_WAIT_S)
+            try:
+                answer = await self._ask_lease(peer, msgspec.structs.replace(question, wait_s=wait_s))
+            except PeerUnreachable:
+                unreachable += 1
+                if unreachable == _UNREACHABLE_MAX or wait_s < QUESTION_WAIT_S:  # the last question
+                    raise
+            else:
+                unreachable = 0
+                if answer.state is not Told.WAITING or loop.time() >= give_up_s:
+                    return answer
+            if loop.time() - begun_s < wait_s / 2:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
+            else:
+                pause_s = _PAUSE_FIRST_S
+
+    async def _ask_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseAnswer:
         """Ask a rank about a lease by a question that may wait. Raises a PeerError, or Overloaded."""
         timeout_s = question.wait_s + self._config.handshake_timeout_s
         ask = partial(self.handshakes.ask, peer, question, timeout_s)
@@ -205,6 +241,24 @@ class Peers:
         async with peer.digest_questions:
             reply = await self.handshakes.ask(peer, question)
         return reply if isinstance(reply, messages.LeaseAnswer) else _expected(peer, reply, messages.Digests)
+
+    def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None:
+        """Forget failures of these ranks, since bytes were read from all of them. `fresh`: whether the bytes count."""
+        now_s = self._clock.now_s()
+        for source in sources:
+            source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
+            source.peer.delivered |= fresh
+
+    def backs_off(self, ticket: Ticket) -> bool:
+        """True if a rank that the ticket names has failed and is not asked for now."""
+        now_s = self._clock.now_s()
+        places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
+        peers = (self.known.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
+        return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
+
+    def delivered(self, engine_id: str) -> bool:
+        """Return whether a load has ever read well from any rank of an engine."""
+        return any(peer.engine_id == engine_id and peer.delivered for peer in self.known.values())
 
     def failed(self, connection: Connection, why: str) -> None:
         """Use a connection for no new load, since a read failed. Idempotent: other reads fail with it."""

@@ -1,4 +1,4 @@
-"""StockReach: the way from a stock producer's parameters to the ranks that a load reads from or reports to.
+"""StockResolver: the way from a stock producer's parameters to the ranks that a load reads from or reports to.
 
 The first rank is asked before any other, because a question about a rank that does not exist ends the engine's
 listener: what it shows has to confirm the number of ranks that the parameters claim. Each stage of a pipeline confirms
@@ -31,33 +31,25 @@ from kvflow.stock.telling import StockSource
 from kvflow.stock.texts import read_text
 
 
-class StockReach:
-    """The way from a ticket of either kind to its ranks; see `runtime.peers.peer.Reaching`."""
+class StockResolver:
+    """The way from a ticket of either kind to its ranks; see `runtime.peers.peer.Resolver`."""
 
     def __init__(self, context: RankContext, peers: Peers, own: Reach, handshakes: StockHandshakes) -> None:
-        self.walk, self.ask_digests = own.walk, own.ask_digests
-        self.ask_until, self.standing = own.ask_until, own.standing
-        self.succeeded, self.failed = own.succeeded, own.failed
-        self.backs_off, self.delivered = own.backs_off, own.delivered
         self._block_ids_max = context.config.limits.block_ids_max
         self._peers = peers
         self._own = own
         self._sights = handshakes.sights
         self._handshakes = handshakes
 
-    def read_ticket(self, ticket: Ticket | Mapping[str, Any], block_ids_max: int) -> Ticket:
+    def read_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """The ticket, checked even if it was read before, since anybody can make one. Raises RequestError."""
-        lease_s = self._sights.terms.lease_s
+        lease_s, most = self._sights.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
             if not isinstance(ticket, Mapping) or not is_stock(ticket):
-                return self._own.read_ticket(ticket, block_ids_max)
-            return read_stock(ticket, arrived=None, lease_s=lease_s, block_ids_max=block_ids_max)
+                return self._own.read_ticket(ticket)
+            return read_stock(ticket, arrived=None, lease_s=lease_s, block_ids_max=most)
         params, arrived, left = ticket.params, ticket.arrived, ticket.left
-        return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=block_ids_max, left=left)
-
-    def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """The ticket, checked against the bounds of this runtime. Raises RequestError."""
-        return self.read_ticket(ticket, self._block_ids_max)
+        return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
         """See `Reach.reach_at_once`. A stock producer may have restarted: it is looked at first."""
