@@ -13,34 +13,37 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from kvflow.errors import RequestError
+from kvflow.errors import KVFlowError, RequestError
 
 PARTS: Mapping[str, str] = {
     "failover": "kvflow.failover.several_tickets",  # loads of several tickets, or with `again`
+    "growing": "kvflow.growing.growing_loads",  # leases whose prompts are still being computed
+    "staging": "kvflow.staging.buffered",  # caches that peers cannot read, and blocks in small pieces
     "verify": "kvflow.verify.verifying",  # loads that are compared with the producer, and questions of such readers
 }
 """Module of each part by the name of its folder."""
 
 
-def part(name: str, what: str) -> ModuleType:
+def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> ModuleType:
     """Import a part at its first use.
 
     Args:
         name: folder of the part.
         what: what needs it, for the error.
+        kind: the error if the part is not there.
 
     Returns:
         The part's module in `PARTS`.
 
     Raises:
-        RequestError: The part is not there.
+        RequestError: The part is not there; or `kind`.
     """
     try:
         return importlib.import_module(PARTS[name])
     except (KeyError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and not PARTS[name].startswith(error.name or PARTS[name]):
             raise  # the part is there, and something that it imports is not
-        raise RequestError(f"{what} needs kvflow.{name}, which is not there") from error
+        raise kind(f"{what} needs kvflow.{name}, which is not there") from error
 
 
 class AskedParts:
@@ -55,17 +58,18 @@ class AskedParts:
         """Return whether the part has been made."""
         return name in self._made
 
-    def get(self, name: str, what: str) -> Any:
+    def get(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
         """Return the registration's part of this name.
 
         Args:
             name: folder of the part.
             what: what needs it, for the error.
+            kind: the error if the part is not there.
 
         Raises:
-            RequestError: The part is not there.
+            RequestError: The part is not there; or `kind`.
         """
         made = self._made.get(name)
         if made is None:
-            made = self._made[name] = part(name, what).begin(self._cache)
+            made = self._made[name] = part(name, what, kind).begin(self._cache)
         return made

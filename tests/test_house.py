@@ -71,9 +71,8 @@ RING_OF = {part: ring for ring, parts in RINGS.items() for part in parts}
 
 PARTS_THAT_NEED_PARTS = {
     "failover": {"growing"},
-    "growing": {"staging"},
     "prefix": {"failover"},
-    "storage": {"staging", "verify"},
+    "storage": {"verify"},
     "verify": {"staging"},
 }
 """No part imports another one, but for these."""

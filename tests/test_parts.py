@@ -7,15 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from told_devices import HND, NHD, Opened, handed_over
 
-from kvflow import Config, LeaseOutcome, LoadRequest, parts
-from kvflow.errors import PeerRefused, RequestError
+from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest, parts
+from kvflow.errors import ConfigError, PeerRefused, RequestError
 from kvflow.testing import inproc_pair
+from kvflow.transport.device.cache_device import CacheDevice
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("failover", "stock", "storage", "verify")
+PARTS = ("failover", "staging", "stock", "storage", "verify")
 CORE = ("tests/core", "tests/transport", "tests/runtime/test_lifecycle.py", "tests/runtime/test_ownership.py")
 
 WITHOUT_INSTALLED = """import sys
@@ -112,6 +115,30 @@ async def test_a_share_that_is_verified_needs_verify(monkeypatch: pytest.MonkeyP
         blocks = pair.consumer.runtime.statistics().blocks
         assert blocks is not None
         assert blocks.in_flight == blocks.quarantined == 0
+
+
+async def test_a_cache_that_peers_cannot_read_needs_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PARTS", {})
+    needs = r"^a cache on 'cpu', with Config\.staging 'always', needs kvflow\.staging, which is not there$"
+    with pytest.raises(ConfigError, match=needs):
+        async with inproc_pair(config=Config(engine_id="any", staging="always")):
+            pass
+
+
+@pytest.mark.parametrize("scratch", ["auto", "always"])
+async def test_small_pieces_are_read_one_by_one_without_staging(monkeypatch: pytest.MonkeyPatch, scratch: Any) -> None:
+    """Unless they must not be."""
+    monkeypatch.delitem(parts.PARTS, "staging")
+    opened = Opened()
+    opened.device = CacheDevice  # type: ignore[method-assign,assignment]
+    async with opened.engine("p", NHD) as producer, opened.engine("c", HND, scratch=scratch) as consumer:
+        if scratch == "auto":
+            await handed_over(producer, consumer)
+        else:
+            lease = producer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4))
+            with pytest.raises(RequestError, match=r"^request .req.: a load through buffers needs kvflow\.staging"):
+                await consumer.runtime.load_blocks(LoadRequest("req", lease.ticket, [3]))
+            lease.revoke()
 
 
 def run(folder: Path, *command: str) -> str:

@@ -13,21 +13,22 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import merge
+from itertools import repeat
 
 from kvflow.checks import counted
+from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.history import History
 from kvflow.errors import COMPUTE
 from kvflow.growing.load_news import Followed, Follower
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Timer
-from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, SourcePart, Spans, by_group, by_source
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Matched, Plan
-from kvflow.runtime.load.reads import CopyGroup
-from kvflow.runtime.load.route import Route
-from kvflow.runtime.peers.peer import LocalRank, Source
-from kvflow.runtime.peers.table import Peers
-from kvflow.staging.lanes import GroupSpan, Lane
+from kvflow.runtime.load.reads import CopyGroup, Read
+from kvflow.runtime.load.straight import Straight
+from kvflow.runtime.peers.peer import Source
 
 LOOK_EVERY_S = 0.1
 _WORTH_S = 1e-3
@@ -58,16 +59,23 @@ class _Growing:
             self.speed = self.speed + (speed - self.speed) * _SPEED_SHARE if self.speed else speed
 
 
+def begin(cache: RegisteredCache) -> GrowingLoads:
+    """Return the part of a registration."""
+    return GrowingLoads(cache)
+
+
 class GrowingLoads:
     """Carries loads of leases that grow."""
 
-    def __init__(self, context: RankContext, local: LocalRank, peers: Peers, route: Route) -> None:
-        self.slice_bytes_max = context.config.limits.slice_bytes_max
-        self.clock = context.clock
-        self.route = route
+    def __init__(self, cache: RegisteredCache) -> None:
+        self.slice_bytes_max = cache.context.config.limits.slice_bytes_max
+        self.clock = cache.context.clock
+        self.straight = cache.straight
+        self._whole = cache.whole
+        self._straight_spans = StraightSpans(cache.straight, self.slice_bytes_max)
         self.count = 0
         """Loads that were begun so far."""
-        self._follower = Follower(context, local, peers)
+        self._follower = Follower(cache.context, cache.local, cache.peers)
 
     def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
         """Ask these ranks what becomes of their leases, for a load that needs more of them than seals say."""
@@ -81,7 +89,8 @@ class GrowingLoads:
     async def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> bool:
         """Read the load's blocks as they are computed; see `Reader`."""
         self.count += 1
-        carrier = _Carrier(self, load, flight, plan.matched)
+        spans: Spans = self._whole.buffered(load, plan) or self._straight_spans
+        carrier = _Carrier(self, spans, load, flight, plan.matched)
         try:
             return await flight.fly_groups(carrier.groups())
         finally:
@@ -94,12 +103,41 @@ def _told(work: Work, source: Source) -> None:
         work.grown(source)
 
 
+class StraightSpans:
+    """See `Spans`: spans of loads that go straight into the cache."""
+
+    def __init__(self, straight: Straight, slice_bytes_max: int) -> None:
+        self._straight = straight
+        self._slice_bytes_max = slice_bytes_max
+
+    def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
+        """See `Spans`."""
+        parts, lanes = [], []
+        for source in sources:
+            for block_map in source.connection.block_maps:
+                if chunks := [some for its_map, some in source.chunks if its_map is block_map]:
+                    parts.append(SourcePart(source, block_map, chunks))
+        for at, of_group in by_group(parts):
+            for some in by_source(of_group):
+                grouping = Grouping(some, None)
+                lanes.append(Lane(some, None, grouping, tables[at], grouping.units(self._slice_bytes_max, 0)))
+        return lanes
+
+    async def group(self, one: GroupSpan) -> CopyGroup:
+        """See `Spans`."""
+        reads: list[Read] = []
+        for part in one.lane.parts:
+            reads += self._straight.slices(part.source, zip(repeat(part.block_map), one.span.chunks_of(part)))
+        return CopyGroup(reads)
+
+
 class _Carrier:
     """One load of leases that grow."""
 
-    def __init__(self, loads: GrowingLoads, load: Load, flight: Flight, matched: Matched) -> None:
+    def __init__(self, loads: GrowingLoads, spans: Spans, load: Load, flight: Flight, matched: Matched) -> None:
         assert load.work is not None, "it is under way"
         self._loads = loads
+        self._spans = spans
         self._load = load
         self._work = load.work
         self._flight = flight
@@ -122,10 +160,9 @@ class _Carrier:
         If all blocks are there before any was read, and go straight into the cache, they are read as of a lease that
         does not grow.
         """
-        route, sources, work = self._loads.route, self._work.sources, self._work
-        parts = route.parts(sources)
-        untouched = not route.needs_buffers(parts) and not work.ticket.extends
-        lanes = route.lanes(parts, work.tables)
+        sources, work = self._work.sources, self._work
+        lanes = self._spans.lanes(sources, work.tables)
+        untouched = all(lane.straight for lane in lanes) and not work.ticket.extends
         growth = Growth(self._tokens, self._loads.slice_bytes_max, self._loads.count)
         frontier = Frontier(lanes, self._growing, self._load.note_progress, work.landed)
         while lanes or (self._load.followed and not frontier.done):
@@ -136,7 +173,7 @@ class _Carrier:
             there = {source: one.there(self._tokens) for source, one in self._growing.items()}
             if untouched and min(there.values()) >= self._tokens:
                 self._read()
-                for read in route.straight(sources, None):
+                for read in self._loads.straight.reads(sources, None):
                     yield CopyGroup((read,))
                 return
             due = growth.due(lanes, self._growing, there)
@@ -145,7 +182,7 @@ class _Carrier:
                 self._read()
             spans = (lane.take(there_in(lane, there)) for lane in due)
             for one in merge(*spans, key=GroupSpan.stop_token):
-                group = await route.group(one)
+                group = await self._spans.group(one)
                 yield group._replace(on_land=partial(self._landed, frontier, one, group))
             lanes = [lane for lane in lanes if not lane.done]
             if not due and not self._due():

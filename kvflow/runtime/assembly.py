@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +26,7 @@ from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.growing.pending_loads import Meeting
 from kvflow.growing.pending_tickets import Rendezvous
 from kvflow.logs import logger_of
-from kvflow.parts import AskedParts
+from kvflow.parts import AskedParts, part
 from kvflow.prefix.prefix_cache import Shelf
 from kvflow.prefix.pull import Prefixes
 from kvflow.prefix.seek import Seeker
@@ -39,9 +38,9 @@ from kvflow.runtime.foreign import foreign_of
 from kvflow.runtime.load.gear import Gear, Poller, Words, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Carriers, Loader
-from kvflow.runtime.load.route import Route
+from kvflow.runtime.load.straight import Straight
 from kvflow.runtime.load.whole import Whole
-from kvflow.runtime.memory import BlockCopier, RankMemory
+from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
@@ -51,10 +50,7 @@ from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
-from kvflow.staging.host_buffers import HostBuffers, host_buffers
-from kvflow.staging.scratch import Scratch
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
-from kvflow.transport.device.cache_device import CacheDevice
 
 logger = logger_of(__name__)
 
@@ -67,15 +63,6 @@ _USES = {
 """Uses of the cache's memory, by Config.role."""
 
 
-class Equipment(NamedTuple):
-    """Equipment of the loads and leases of one registration."""
-
-    gear: Gear
-    route: Route
-    offered: OfferedBlocks
-    memory: RankMemory
-
-
 class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
@@ -84,18 +71,22 @@ class RegisteredCache:
         context: RankContext,
         local: LocalRank,
         metadata: messages.Metadata,
-        equipment: Equipment,
+        gear: Gear,
+        memory: RankMemory,
         parts: Sequence[Part],
     ) -> None:
         """`metadata`: this rank as readers are told of it."""
-        self.gear, route, offered, self.memory = equipment
-        gear = self.gear
+        config, limits, staging = context.config, context.config.limits, memory.staging
+        self.gear = gear
+        self.memory = memory
         self.context = context
         self.parts = parts
         self.local = local
         self.metadata = metadata
         self.ledger = gear.ledger
-        self.route = route
+        self.straight = Straight(config, staged=bool(staging))
+        self.pools = [one.pool for one in staging]
+        """Pools of host blocks and scratch buffers."""
         foreign = foreign_of(parts)
         telling = LeaseIdTelling(context, local)
         handshakes = Handshakes(context, local, telling)
@@ -107,10 +98,15 @@ class RegisteredCache:
         self.rendezvous = Rendezvous(context, local, self.own_reach, self.peers)
         meet = self.rendezvous.meet
         self.remote_leases = RemoteLeases(context, local, self.peers, self.own_reach, self.resolver, telling, meet)
-        self.whole = Whole(context, local, self.peers, self.resolver, self.remote_leases, route, gear, self.asked)
+        self.whole = Whole(
+            context, local, self.peers, self.resolver, self.remote_leases, self.straight, gear, self.asked
+        )
         meeting = Meeting(local, meet, self.remote_leases, self.whole.carry)
         carriers = Carriers(self.whole.gate, self.whole.carry, meeting)
         self.loader = Loader(context, local, self.peers, self.resolver, self.remote_leases, gear, carriers, self.asked)
+        offered = OfferedBlocks(
+            local.groups, gear.ledger, context.seals, staging, gear.copy_thread, limits.slice_bytes_max
+        )
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving)
         """The service that answers readers of another make."""
@@ -188,8 +184,8 @@ class RegisteredCache:
                 if request.caller is not None:
                     self.readers.remember(request.caller)
                 return self.metadata
-        for part in self.parts:
-            if (answer := part.answers.get(type(request))) is not None:
+        for one in self.parts:
+            if (answer := one.answers.get(type(request))) is not None:
                 return answer(request)
         return refusal(f"engine {ours.engine_id!r} has no part that answers {type(request).__name__}")
 
@@ -214,9 +210,10 @@ async def register(
             _check_apart(groups, sets)
         memory = await _prepared(config, copy_thread, groups, sets, staged, copy_blocks)
         context = replace(context, config=config_on(config, memory.filled.where.kind))
-        scratch = await _scratch(context, copy_thread, memory.filled)
         gear = _gear(context, poller, copy_thread, memory, grows=config.limits.peer_in_flight_bytes_max == 0)
-        registered = await _register(context, gear, memory, scratch, parts)
+        registered = await _register(context, gear, memory, parts)
+        if memory.filled.eager and registered.straight.scratch and config.role != "producer":
+            await registered.asked.get("staging", "Config.scratch", ConfigError).prepare()
     except (TransportError, RuntimeError) as error:
         layers = counted(sum(len(one.caches) for one in sets), "layer")
         raise ConfigError(f"cannot register {layers}: {error}") from error
@@ -251,12 +248,16 @@ async def _prepared(
 ) -> RankMemory:
     """The memory that peers read: checked, or host blocks for it."""
     shown = sets
-    staging: list[HostBuffers] = []
+    staging: Sequence[HostBlocks] = ()
     where = device_of([layer for one in sets for layer in one.caches.items()])
     device = await copy_thread.device(where, engine_copies=staged and copy_blocks is not None)
     if staged:  # on the copy thread, since that touches all their pages
-        await copy_thread.run(lambda: staging.extend(host_buffers(groups, config, copy_blocks, device)))
-        shown = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))
+        what = f"a cache on {where.kind!r}, with Config.staging {config.staging!r},"
+        host_buffers = part("staging", what, ConfigError).host_buffers
+        made: list[HostBlocks] = []
+        await copy_thread.run(lambda: made.extend(host_buffers(groups, config, copy_blocks, device)))
+        staging = made
+        shown = tuple(one for at, blocks in enumerate(made) for one in sets_of(at, blocks.layers, config.tp_size))
     elif not device.on_host:
         spans = map_spans([layer for one in sets for layer in one.caches.items()])
         await copy_thread.run(lambda: device.check(spans))
@@ -267,10 +268,9 @@ async def _register(
     context: RankContext,
     gear: Gear,
     memory: RankMemory,
-    scratch: Scratch,
     parts: Sequence[Part],
 ) -> RegisteredCache:
-    config, limits, transport, seals = context.config, context.config.limits, context.transport, context.seals
+    config, transport, seals = context.config, context.transport, context.seals
     groups, sets = memory.groups, memory.shown
     regions = tuple(one.regions for one in sets)
     layers = [layer for one in sets for layer in one.caches.items()]
@@ -287,9 +287,7 @@ async def _register(
         groups=tuple(group.facts for group in groups),
     )
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
-    route = Route(config, sets, scratch, memory.staging, gear.copy_thread)
-    offered = OfferedBlocks(local.groups, gear.ledger, seals, memory.staging, gear.copy_thread, limits.slice_bytes_max)
-    return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, memory), parts)
+    return RegisteredCache(context, local, metadata, gear, memory, parts)
 
 
 def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: RankMemory, *, grows: bool) -> Gear:
@@ -305,24 +303,6 @@ def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory:
         clock=context.clock,
         reads_max=context.config.limits.slices_in_flight_max,
     )
-
-
-async def _scratch(context: RankContext, copy_thread: CopyThread, device: CacheDevice) -> Scratch:
-    """Scratch memory where loads go; TransportError if Config.scratch is "always" and it cannot be had."""
-    config, limits = context.config, context.config.limits
-    scratch = Scratch(context.transport, device, copy_thread, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
-    if device.eager and config.scratch != "never" and config.role != "producer":
-        try:
-            await scratch.prepare()
-        except TransportError as error:
-            if config.scratch == "always":
-                raise
-            logger.warning("engine %r (%s): reads small pieces one by one: %s", *_names(context), error)
-    return scratch
-
-
-def _names(context: RankContext) -> tuple[str, Rank]:
-    return context.config.engine_id, context.identity.rank
 
 
 def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvflow.core.cache.groups import CacheGroup, LayerSet
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.proof import HOST
@@ -32,6 +34,8 @@ class HostBlocks:
     pool: Pool
     """Which of the host blocks are free."""
     block_size_bytes: int
+    layers: Sequence[tuple[KVCaches, CacheLayout | StateLayout]]
+    """The host blocks of each layout of the group."""
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy blocks to the host or to the device. Called on the copy thread.

@@ -180,7 +180,7 @@ class Supervisor:
             state=self.state,
             tasks=self.tasks.count,
             blocks=cache.ledger.counts() if cache else None,
-            buffers_used=cache.route.buffers_used if cache else 0,
+            buffers_used=sum(pool.used for pool in cache.pools) if cache else 0,
             serving=past.with_serving(cache.serving.statistics if cache else None),
             loading=past.with_loading(cache.loader.statistics if cache else None),
             peers=cache.peers.statistics if cache else (),

@@ -59,17 +59,13 @@ class Scratch:
         self.device = device
         self._transport = transport
         self._copy_thread = copy_thread
-        self._pool = Pool(slots)
+        self.pool = Pool(slots)
         self._made: dict[int, ScratchBuffer] = {}
-
-    @property
-    def used(self) -> int:
-        return self._pool.used
 
     async def prepare(self) -> None:
         """Make all buffers now. TransportError if they cannot be had; then there are none, and `slot_bytes` is 0."""
         try:
-            for number in range(self._pool.size):
+            for number in range(self.pool.size):
                 self._made[number] = await self._make(number)
         except TransportError:
             self.slot_bytes = 0
@@ -77,18 +73,18 @@ class Scratch:
 
     async def take(self) -> ScratchBuffer:
         """Take a buffer, once one is free. Raises TransportError if it cannot be had."""
-        numbers = await self._pool.take(1)
+        numbers = await self.pool.take(1)
         number = int(numbers[0])
         try:
             if number not in self._made:
                 self._made[number] = await self._make(number)
         except BaseException:
-            self._pool.give_back(numbers)
+            self.pool.give_back(numbers)
             raise
         return self._made[number]
 
     def give_back(self, slot: ScratchBuffer) -> None:
-        self._pool.give_back(np.array([slot.number]))
+        self.pool.give_back(np.array([slot.number]))
 
     async def _make(self, number: int) -> ScratchBuffer:
         made: list[torch.Tensor] = []

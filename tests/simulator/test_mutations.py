@@ -28,6 +28,7 @@ from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load import plan, whole
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Poller
+from kvflow.runtime.load.lanes import Lane, PromptSpan
 from kvflow.runtime.load.leases import LeaseIdTelling
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.requests import LoadReport
@@ -37,7 +38,6 @@ from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.registration import Registration
 from kvflow.runtime.world import World
-from kvflow.staging.lanes import Lane, PromptSpan
 from kvflow.verify import verifying
 from kvflow.verify.cache_digests import TokenBlocks
 from kvflow.verify.verifying import Comparison

@@ -146,19 +146,19 @@ async def test_blocks_that_land_in_each_others_places_are_found(
     pair: EnginePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The right bytes in a wrong place, as a bug of the plan would put them."""
-    route = cache_of(pair.reader).route
-    read = route.read
+    straight = cache_of(pair.reader).straight
+    read = straight.read
 
     def swapped(flight: Any, load: Any, work: Any, plan: Any) -> Any:
         for source in plan.sources:
             source.chunks = [(its_map, some.to(some.local_ids[::-1])) for its_map, some in source.chunks]
         return read(flight, load, work, plan)
 
-    monkeypatch.setattr(route, "read", swapped)
+    monkeypatch.setattr(straight, "read", swapped)
     lease = pair.offer([3, 7])
     report = await pair.load(lease, [0, 1], verify=True)
     assert report.verification is Verification.REPAIRED, "the bug has swapped them back"
-    monkeypatch.setattr(route, "read", read)
+    monkeypatch.setattr(straight, "read", read)
     pair.assert_loaded([0, 1], [3, 7])
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from kvflow.core.plan.descriptors import Descriptors
+from kvflow.core.plan.descriptors import Descriptors, Piece
 from kvflow.runtime.peers.peer import Source
+
+HeadOf: TypeAlias = Callable[[Source], Piece]
+"""Address of a rank's seal, and our word for it: `Flight.head`."""
 
 
 class Read(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from functools import partial
+from typing import Any
 
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import FEW, check_block_ids, match_few, read_few
@@ -20,7 +21,6 @@ from kvflow.errors import (
     RequestError,
     TransferFailed,
 )
-from kvflow.growing.growing_loads import GrowingLoads
 from kvflow.growing.load_news import LeaseOver
 from kvflow.growing.pending_loads import check_offered
 from kvflow.parts import AskedParts
@@ -34,7 +34,7 @@ from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.reader import Reader
 from kvflow.runtime.load.reads import CopyFailed, Read
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.load.route import Route
+from kvflow.runtime.load.straight import Straight
 from kvflow.runtime.peers.peer import LocalRank, Resolver, Source
 from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import TransportError
@@ -55,7 +55,7 @@ class Whole:
         peers: Peers,
         resolver: Resolver,
         remote_leases: RemoteLeases,
-        route: Route,
+        straight: Straight,
         gear: Gear,
         asked: AskedParts,
     ) -> None:
@@ -66,10 +66,9 @@ class Whole:
         self._peers = peers
         self._resolver = resolver
         self._remote_leases = remote_leases
-        self._route = route
+        self.straight = straight
         self._gear = gear
         self.gate = Gate(gear.poller)
-        self._growing = GrowingLoads(context, local, peers, route)
         self._token_hex = context.token_hex
         self._asked = asked
         self._few_max = FEW if not config.verify_share and local.groups[0].whole else 0
@@ -149,18 +148,28 @@ class Whole:
             grows, payload = grows or source.proof.grows, payload or source.lease.payload
         if payload or ticket.extends:
             asked = [one for one in sources if one.lease.payload or (one.lease.pending and one in plan.sources)]
-            self._growing.follow(load, asked, plan.matched)
+            self._growing(load).follow(load, asked, plan.matched)
         work.enter("wire")
         if grows or ticket.extends:
             if any(source.lease.pending for source in plan.sources):
                 work.landed = History(self._now_s, work.begun_s)
-            reader: Reader = self._growing
+            reader: Reader = self._growing(load)
         else:
-            reader = self._route
+            reader = self.buffered(load, plan) or self.straight
         verify = load.request.verify
         if verify or (verify is None and self._config.verify_share and self._drawn()):
             reader = self._asked.get("verify", f"request {load.request_id!r}: a load that is verified").verified(reader)
         return reader.read(flight, load, work, plan)
+
+    def _growing(self, load: Load) -> Any:
+        return self._asked.get("growing", f"request {load.request_id!r}: a load of a lease that grows")
+
+    def buffered(self, load: Load, plan: Plan) -> Any:
+        """Return the part that reads through buffers; None if all of the load goes straight into the cache."""
+        for source in plan.sources:
+            if not source.connection.straight and not self.straight.takes(source.connection):
+                return self._asked.get("staging", f"request {load.request_id!r}: a load through buffers")
+        return None
 
     def _drawn(self) -> bool:
         """Draw one more load. Return whether it is of the share that is verified."""
@@ -202,7 +211,7 @@ class Whole:
         work.enter("handshake")
         sources = await self._resolver.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
         work.enter("wire")
-        self._growing.follow(load, sources, {})
+        self._growing(load).follow(load, sources, {})
         return await self._tell(load, work, sources)
 
     async def _tell(self, load: Load, work: Work, sources: Sequence[Source]) -> LoadReport:

@@ -9,22 +9,23 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
+from kvflow.runtime.load.reads import CopyGroup
 from kvflow.runtime.memory import HostBlocks
 from kvflow.runtime.peers.peer import Source
-from kvflow.staging.scratch import Permutation
 
 
 class SourcePart(NamedTuple):
-    """Share of a load that is read of one set of a rank's layers, and how through scratch memory; None: straight."""
+    """Share of a load that is read of one set of a rank's layers."""
 
     source: Source
     block_map: BlockMap
     chunks: Sequence[Chunks]
-    permutation: Permutation | None
+    scratch_bytes: int = 0
+    """Scratch memory that one of the rank's blocks takes; 0 if they are read straight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Grouping:
 
     def __init__(self, parts: Sequence[SourcePart], staging: HostBlocks | None) -> None:
         self._local_tokens = parts[0].block_map.local.block.tokens
-        permuted = [part for part in parts if part.permutation is not None]
+        permuted = [part for part in parts if part.scratch_bytes]
         self._unit = math.lcm(self._local_tokens, *(part.block_map.remote.block.tokens for part in permuted))
         self._host_blocks = None if staging is None else staging.pool.size
         self._first = min(some.first * part.block_map.chunk_tokens for part in parts for some in part.chunks)
@@ -77,9 +78,7 @@ class Grouping:
         )
         self._unit_bytes = sum(part.block_map.token_size_bytes for part in parts) * self._unit
         self.scratch_bytes = sum(
-            part.permutation.whole_blocks.block_bytes * (self._unit // part.block_map.remote.block.tokens)
-            for part in permuted
-            if part.permutation is not None
+            part.scratch_bytes * (self._unit // part.block_map.remote.block.tokens) for part in permuted
         )
         """Scratch memory that a unit takes."""
 
@@ -167,6 +166,11 @@ class Lane:
         return self._at >= self._grouping.end
 
     @property
+    def straight(self) -> bool:
+        """True if all of it is read straight."""
+        return self.staging is None and not any(part.scratch_bytes for part in self.parts)
+
+    @property
     def sources(self) -> list[Source]:
         return [part.source for part in self.parts]
 
@@ -200,6 +204,27 @@ class Lane:
         self._landed[span.start_token] = span.stop_token
         while self.landed_upto in self._landed:
             self.landed_upto = self._landed.pop(self.landed_upto)
+
+
+class Spans(Protocol):
+    """Cuts loads into spans, and plans the reads of each: straight, or through buffers."""
+
+    def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
+        """Return a lane for each rank's part of each group of layers; one for all ranks whose bytes meet in a buffer.
+
+        Args:
+            sources: ranks that are read from.
+            tables: local blocks by group.
+        """
+        ...
+
+    async def group(self, one: GroupSpan) -> CopyGroup:
+        """Take the buffers of one span, once they are free, and plan its reads and its copy.
+
+        Args:
+            one: a span that was taken of its lane.
+        """
+        ...
 
 
 def by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:

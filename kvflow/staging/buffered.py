@@ -1,0 +1,203 @@
+"""Loads that go through buffers: scratch memory, or host blocks that stand for blocks of a device.
+
+A load is cut into spans of the prompt, whole blocks of both sides. Each span is a copy group (`reads.CopyGroup`): it
+takes the buffers it needs, reads from every rank, and copies when all reads have landed. While one group is copied
+others are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
+from itertools import repeat
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.descriptors import BlockIds, Chunks
+from kvflow.logs import logger_of
+from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.copy_thread import run_all
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, PromptSpan, SourcePart, by_group, by_source
+from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.plan import Plan
+from kvflow.runtime.load.reads import CopyFailed, CopyGroup, HeadOf, Read
+from kvflow.runtime.memory import CopyDirection, HostBlocks
+from kvflow.runtime.peers.peer import Source
+from kvflow.runtime.pool import give_back_after
+from kvflow.staging.host_buffers import host_buffers
+from kvflow.staging.scratch import Permutation, Scratch, ScratchBuffer
+from kvflow.staging.whole_blocks import WholeBlocks, prefer_scratch
+from kvflow.transport.base import TransportError
+
+__all__ = ["Buffered", "begin", "host_buffers"]
+
+logger = logger_of(__name__)
+
+
+def begin(cache: RegisteredCache) -> Buffered:
+    """Return the part of a registration."""
+    return Buffered(cache)
+
+
+class Buffered:
+    """Reads through the buffers of one registration."""
+
+    def __init__(self, cache: RegisteredCache) -> None:
+        config, limits = cache.context.config, cache.context.config.limits
+        self._config = config
+        self._rank = cache.context.identity.rank
+        self._straight = cache.straight
+        self._sets = cache.memory.shown
+        self._staging = cache.memory.staging
+        self._copier = cache.gear.copy_thread
+        self._scratch = Scratch(
+            cache.context.transport,
+            cache.memory.filled,
+            self._copier,
+            limits.scratch_slot_bytes_max,
+            limits.scratch_slots_max,
+        )
+        cache.pools.append(self._scratch.pool)
+        self._permutations: WeakKeyDictionary[BlockMap, Permutation] = WeakKeyDictionary()
+
+    async def prepare(self) -> None:
+        """Make all scratch buffers now. TransportError if Config.scratch is "always" and they cannot be had."""
+        try:
+            await self._scratch.prepare()
+        except TransportError as error:
+            if self._config.scratch == "always":
+                raise
+            self._straight.scratch = False
+            who = self._config.engine_id, self._rank
+            logger.warning("engine %r (%s): reads small pieces one by one: %s", *who, error)
+
+    def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> Awaitable[bool]:
+        """Read all of a load whose blocks are there; see `Reader`."""
+        parts = self._parts(plan.sources)
+        if self._staging or any(part.scratch_bytes for part in parts):
+            return flight.fly_groups(self._grouped(parts, work.tables, flight.head))
+        return self._straight.read(flight, load, work, plan)
+
+    def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
+        """Parts that are read of each set of each rank's layers, and whether through scratch memory."""
+        parts = []
+        for source in sources:
+            for block_map in source.connection.block_maps:
+                chunks = [some for its_map, some in source.chunks if its_map is block_map]
+                if chunks:
+                    parts.append(SourcePart(source, block_map, chunks, self._scratch_bytes(source, block_map, chunks)))
+        return parts
+
+    def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
+        """Return the scratch memory that one of the rank's blocks takes; 0 if they are better read straight."""
+        if not self._straight.in_pieces(block_map):
+            return 0
+        whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))
+        if self._config.scratch == "always":
+            return whole.block_bytes
+        remote_blocks = -(-count * block_map.chunk_tokens // whole.rows.tokens)
+        batches = -(-remote_blocks * whole.block_bytes // self._scratch.slot_bytes)
+        near = source.lease.host in (self._config.advertise_host, self._config.listen_host)
+        pays = prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches, near=near)
+        return whole.block_bytes if pays else 0
+
+    def _permutation(self, block_map: BlockMap) -> Permutation:
+        """Permutation of a peer's blocks; made once per peer and set of layers."""
+        if block_map not in self._permutations:
+            whole = WholeBlocks(block_map.remote_whole, block_map.heads, [theirs for _, theirs in block_map.places])
+            _, caches, layout = self._sets[block_map.local_set]
+            assert isinstance(layout, CacheLayout), "state is opaque"
+            self._permutations[block_map] = Permutation(caches, layout, block_map, whole, self._scratch.device)
+        return self._permutations[block_map]
+
+    async def _grouped(
+        self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], head_of: HeadOf
+    ) -> AsyncGenerator[CopyGroup, None]:
+        """Copy groups of all groups of layers, in prompt order. Each takes its buffers when it is asked for."""
+        lanes = [self._lane(some, at, tables[at]) for at, some in by_group(parts)]
+        for one in heapq.merge(*(lane.rest() for lane in lanes), key=GroupSpan.stop_token):
+            yield await self.group(one, head_of)
+
+    def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
+        """See `Spans`."""
+        lanes = []
+        for at, of_group in by_group(self._parts(sources)):
+            for some in [of_group] if self._staging else by_source(of_group):
+                lanes.append(self._lane(some, at, tables[at]))
+        return lanes
+
+    def _lane(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> Lane:
+        """The lane of group `at`, cut by whole remote blocks unless these have no room."""
+        staging = self._staging[at] if self._staging else None
+        grouping = Grouping(parts, staging)
+        if not grouping.fits(self._scratch.slot_bytes):
+            parts = [part._replace(scratch_bytes=0) for part in parts]
+            grouping = Grouping(parts, staging)
+        units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
+        return Lane(parts, staging, grouping, local_ids, units)
+
+    async def group(self, one: GroupSpan, head_of: HeadOf | None = None) -> CopyGroup:
+        """See `Spans`. Gives the buffers back if it is cancelled meanwhile."""
+        parts, span, staging = one.lane.parts, one.span, one.lane.staging
+        jobs: list[Callable[[], None]] = []
+        releases: list[Callable[[], None]] = []
+        try:
+            host_ids = await self._take_host_blocks(span, staging, releases)
+            slot: ScratchBuffer | None = None
+            reads: list[Read] = []
+            offset = 0
+            for part in parts:
+                chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
+                if not part.scratch_bytes:
+                    reads += self._straight.slices(part.source, zip(repeat(part.block_map), chunks), head_of)
+                    continue
+                if slot is None:
+                    slot = await self._scratch.take()
+                    releases.append(partial(self._scratch.give_back, slot))
+                for some in filter(len, chunks):
+                    plan = self._permutation(part.block_map).plan(some, slot, offset)
+                    reads.append(Read(part.source, plan.descriptors))
+                    jobs.append(plan.permute)
+                    offset += plan.size_bytes
+        except BaseException:
+            run_all(releases)
+            raise
+        if host_ids is not None:
+            assert staging is not None
+            jobs.append(partial(staging.copy, CopyDirection.TO_DEVICE, span.local_ids, host_ids))
+        return CopyGroup(reads, partial(run_all, jobs) if jobs else None, partial(run_all, releases))
+
+    async def _take_host_blocks(
+        self, span: PromptSpan, staging: HostBlocks | None, releases: list[Callable[[], None]]
+    ) -> BlockIds | None:
+        """Host blocks for a group; a block that is written in part only is fetched first, so that its rest stays."""
+        if staging is None:
+            return None
+        host_ids = await staging.pool.take(len(span.local_ids))
+        releases.append(partial(staging.pool.give_back, host_ids))
+        if kept := span.partly_written:
+            fetch = partial(staging.copy, CopyDirection.TO_HOST, span.local_ids[kept], host_ids[kept])
+            fetching = asyncio.ensure_future(self._copier.run(fetch))
+            try:
+                await asyncio.shield(fetching)
+            except asyncio.CancelledError:
+                give_back_after(fetching, releases.pop())
+                raise
+            except Exception as error:
+                raise CopyFailed(str(error)) from error
+        return host_ids
+
+
+def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
+    """Chunks with the host blocks that stand for local ones."""
+    if host_ids is None or not len(chunks):
+        return chunks
+    order = np.argsort(local_ids)
+    place = order[np.searchsorted(local_ids, chunks.local_ids, sorter=order)]
+    return chunks.to(host_ids[place])
