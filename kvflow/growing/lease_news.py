@@ -22,7 +22,6 @@ blocks that no ticket names.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from kvflow.checks import printable
@@ -52,7 +51,7 @@ class Newsroom:
         self.tell = self._waiting.settle
         """Answers questions about a request, since something has happened to it."""
         self._incarnation = context.identity.incarnation
-        self._notes: OrderedDict[str, messages.LeaseAnswer] = OrderedDict()
+        self._notes: Latest[str, messages.LeaseAnswer] = Latest(_NOTES_MAX)
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
         self._elsewhere = Latest[str, messages.LeaseAnswer](_NOTES_MAX)
         """Replies to readers of requests that have come to another engine, by that engine's word."""
@@ -100,9 +99,6 @@ class Newsroom:
 
     def _note(self, request_id: str, reply: messages.LeaseAnswer) -> None:
         self._notes[request_id] = reply
-        self._notes.move_to_end(request_id)
-        if len(self._notes) > _NOTES_MAX:
-            self._notes.popitem(last=False)
         self.tell(request_id)
 
     def _now(self, question: messages.LeaseRequest) -> messages.Reply | None:

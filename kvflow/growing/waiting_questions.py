@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import asked_by
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.channel.protocol import Answered
-from kvflow.runtime.clock import Clock, Timer
+from kvflow.runtime.clock import Alarm, Clock
 
 WAITING_MAX = 1 << 14
 """Questions that wait at once; those beyond are answered at once, and asked again a little later."""
@@ -54,8 +55,7 @@ class WaitingQuestions:
         self._due: list[tuple[float, int, _Question]] = []
         """Heap of questions by their time, settled ones among them."""
         self._numbers = itertools.count()
-        self._timer: Timer | None = None
-        self._timer_s: float | None = None
+        self._alarm = Alarm(clock, self._look)
         """Time that the timer is set to."""
 
     def __len__(self) -> int:
@@ -108,22 +108,13 @@ class WaitingQuestions:
         """Set the timer to the end of the next question's time, if there is one."""
         while self._due and self._is_settled(self._due[0][2]):
             heapq.heappop(self._due)
-        due_s = self._due[0][0] if self._due else None
-        if due_s == self._timer_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._timer_s = due_s
-        if due_s is not None:
-            self._timer = self._clock.call_later(max(due_s - self._clock.now_s(), 0.0), self._look)
+        self._alarm.set(self._due[0][0] if self._due else math.inf)
 
     def _is_settled(self, waiting: _Question) -> bool:
         return waiting not in self._of_request.get(waiting.question.request_id, ())
 
     def _look(self) -> None:
-        """Callback of the timer: answer questions whose time is over."""
-        self._timer = self._timer_s = None
+        """Callback of the alarm: answer questions whose time is over."""
         now_s = self._clock.now_s()
         while self._due and self._due[0][0] <= now_s:
             waiting = heapq.heappop(self._due)[2]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any
+
+from kvflow.core.policy.latest import Latest
 
 _NEW_AT_ONCE_MAX = 32
 _KNOWN_AT_ONCE_MAX = 8
@@ -26,7 +27,7 @@ class Lookups:
     def __init__(self) -> None:
         self._new = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
         self._known = asyncio.Semaphore(_KNOWN_AT_ONCE_MAX)
-        self._found: OrderedDict[str, None] = OrderedDict()
+        self._found: Latest[str, None] = Latest(_KNOWN_MAX)
 
     async def find(self, host: str) -> str:
         """Return a host as numbers, IPv4 ones if it has both and there is a way to them. Raises OSError, or ValueError.
@@ -50,9 +51,6 @@ class Lookups:
             raise OSError(f"cannot look {host} up: {error}") from error
         numbers = await found
         self._found[host] = None
-        self._found.move_to_end(host)
-        if len(self._found) > _KNOWN_MAX:
-            self._found.popitem(last=False)
         return numbers
 
 

@@ -32,7 +32,7 @@ from kvflow.core.protocol.notifications import ReadDone, Renew, joined, leases_m
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
 from kvflow.logs import logger_of
-from kvflow.runtime.clock import Timer
+from kvflow.runtime.clock import Alarm
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import LocalRank, Meet, Resolver, Source, check_parallelism
@@ -111,8 +111,8 @@ class RemoteLeases:
         self._telling = telling
         self._meet = meet
         self._kept: dict[object, list[_Kept]] = {}
-        self._timer: Timer | None = None
-        self._timer_due_s = math.inf
+        self._alarm = Alarm(context.clock, self._renew)
+        self._closed = False
         self.sent = 0
         """Renewals of leases, counting each time."""
 
@@ -126,8 +126,8 @@ class RemoteLeases:
             due_s = now_s + pause_s
         self._kept.setdefault(owner, []).append(_Kept(source, pause_s, due_s))
         source.peer.leases_kept += 1
-        if due_s < self._timer_due_s:
-            self._set_timer(now_s, due_s)
+        if due_s < self._alarm.due_s and not self._closed:
+            self._alarm.set(due_s)
 
     def forget(self, owner: object) -> None:
         """Renew nothing for this owner any more. No effect if it keeps nothing."""
@@ -262,8 +262,8 @@ class RemoteLeases:
 
     def close(self) -> None:
         """Renew nothing any more, also for owners that come later."""
-        self._stop_timer()
-        self._timer_due_s = -math.inf
+        self._closed = True
+        self._alarm.set(math.inf)
 
     async def _keep_for(self, owner: object, ticket: Ticket) -> None:
         """Body of a task: keep a ticket's leases until it is cancelled."""
@@ -280,18 +280,8 @@ class RemoteLeases:
         finally:
             self.forget(owner)  # once more: a lease may be found while the task ends
 
-    def _set_timer(self, now_s: float, due_s: float) -> None:
-        self._stop_timer()
-        self._timer_due_s = due_s
-        self._timer = self._clock.call_later(max(due_s - now_s, 0.0), self._renew)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _renew(self) -> None:
-        """Callback of the timer: renew leases that are due, or will be soon, in few messages for each peer."""
+        """Callback of the alarm: renew leases that are due, or will be soon, in few messages for each peer."""
         now_s = self._clock.now_s()
         due: dict[AgentName, list[Source]] = {}
         for kept in (kept for leases in self._kept.values() for kept in leases):
@@ -301,9 +291,7 @@ class RemoteLeases:
                 kept.due_s = now_s + kept.pause_s
         for sources in due.values():
             self.sent += sources[0].connection.telling.needed(sources)
-        self._timer, self._timer_due_s = None, math.inf
-        if self._kept:
-            self._set_timer(now_s, min(kept.due_s for leases in self._kept.values() for kept in leases))
+        self._alarm.set(min((kept.due_s for leases in self._kept.values() for kept in leases), default=math.inf))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
         """Tell a rank: True if it was told. Raises a PeerError, or Overloaded."""

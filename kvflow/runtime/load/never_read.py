@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvflow.checks import counted
+from kvflow.core.policy.latest import Latest
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
@@ -24,7 +25,7 @@ class NeverRead:
     def __init__(self, delivered: Callable[[str], bool]) -> None:
         """`delivered`: whether a load has ever read well from an engine, as far as is remembered."""
         self._delivered = delivered
-        self._failures: dict[str, int] = {}
+        self._failures: Latest[str, int] = Latest(_ENGINES_MAX)
 
     @property
     def count(self) -> int:
@@ -45,5 +46,3 @@ class NeverRead:
                 counted(many, "time"),
                 why,
             )
-        if len(self._failures) > _ENGINES_MAX:
-            del self._failures[next(iter(self._failures))]

@@ -85,7 +85,7 @@ class Reach:
         self.questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
         self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
-        self._plans: dict[tuple[Parallelism, int], RankPlan] = {}
+        self._plans: Latest[tuple[Parallelism, int], RankPlan] = Latest(_PLANS_MAX)
         self._lacking_drafts: Latest[tuple[str, str], None] = Latest(_PLANS_MAX)
         """The engines and addresses of which `_warn_of_drafts` has warned."""
 
@@ -295,8 +295,6 @@ class Reach:
         """Plan of the ranks of an engine that is cut like this. Plans are remembered: there are few ways to cut one."""
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
-            if len(self._plans) >= _PLANS_MAX:
-                self._plans.clear()
             found = plan_ranks(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
             self._plans[parallelism, dp_rank] = found
         return found

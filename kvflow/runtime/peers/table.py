@@ -43,7 +43,7 @@ from kvflow.errors import (
 )
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
-from kvflow.runtime.clock import Timer
+from kvflow.runtime.clock import Alarm
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.first_contacts import FirstContacts, overloaded, patience_s
 from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, expendable, words
@@ -104,7 +104,7 @@ class Peers:
         """Peers by `Address`; only looked at from outside."""
         self._misfits: Latest[tuple[str, str], None] = Latest(_MISFITS_MAX)
         """The addresses and reasons of which `note_incompatible` has warned."""
-        self._sweep_timer: Timer | None = None
+        self._sweep_alarm = Alarm(context.clock, self._sweep)
         self._closed = False
 
     @property
@@ -130,7 +130,7 @@ class Peers:
         if peer is None:
             self._make_room(at)
             peer = self.known[at] = Peer(at, self._clock.now_s())
-            if self._sweep_timer is None and not self._closed:
+            if self._sweep_alarm.due_s == math.inf and not self._closed:
                 self._sweep_later()
         return peer
 
@@ -294,8 +294,7 @@ class Peers:
     async def aclose(self) -> None:
         """Forget all peers. Loads have ended before, and the task group has ended handshakes."""
         self._closed = True
-        if self._sweep_timer is not None:
-            self._sweep_timer.cancel()
+        self._sweep_alarm.set(math.inf)
         for peer in list(self.known.values()):
             self._drop(peer, "closing")
 
@@ -457,15 +456,14 @@ class Peers:
         self._drop(peer, why)
 
     def _sweep_later(self) -> None:
-        self._sweep_timer = self._clock.call_later(self._config.limits.peer_idle_s / 4, self._sweep)
+        self._sweep_alarm.set(self._clock.now_s() + self._config.limits.peer_idle_s / 4)
 
     def _sweep(self) -> None:
-        """Callback of the timer: evict peers that were idle for long enough."""
+        """Callback of the alarm: evict peers that were idle for long enough."""
         now_s, idle_s = self._clock.now_s(), self._config.limits.peer_idle_s
         for peer in list(self.known.values()):
             if not peer.busy and peer.used_s <= now_s - idle_s:
                 self._drop(peer, f"not used for {idle_s} s")
-        self._sweep_timer = None
         if self.known:
             self._sweep_later()
 

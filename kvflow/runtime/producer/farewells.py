@@ -8,10 +8,10 @@ one `Goodbye` is ever sent to each.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 
 from kvflow.checks import is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX
+from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerError
 from kvflow.hosts import is_host, split_address
@@ -33,7 +33,7 @@ class Farewells:
         self._incarnation = context.identity.incarnation
         self._local = local
         self._who = f"engine {context.config.engine_id!r} ({context.identity.rank})"
-        self._callers: OrderedDict[messages.Caller, None] = OrderedDict()
+        self._callers: Latest[messages.Caller, None] = Latest(context.config.limits.readers_max)
 
     @property
     def count(self) -> int:
@@ -45,9 +45,6 @@ class Farewells:
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
             return
         self._callers[caller] = None
-        self._callers.move_to_end(caller)
-        if len(self._callers) > self._config.limits.readers_max:
-            self._callers.popitem(last=False)
 
     async def tell(self) -> None:
         """Say goodbye to all readers, within `Limits.goodbye_timeout_s`. Those that cannot be reached are forgotten."""

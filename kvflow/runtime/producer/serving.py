@@ -47,7 +47,7 @@ from kvflow.errors import RequestError, UsageError
 from kvflow.growing.growing_leases import GrowingLeases
 from kvflow.growing.lease_news import Newsroom
 from kvflow.logs import logger_of
-from kvflow.runtime.clock import Timer
+from kvflow.runtime.clock import Alarm
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
@@ -73,8 +73,7 @@ class Serving:
         self._blocks = blocks
         self._book = LeaseBook(hold_s=context.config.limits.seal_hold_s, lifetime_s=context.config.lease_lifetime_s)
         self._offers: dict[LeaseEntry, OpenLease] = {}
-        self._timer: Timer | None = None
-        self._timer_due_s = math.inf
+        self._alarm = Alarm(context.clock, self._look)
         self._renewals = 0
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
@@ -144,8 +143,8 @@ class Serving:
         self.news.opened(opened, nothing=nothing)
         if nothing:
             self._end(entry, LeaseEvent.ALL_READ)  # nobody will report a read
-        elif entry.expires_s < self._timer_due_s:
-            self._set_timer()
+        elif entry.expires_s < self._alarm.due_s:
+            self._alarm.set(entry.expires_s)
         return Lease(opened, self)
 
     def introduce(self) -> Ticket:
@@ -251,7 +250,7 @@ class Serving:
         self._notifications[counted] += 1
         if ended is not None:
             self._ended(ended)
-            self._set_timer()
+            self._look_later()
 
     def _renew(self, lease_id: str, reader: str) -> None:
         counted = self._book.renew(lease_id, reader, self._clock.now_s())
@@ -281,7 +280,7 @@ class Serving:
         """End a lease, unless it has ended."""
         if self._book.end(entry, event, self._clock.now_s()):
             self._ended(entry)
-            self._set_timer()
+            self._look_later()
 
     def _ended(self, entry: LeaseEntry) -> None:
         """Wipe the seal of a lease that the book has ended. Its blocks are given back after the hold."""
@@ -297,27 +296,20 @@ class Serving:
         if not entry.terms.holds_blocks:
             self._blocks.give_back(offer.held, partial(self._settle, entry))
 
-    def _set_timer(self) -> None:
-        """Have the book looked at when it next has something to do."""
+    def _look_later(self) -> None:
+        """Have the book looked at when it next has something to do; once before that does not matter."""
         next_s = self._book.next_s
-        if next_s is not None and next_s >= self._timer_due_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer, self._timer_due_s = None, math.inf
-        if next_s is not None:
-            self._timer_due_s = next_s
-            self._timer = self._clock.call_later(max(next_s - self._clock.now_s(), 0.0), self._look)
+        if next_s is None or next_s < self._alarm.due_s:
+            self._alarm.set(math.inf if next_s is None else next_s)
 
     def _look(self) -> None:
-        """Callback of the timer, which may be early or late: do whatever is due by the clock."""
-        self._timer, self._timer_due_s = None, math.inf
+        """Callback of the alarm, which may be early or late: do whatever is due by the clock."""
         now_s = self._clock.now_s()
         for entry in self._book.expire(now_s):
             self._ended(entry)
         for entry in self._book.release(now_s):
             self._blocks.give_back(self._offers[entry].held, partial(self._settle, entry))
-        self._set_timer()
+        self._look_later()
 
     def _settle(self, entry: LeaseEntry) -> None:
         """Settle a lease whose blocks are free: wake who awaits it, and tell the observers how it has ended."""
