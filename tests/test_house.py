@@ -70,7 +70,6 @@ RINGS = {
 RING_OF = {part: ring for ring, parts in RINGS.items() for part in parts}
 
 PARTS_THAT_NEED_PARTS = {
-    "failover": {"growing"},
     "prefix": {"failover"},
     "storage": {"verify"},
     "verify": {"staging"},
@@ -91,7 +90,6 @@ _PURE_OF_CONNECTORS = ("consumers", "engine", "paged_groups", "parameters", "pre
 _PURE_OF_CONNECTORS += ("scheduler", "scheduling_config", "shelving", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
-    "growing": ("room",),
     "prefix": ("keys", "kv_events/batches", "kv_events/prefix_map"),
     "stock": ("deadline", "hashing", "params", "shape", "texts", "versions", "wire"),
     "storage": ("entry", "index", "placing"),

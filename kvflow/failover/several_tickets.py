@@ -30,10 +30,10 @@ from kvflow.errors import (
     RequestError,
     TransferFailed,
 )
-from kvflow.growing.pending_loads import check_expected
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Timer
+from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport

@@ -12,8 +12,8 @@ import pytest
 from kvflow import LeaseOutcome, LoadRequest, Ticket
 from kvflow.errors import Blame, DeadlineExceeded, PrefillFailed
 from kvflow.testing import InprocPair, assert_quiet
-from tests.growing.test_growing import BLOCKS, TAKEN, opened, pair_of, wanted
 from tests.runtime.test_events import Event
+from tests.support.growing_pairs import BLOCKS, TAKEN, opened, pair_of, wanted
 from tests.support.tests_support import Records, each, in_virtual_time
 
 

@@ -30,10 +30,11 @@ from kvflow import (
 from kvflow.core.protocol import messages
 from kvflow.errors import BlocksBusy, PeerError, ProtocolError, RequestError
 from kvflow.testing import InprocCluster, InprocPair, assert_quiet, inproc_pair, run_virtual
-from tests.growing.test_growing import BLOCKS, CONFIG, TAKEN, Cleared, landed, pair_of
+from tests.growing.test_growing import Cleared, landed
 from tests.runtime.test_events import Event
 from tests.runtime.test_groups import FAMILIES, split_groups
 from tests.support.budgets import examples
+from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, pair_of
 from tests.support.hand_overs import HandOver, Part, run
 from tests.support.pairs import known
 from tests.support.scripted import ScriptedSideChannel, scripted_pair

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest
+from kvflow import Lease, LeaseOutcome, ServeRequest
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES
 from kvflow.errors import CacheUnregistered, LeaseExpired, RequestError, RuntimeClosed
@@ -18,34 +17,14 @@ from kvflow.testing import (
     InprocCluster,
     InprocPair,
     assert_quiet,
-    inproc_pair,
     run_virtual,
 )
 from kvflow.transport.base import AgentName, PostedRead
 from tests.runtime.test_events import Event
+from tests.support.growing_pairs import BLOCKS, TAKEN, opened, pair_of, wanted
 from tests.support.hand_overs import Attention, HandOver, Part, Paths, run
 from tests.support.reference_model import Engine, Model
-from tests.support.tests_support import PATIENT, each, in_virtual_time, limited
-
-CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), slice_bytes_max=64)
-BLOCKS, TAKEN = [1, 2, 3, 5], [4, 0, 7, 6]
-
-
-def pair_of(staging: str = "never", **settings: Any) -> AbstractAsyncContextManager[InprocPair]:
-    world = InprocCluster().world()
-    config = replace(CONFIG, staging=staging, **settings)
-    return inproc_pair(config=config, producer_world=world, consumer_world=world)
-
-
-def opened(pair: InprocPair, tokens: int = 16, **more: Any) -> Lease:
-    """A lease of blocks of which nothing is computed."""
-    for tensor in pair.producer.kv_caches.values():
-        tensor[:, BLOCKS] = 0.0
-    return pair.producer.runtime.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=tokens, computed_tokens=0, **more))
-
-
-def wanted(pair: InprocPair, lease: Lease, **more: Any) -> LoadRequest:
-    return replace(pair.wanted(lease, TAKEN), **more)
+from tests.support.tests_support import each, in_virtual_time
 
 
 def landed(pair: InprocPair) -> list[int]:

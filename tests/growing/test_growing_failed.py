@@ -12,7 +12,8 @@ from kvflow import LeaseOutcome, LoadRequest
 from kvflow.core.protocol.proof import FAILED
 from kvflow.errors import LeaseExpired, PrefillFailed
 from kvflow.testing import assert_quiet
-from tests.growing.test_growing import BLOCKS, CONFIG, TAKEN, landed, opened, pair_of, wanted
+from tests.growing.test_growing import landed
+from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, opened, pair_of, wanted
 from tests.support.tests_support import Records, each, in_virtual_time
 
 

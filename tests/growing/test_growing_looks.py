@@ -16,7 +16,7 @@ from kvflow.growing.growing_loads import LOOK_EVERY_S
 from kvflow.growing.load_news import Follower
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
-from tests.growing.test_growing import pair_of
+from tests.support.growing_pairs import pair_of
 from tests.support.tests_support import in_virtual_time
 
 COUNT = 6

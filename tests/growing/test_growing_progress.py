@@ -18,7 +18,7 @@ from kvflow.testing import (
     inproc_pair,
     nixl_pair,
 )
-from tests.growing.test_growing import BLOCKS, CONFIG, TAKEN, opened, pair_of, wanted
+from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, opened, pair_of, wanted
 from tests.support.tests_support import PATIENT, WAIT_S, each, in_virtual_time
 
 

@@ -28,8 +28,8 @@ from kvflow.errors import (
     RequestError,
     RuntimeUnavailable,
 )
-from kvflow.growing import waiting_questions
 from kvflow.runtime.load.load import Load
+from kvflow.runtime.producer import waiting_questions
 from kvflow.runtime.producer.open_lease import OpenLease
 from kvflow.runtime.records import LoadRecord
 from kvflow.testing import (
@@ -43,8 +43,9 @@ from kvflow.testing import (
     nixl_pair,
 )
 from kvflow.testing.pair import Pair
-from tests.growing.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
+from tests.growing.test_growing import landed
 from tests.runtime.test_ranks import Engines, engines
+from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, pair_of
 from tests.support.pairs import cache_of, known
 from tests.support.scripted import scripted_pair
 from tests.support.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, turns, unchecked, until

@@ -20,7 +20,7 @@ from kvflow.errors import (
     RequestError,
 )
 from kvflow.stock import ask_rank
-from tests.growing.test_growing import BLOCKS, TAKEN, pair_of
+from tests.support.growing_pairs import BLOCKS, TAKEN, pair_of
 from tests.support.ports import free_port
 from tests.support.tests_support import altered, each, in_virtual_time
 

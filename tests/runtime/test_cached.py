@@ -11,7 +11,7 @@ import pytest
 from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest, Ticket
 from kvflow.errors import RequestError
 from kvflow.testing import InprocPair, assert_blocks_equal
-from tests.growing.test_growing import CONFIG
+from tests.support.growing_pairs import CONFIG
 from tests.support.pairs import known, virtual_pair
 from tests.support.tests_support import each, in_virtual_time
 

@@ -16,7 +16,7 @@ from kvflow.errors import KVFlowError
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.load.load import Load
 from kvflow.testing import InprocPair, assert_quiet, cancel_everywhere
-from tests.growing.test_growing import BLOCKS, CONFIG, TAKEN, pair_of
+from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, pair_of
 from tests.support.pairs import cache_of
 from tests.support.tests_support import limited
 

@@ -32,10 +32,11 @@ from kvflow.errors import (
     RuntimeUnavailable,
     UsageError,
 )
-from kvflow.growing.pending_loads import Meeting, check_expected
+from kvflow.growing.pending_loads import Meeting
 from kvflow.logs import logger_of
 from kvflow.parts import AskedParts
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases

@@ -22,10 +22,10 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.growing.load_news import LeaseOver
-from kvflow.growing.pending_loads import check_offered
 from kvflow.parts import AskedParts
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.around import held, until
+from kvflow.runtime.load.expected import check_offered
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import TURN_S, Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases

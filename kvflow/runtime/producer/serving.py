@@ -45,13 +45,13 @@ from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.growing.growing_leases import GrowingLeases
-from kvflow.growing.lease_news import Newsroom
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics
+from kvflow.runtime.producer.lease_answers import LeaseAnswers
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 from kvflow.runtime.records import LeaseRecord
 
@@ -80,7 +80,7 @@ class Serving:
         self.digests = {"digests": 0, "digests_refused": 0}
         """Questions for digests by their end; counted by `digests.DigestAnswers`."""
         self._late_reads = 0
-        self.news = Newsroom(context, self.open_lease, self._book.served)
+        self.news = LeaseAnswers(context, self.open_lease, self._book.served)
         growing = GrowingLeases(blocks, self.news.tell, context.config.limits.block_ids_max)
         self.advance, self.extend, self.complete = growing.advance, growing.extend, growing.complete
         self._all_ended = asyncio.Event()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.plan.room import check_place, check_room
 from kvflow.errors import PromptMismatch, RequestError
-from kvflow.growing.room import check_place, check_room
 from tests.support.budgets import examples
 
 

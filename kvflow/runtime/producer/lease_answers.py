@@ -28,17 +28,17 @@ from kvflow.checks import printable
 from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.messages import Told
-from kvflow.growing.waiting_questions import WaitingQuestions
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.producer.open_lease import OpenLease
+from kvflow.runtime.producer.waiting_questions import WaitingQuestions
 
 _NOTES_MAX = 1 << 12
 _REASON_CHARS_MAX = 500
 _ENDED = messages.LeaseAnswer(state=Told.ENDED)
 
 
-class Newsroom:
+class LeaseAnswers:
     """Answers what readers ask for while they wait."""
 
     def __init__(
