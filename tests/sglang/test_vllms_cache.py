@@ -118,8 +118,8 @@ class SGLang:
             self.pool.set_kv_buffer(layer, places, keys.contiguous(), values.contiguous())
 
 
-def config(engine_id: str) -> kvflow.Config:
-    return kvflow.Config(engine_id=engine_id, model="llama", listen="tcp://127.0.0.1:0", transport="inproc")
+def config(engine_id: str, model: str = "llama") -> kvflow.Config:
+    return kvflow.Config(engine_id=engine_id, model=model, listen="tcp://127.0.0.1:0", transport="inproc")
 
 
 async def moved(source: VLLM | SGLang, target: VLLM | SGLang, content: Both, length: int) -> Both:
@@ -164,13 +164,13 @@ def test_what_keeps_the_two_plugins_apart() -> None:
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
     args = arguments(sglang.pool, 0, MetadataBuffers(4, 16, torch.float32, 16), heads=HEADS, page_size=PAGE)
-    group = kv_buffers(args, heads=HEADS).group("cpu")
+    buffers = kv_buffers(args, heads=HEADS)
 
     async def refusal() -> BaseException | None:
-        async with kvflow.Runtime(config("vllm")) as vllm, kvflow.Runtime(config("sglang")) as other:
+        async with kvflow.Runtime(config("vllm")) as vllm, kvflow.Runtime(config("sglang", buffers.format)) as other:
             ours = VLLM("0.32.0")
             await vllm.register_kv_caches(ours.caches, ours.layout)
-            await other.register_kv_caches([group])
+            await other.register_kv_caches([buffers.group("cpu")])
             lease = vllm.serve_blocks(kvflow.ServeRequest("r", block_ids=[2], num_tokens=20))
             (one,) = await other.prewarm([lease.ticket])
             lease.revoke()
@@ -179,3 +179,4 @@ def test_what_keeps_the_two_plugins_apart() -> None:
     error = asyncio.run(refusal())
     assert isinstance(error, PeerIncompatible)
     assert "dtype: ours 'uint8', theirs 'float32'" in str(error)
+    assert "model: ours 'float32.plain', theirs 'llama'" in str(error)
