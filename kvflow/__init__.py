@@ -16,10 +16,6 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.limits import Limits
-from kvflow.prefix.keys import prefix_keys
-from kvflow.prefix.prefix_cache import Run, Shelf
-from kvflow.prefix.prefix_requests import PrefixAnswer, PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.part import Part
@@ -38,7 +34,9 @@ __public_modules__ = (
     "kvflow.connector.parameters",
     "kvflow.connector.scheduler",
     "kvflow.connector.worker",
+    "kvflow.prefix",
     "kvflow.prefix.kv_events",
+    "kvflow.prefix.testing",
     "kvflow.observe.opentelemetry",
     "kvflow.observe.prometheus",
     "kvflow.observe.timeline",
@@ -69,26 +67,18 @@ __all__ = [
     "Observer",
     "Part",
     "PeerAddress",
-    "PrefixAnswer",
-    "PrefixOffer",
-    "PrefixReport",
-    "PrefixRequest",
     "Prewarmed",
     "Progress",
     "Rank",
-    "Run",
     "Runtime",
     "RuntimeState",
     "RuntimeStatistics",
     "Segment",
     "ServeRequest",
-    "SharedPrefixes",
-    "Shelf",
     "StateLayout",
     "StateTensor",
     "Ticket",
     "errors",
     "layout_for_backend",
     "merge_tickets",
-    "prefix_keys",
 ]

@@ -10,7 +10,7 @@ import inspect
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,8 @@ from kvflow import (
     LeaseOutcome,
     LoadReport,
     LoadRequest,
-    PrefixRequest,
     RuntimeState,
     ServeRequest,
-    prefix_keys,
 )
 from kvflow.blocking import Lease, Load, Pending, Runtime
 from kvflow.core.policy.states import LeaseState
@@ -45,11 +43,12 @@ from kvflow.errors import (
 )
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
+from kvflow.runtime.part import Part
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.world import World
 from kvflow.storage import RestoreReport, RestoreRequest, SaveReport, SaveRequest, Storage
 from kvflow.storage.files import Files
-from kvflow.testing import BlockShelf, ManualClock, assert_closed, assert_quiet
+from kvflow.testing import ManualClock, assert_closed, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.support.storing import HeldMover
 
@@ -103,9 +102,13 @@ def call_on_loop(runtime: Runtime, work: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def opened_pair(
-    network: InprocNetwork | None, *, config: Config = CONFIG, clock: Callable[[], Clock] = SystemClock
+    network: InprocNetwork | None,
+    *,
+    config: Config = CONFIG,
+    clock: Callable[[], Clock] = SystemClock,
+    parts: Sequence[Sequence[Part]] = ((), ()),
 ) -> Iterator[Pair]:
-    """Over real NIXL without a network. The clock is the consumer's. Afterwards nothing is left."""
+    """Over real NIXL without a network. The clock is the consumer's, `parts` are both's. Afterwards nothing is left."""
     before = set(threading.enumerate())
     made: list[InprocTransport] = []
 
@@ -117,8 +120,10 @@ def opened_pair(
     worlds = [World(transport=make, clock=each) if network else World(clock=each) for each in (SystemClock, clock)]
     with contextlib.ExitStack() as stack:
         sides, caches = [], []
-        for engine_id, world, fill in zip(("producer", "consumer"), worlds, (1.0, -1.0), strict=True):
-            runtime = Runtime(replace(config, engine_id=engine_id), world=world, call_timeout_s=WAIT_S)
+        names = ("producer", "consumer")
+        for engine_id, world, fill, given in zip(names, worlds, (1.0, -1.0), parts, strict=True):
+            named = replace(config, engine_id=engine_id)
+            runtime = Runtime(named, world=world, parts=given, call_timeout_s=WAIT_S)
             sides.append(stack.enter_context(runtime))
             kv_caches, layout = small_cache(fill=fill)
             runtime.register_kv_caches(kv_caches, layout)
@@ -186,26 +191,6 @@ def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
     assert pending.done
     assert pending.result().bytes > 0
     assert lease.outcome.result(WAIT_S) is LeaseOutcome.READ
-
-
-def test_a_prefix_is_shared_pulled_and_reclaimed_from_any_thread(pair: Pair) -> None:
-    """The shelf is asked on the loop's thread."""
-    tokens, shelf = list(range(8)), BlockShelf(4)
-    shelf.put(tokens, [1, 2])
-    with pytest.raises(UsageError, match="nothing was shared"):
-        pair.producer.reclaim(1)
-    pair.producer.share(shelf, pinned_blocks_max=2)
-    peer = pair.producer.start(address).result(WAIT_S)
-    request = PrefixRequest("req", prefix_keys(tokens, 4), 4, [5, 6], [peer], answer_within_s=WAIT_S)
-    (offer,) = pair.consumer.seek_prefix(request)
-    assert (offer.num_tokens, shelf.pins[1]) == (8, 1)
-    assert pair.producer.reclaim(1) == 2
-    assert not +shelf.pins
-    report = pair.consumer.pull_prefix(request)
-    assert report.num_tokens == 8
-    assert all(bool((layer[:, [5, 6]] == 1).all()) for layer in pair.cache.values())
-    pair.producer.unshare()
-    assert pair.consumer.pull_prefix(request).num_tokens == 0
 
 
 async def address(runtime: asynchronous.Runtime) -> str:

@@ -30,6 +30,7 @@ import torch
 
 import kvflow
 from kvflow.core.protocol.prompts import marked
+from kvflow.prefix import prefix_keys
 
 PROMPT = marked(range(30), {3: b"picture"})
 
@@ -42,7 +43,7 @@ async def main():
             await runtime.register_kv_caches(cache, kvflow.CacheLayout.infer(cache, order="HND", block_size=16))
         lease = prefill.serve_blocks(kvflow.ServeRequest("r", [3, 7], 30, prompt=PROMPT))
         await decode.load_blocks(kvflow.LoadRequest("r", lease.ticket.to_params(), [0, 1], prompt=PROMPT))
-        print(await lease, len(kvflow.prefix_keys(list(range(64)), 16)))
+        print(await lease, len(prefix_keys(list(range(64)), 16)))
 
 
 asyncio.run(main())

@@ -87,7 +87,7 @@ IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "
 IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "signal", "multiprocessing", "uvloop"}
 
 _PURE_OF_CONNECTORS = ("consumers", "engine", "paged_groups", "parameters", "prefix_questions", "producers")
-_PURE_OF_CONNECTORS += ("scheduler", "scheduling_config", "shelving", "step")
+_PURE_OF_CONNECTORS += ("scheduler", "scheduling_config", "cached_prompts", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
     "prefix": ("keys", "kv_events/batches", "kv_events/prefix_map"),

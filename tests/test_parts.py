@@ -18,7 +18,7 @@ from kvflow.testing import inproc_pair
 from kvflow.transport.device.cache_device import CacheDevice
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("failover", "staging", "stock", "storage", "verify")
+PARTS = ("failover", "prefix", "staging", "stock", "storage", "verify")
 CORE = ("tests/core", "tests/transport", "tests/runtime/test_lifecycle.py", "tests/runtime/test_ownership.py")
 
 WITHOUT_INSTALLED = """import sys
@@ -53,6 +53,7 @@ def test_the_core_works_without_a_part(copy: Path, part: str) -> None:
     assert said.split() == [str(names), "None"]
     run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CORE)
     run(copy, "-m", "kvflow.cli.main", "selftest")
+    run(copy, "-c", "import kvflow.blocking, kvflow.connector.scheduler, kvflow.connector.worker, kvflow.ray")
 
 
 def test_a_part_that_is_gone_is_named_and_one_that_is_broken_says_why(

@@ -37,7 +37,7 @@ _PICTURE = re.compile(
 _OWN = {
     "kvflow.Load": ("begin", "end", "follow", "note_progress", "progressed"),
     "kvflow.Runtime": ("observed_by",),
-    "kvflow.SharedPrefixes": ("answer",),
+    "kvflow.prefix.SharedPrefixes": ("answer",),
 }
 
 

@@ -18,10 +18,13 @@ import kvflow
 
 @asynccontextmanager
 async def registered(
-    config: kvflow.Config, engine: Engine, observers: Sequence[kvflow.Observer] = ()
+    config: kvflow.Config,
+    engine: Engine,
+    observers: Sequence[kvflow.Observer] = (),
+    parts: Sequence[kvflow.Part] = (),
 ) -> AsyncIterator[kvflow.Runtime]:
     """A runtime that knows the engine's cache. It is closed before the engine: it uses the engine's memory."""
-    async with kvflow.Runtime(config, observers=observers) as runtime:
+    async with kvflow.Runtime(config, observers=observers, parts=parts) as runtime:
         await runtime.register_kv_caches(LayerGroups(engine).caches)
         yield runtime
 

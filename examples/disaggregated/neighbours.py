@@ -1,7 +1,7 @@
 """Prefixes of neighbours: a prefill worker loads what another one has computed of a prompt, and computes the rest.
 
 A block of this engine holds what was computed into it until it is reserved anew, also when it is free meanwhile. So a
-worker shares what its blocks hold, and takes them off the shelf when it reserves them.
+worker shares what its blocks hold, until it reserves them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import kvflow
 from disaggregated.groups import LayerGroups
 from disaggregated.keeper import BlockKeeper
 from disaggregated.messages import PrefillRequest
-from kvflow.connector.held_prompts import PagedShelf
+from kvflow.connector.paged_prefix_cache import PagedPrefixCache
 from kvflow.connector.scheduler import PagedGroup
-from kvflow.connector.step import Shelved
+from kvflow.connector.step import CachedBlocks
+from kvflow.prefix import Prefixes, PrefixRequest, prefix_keys
 
 ANY_NUMBER = 1 << 31  # nothing is pinned for readers
 TOKENS_MIN = 64  # fewer are computed sooner than asked for
@@ -26,36 +27,37 @@ TOKENS_MIN = 64  # fewer are computed sooner than asked for
 class Neighbours:
     """What one prefill worker shares with others, and gets of them."""
 
-    def __init__(self, engine: Engine, runtime: kvflow.Runtime, keeper: BlockKeeper) -> None:
+    def __init__(self, engine: Engine, runtime: kvflow.Runtime, prefixes: Prefixes, keeper: BlockKeeper) -> None:
         self._block_size = engine.block_size
         self._groups = LayerGroups(engine)
-        self._shelf = PagedShelf([PagedGroup(group.facts) for group in self._groups.caches], engine.block_size)
-        self._sharing = runtime.share(self._shelf, pinned_blocks_max=ANY_NUMBER)
+        self._cache = PagedPrefixCache([PagedGroup(group.facts) for group in self._groups.caches], engine.block_size)
+        self._sharing = prefixes.share(self._cache, pinned_blocks_max=ANY_NUMBER)
         self._runtime = runtime
+        self._prefixes = prefixes
         self._keeper = keeper
 
     def reserved(self, block_ids: Sequence[BlockId]) -> None:
         """These blocks are about to be written: who reads there has a miss."""
-        for run in self._shelf.take(block_ids):
-            self._sharing.end(run)
+        for pinned in self._cache.take(block_ids):
+            self._sharing.end(pinned)
 
     def computed(self, prompt: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         """These blocks hold this prompt."""
-        keys = tuple(kvflow.prefix_keys(prompt, self._block_size))
+        keys = tuple(prefix_keys(prompt, self._block_size))
         if keys:
             tables = (tuple(block_ids[: len(keys)]),) * len(self._groups.caches)
-            self._shelf.add([Shelved(parent=b"", keys=keys, block_tables=tables)], None)
+            self._cache.add([CachedBlocks(parent=b"", keys=keys, block_tables=tables)], None)
 
     async def pull(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
         """Fill blocks that `blocks` has reserved with what a neighbour has of the prompt; how many tokens that is.
 
         Less than the prompt: its last token is computed. Raises what a load does where bytes may land still.
         """
-        keys = kvflow.prefix_keys(request.prompt[:-1], self._block_size)
+        keys = prefix_keys(request.prompt[:-1], self._block_size)
         if not request.neighbours or len(keys) * self._block_size < TOKENS_MIN:
             return 0
-        offers = await self._runtime.seek_prefix(
-            kvflow.PrefixRequest(
+        offers = await self._prefixes.seek(
+            PrefixRequest(
                 request.request_id,
                 keys=keys,
                 key_tokens=self._block_size,

@@ -21,6 +21,7 @@ from disaggregated.messages import FirstToken, Instant, PrefillReply, PrefillReq
 from disaggregated.neighbours import Neighbours
 from disaggregated.told import Told
 from kvflow.errors import KVFlowError
+from kvflow.prefix import Prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,14 @@ class PrefillWorker:
         start_task: StartTask,
         told: Told,
         *,
-        share_prefixes: bool = False,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self._engine = engine
         self._runtime = runtime
         self._keeper = BlockKeeper(runtime, start_task)
         self._told = told
         self._groups = LayerGroups(engine)
-        self._neighbours = Neighbours(engine, runtime, self._keeper) if share_prefixes else None
+        self._neighbours = Neighbours(engine, runtime, prefixes, self._keeper) if prefixes is not None else None
         self._leases: dict[str, kvflow.Lease] = {}
         self.offers: dict[str, Offer] = {}
         """By request id: of prompts that are computed, and whose blocks are not given back yet."""

@@ -30,6 +30,7 @@ from paged_engine.weights import MODEL_NAME, load_model
 from pydantic import BaseModel
 
 import kvflow
+from kvflow.prefix import Prefixes
 from openai_server.bodies import BodyLimits, BodyRefusedError
 from openai_server.failures import STATUS
 from openai_server.http_server import SHUTDOWN_TIMEOUT_S, serve_http
@@ -100,13 +101,14 @@ async def _app(settings: WorkerSettings, config: kvflow.Config, engine: Engine) 
     """The application of a worker of its role, whose loads and leases the metrics show."""
     kind = PrefillMetrics if settings.role == "prefill" else DecodeMetrics
     metrics = kind.of(engine)
-    async with registered(config, engine, [metrics.kvflow]) as runtime, background_tasks() as start_task:
+    prefixes = Prefixes() if settings.share_prefixes else None
+    parts = [prefixes] if prefixes is not None else []
+    async with registered(config, engine, [metrics.kvflow], parts) as runtime, background_tasks() as start_task:
         metrics.kvflow.watch(runtime)
         if settings.role == "prefill":
             introduction = runtime.introduce()
             app = worker_app(settings, engine, runtime, metrics, introduction)
-            shares = settings.share_prefixes
-            yield prefill_app(app, PrefillWorker(engine, runtime, start_task, metrics, share_prefixes=shares))
+            yield prefill_app(app, PrefillWorker(engine, runtime, start_task, metrics, prefixes=prefixes))
         else:
             app = worker_app(settings, engine, runtime, metrics)
             yield decode_app(app, DecodeWorker(engine, runtime, start_task, metrics))

@@ -14,6 +14,7 @@ from openai_server.metrics import PrefillMetrics
 from ray import serve
 
 import kvflow
+from kvflow.prefix import Prefixes
 from kvflow.ray import keep_prewarmed, list_replicas
 from ray_server.messages import Begun, Ended
 from ray_server.replica import Replica
@@ -27,11 +28,13 @@ class Prefill:
     """
 
     async def __init__(self, checkpoint: str, share_prefixes: bool = False) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._replica = Replica(checkpoint, PrefillMetrics)
+        prefixes = Prefixes() if share_prefixes else None
+        parts = [prefixes] if prefixes is not None else []
+        self._replica = Replica(checkpoint, PrefillMetrics, parts)
         self._opened = opened = await self._replica.open()
         self._introduction = opened.kvflow.runtime.introduce()
         self._worker = PrefillWorker(
-            opened.engine, opened.kvflow.runtime, opened.start_task, opened.metrics, share_prefixes=share_prefixes
+            opened.engine, opened.kvflow.runtime, opened.start_task, opened.metrics, prefixes=prefixes
         )
         self._others: Sequence[Mapping[str, Any]] = ()
         if share_prefixes:

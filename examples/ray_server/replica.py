@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from paged_engine import Engine
 from paged_engine.weights import MODEL_NAME
 from prometheus_client import generate_latest
 
+from kvflow import Part
 from kvflow.ray import Lifetime, RayMetrics, ReplicaRuntime
 
 MetricsT = TypeVar("MetricsT", bound=WorkerMetrics)
@@ -41,9 +42,9 @@ class Opened(Generic[MetricsT]):
 class Replica(Generic[MetricsT]):
     """One replica's engine and runtime, from `open` to `close`."""
 
-    def __init__(self, checkpoint: str, metrics_kind: type[MetricsT]) -> None:
+    def __init__(self, checkpoint: str, metrics_kind: type[MetricsT], parts: Sequence[Part] = ()) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
-        self._lifetime = Lifetime(_opened(Path(checkpoint), metrics_kind), "replica")
+        self._lifetime = Lifetime(_opened(Path(checkpoint), metrics_kind, parts), "replica")
         self._opened: Opened[MetricsT] | None = None
 
     async def open(self) -> Opened[MetricsT]:
@@ -79,11 +80,13 @@ class Replica(Generic[MetricsT]):
 
 
 @asynccontextmanager
-async def _opened(checkpoint: Path, metrics_kind: type[MetricsT]) -> AsyncIterator[Opened[MetricsT]]:
+async def _opened(
+    checkpoint: Path, metrics_kind: type[MetricsT], parts: Sequence[Part]
+) -> AsyncIterator[Opened[MetricsT]]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     shown = RayMetrics()
-    replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown])
+    replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown], parts=parts)
     async with open_engine(replica.place.engine_id, checkpoint) as engine:
         metrics = metrics_kind.of(engine)
         with replica.runtime.observed_by(metrics.kvflow):

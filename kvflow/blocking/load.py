@@ -10,7 +10,6 @@ from kvflow.blocking.host import LoopHost
 from kvflow.blocking.pending import Pending
 from kvflow.config import Config
 from kvflow.errors import KVFlowError, Quarantine, RuntimeClosed
-from kvflow.prefix.prefix_requests import PrefixRequest
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.load.load import Load as AsyncLoad
 from kvflow.runtime.load.load import refused_load, request_name
@@ -135,7 +134,7 @@ class QuarantinedBlocks:
         await self._held.settled()
 
 
-def loading_s(config: Config, request: LoadRequest | PrefixRequest) -> float:
+def loading_s(config: Config, request: LoadRequest) -> float:
     """Seconds that a request may take, with the grace of a cancel."""
     asked_s = checks.answer(lambda: request.deadline_s)
     deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")

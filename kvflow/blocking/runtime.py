@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from kvflow import checks
 from kvflow.blocking.host import LoopHost, dropped
 from kvflow.blocking.lease import Lease
-from kvflow.blocking.load import Load, QuarantinedBlocks, loading_s
+from kvflow.blocking.load import Load, QuarantinedBlocks
 from kvflow.blocking.pending import Pending, ResultT, Work, bound, tell
 from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup
@@ -24,9 +24,6 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
-from kvflow.prefix.prefix_cache import Shelf
-from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory import BlockCopier
@@ -40,11 +37,6 @@ from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.world import World
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
-
-
-def _pulling_s(config: Config, request: PrefixRequest) -> float:
-    """Seconds that a pull may take."""
-    return loading_s(config, request) + config.cancel_grace_s
 
 
 def _ending_s(config: Config) -> float:
@@ -120,7 +112,6 @@ class Runtime:
         runtime = asynchronous.Runtime(config, observers=observers, world=world, parts=parts)
         self._host = LoopHost(runtime, bound_s)
         self.config = config
-        self._shared: SharedPrefixes | None = None
         self._drop = weakref.finalize(self, dropped, self._host)
         self._drop.atexit = False
 
@@ -315,75 +306,6 @@ class Runtime:
             RequestError: the ticket cannot be right.
         """
 
-    def share(self, shelf: Shelf, *, pinned_blocks_max: int | None = None) -> None:
-        """Answer peers that look for a prefix: see `kvflow.Runtime.share`.
-
-        Args:
-            shelf: the prefix cache. It is asked on the loop's thread, which it must not block, while the engine's own
-                threads may change it.
-            pinned_blocks_max: blocks that may be pinned for readers at once; a quarter of the cache if None.
-
-        Raises:
-            UsageError, RuntimeUnavailable: as `kvflow.Runtime.share` has it.
-        """
-        self._shared = self._host.call_at_once(
-            lambda runtime: runtime.share(shelf, pinned_blocks_max=pinned_blocks_max)
-        )
-
-    def reclaim(self, blocks: int) -> int:
-        """Take pinned blocks of what is shared back at once: see `kvflow.SharedPrefixes.reclaim`.
-
-        Args:
-            blocks: how many.
-
-        Returns:
-            How many are free that were pinned.
-
-        Raises:
-            RequestError: it is no number.
-            UsageError: nothing was shared.
-        """
-        return self._host.call_at_once(lambda _: self._require_shared().reclaim(blocks))
-
-    def unshare(self) -> None:
-        """Share no more: see `kvflow.SharedPrefixes.close`.
-
-        Raises:
-            UsageError: nothing was shared.
-        """
-        self._host.call_at_once(lambda _: self._require_shared().close())
-
-    @_verb(_pulling_s)
-    def seek_prefix(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """Ask peers for a prefix, and read nothing: see `kvflow.Runtime.seek_prefix`.
-
-        Args:
-            request: whom to ask, and for what.
-
-        Returns:
-            What is offered, the longest first.
-
-        Raises:
-            RequestError, RuntimeUnavailable: as `kvflow.Runtime.seek_prefix` has it.
-        """
-
-    @_verb(_pulling_s)
-    def pull_prefix(self, request: PrefixRequest) -> PrefixReport:
-        """Fill blocks with as much of a prefix as some peer has: see `kvflow.Runtime.pull_prefix`.
-
-        An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
-
-        Args:
-            request: the prompt's keys, the local blocks, and whom to ask.
-
-        Returns:
-            How many tokens are there now, and from whom.
-
-        Raises:
-            RequestError, PeerError, LoadError, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.pull_prefix` has
-                it.
-        """
-
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> tuple[Prewarmed, ...]:
@@ -429,11 +351,6 @@ class Runtime:
         Raises:
             UsageError: `deadline_s` is no time.
         """
-
-    def _require_shared(self) -> SharedPrefixes:
-        if self._shared is None:
-            raise UsageError("nothing was shared: call `share` first")
-        return self._shared
 
     def statistics(self) -> RuntimeStatistics:
         """Counts of what is open now and of what has happened so far. Legal in every state.

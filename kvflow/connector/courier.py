@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from kvflow.connector.held_prompts import PagedShelf
 from kvflow.connector.offers import OfferEnded, Offers, decline, send_on
 from kvflow.connector.parameters import name_of
-from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
+from kvflow.connector.prefix_questions import PrefixOutcome
 from kvflow.connector.step import BlockTables, Found, Keep, Question, Receive, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
@@ -24,11 +23,14 @@ from kvflow.core.protocol.prompts import with_marks
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
-from kvflow.prefix.prefix_cache import Run
-from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from kvflow.connector.paged_prefix_cache import PagedPrefixCache
+    from kvflow.connector.prefix_peers import PrefixPeers
+    from kvflow.prefix import PinnedPrefix, SharedPrefixes
 
 logger = logger_of(__name__)
 
@@ -67,13 +69,14 @@ Happening: TypeAlias = Loaded | LoadFailed | OfferEnded | Answered
 class Courier:
     """The loads, offers and questions of the engine's requests; lives on the loop."""
 
-    def __init__(self, peers: PrefixPeers) -> None:
+    def __init__(self, peers: PrefixPeers | None) -> None:
         self.peers = peers
+        """Peers that prefixes are shared with, and asked for; None without `kvflow.prefix.Prefixes`."""
         self.happened: deque[Happening] = deque()
         """What has ended, until the engine's thread takes it."""
         self.offers = Offers(self.happened.append, self._spawn)
         self.problem: BaseException | None = None
-        self.shelf: PagedShelf | None = None
+        self.prefix_cache: PagedPrefixCache | None = None
         """Blocks shared with peers."""
         self.sharing: SharedPrefixes | None = None
         self._kept: dict[str, ExitStack] = {}
@@ -116,35 +119,38 @@ class Courier:
         for grow in step.grow:
             self.offers.grow(grow, ready)
 
-    async def share(self, runtime: Runtime, shelf: PagedShelf) -> None:
-        """Share a shelf; the one before has ended with its registration."""
-        self.sharing, self.shelf = runtime.share(shelf, pinned_blocks_max=_ANY_NUMBER), shelf
+    async def share(self, peers: PrefixPeers, cache: PagedPrefixCache) -> None:
+        """Share a prefix cache; the one before has ended with its registration."""
+        self.sharing, self.prefix_cache = peers.prefixes.share(cache, pinned_blocks_max=_ANY_NUMBER), cache
 
     async def meet(self, runtime: Runtime, follows: bool) -> None:
         """Connect to peers, and follow their events, in the background."""
-        self._spawn(self.peers.greet(runtime))
+        if self.peers is None:
+            return
+        self._spawn(self.peers.greet(runtime.config.handshake_timeout_s))
         if follows and self.peers.events:
             self._spawn(self.peers.follow())
 
     async def ask(self, runtime: Runtime, questions: Sequence[Question]) -> None:
         """Ask peers for prefixes, each question by itself."""
+        assert self.peers is not None, "who asks has peers"
         for question in questions:
-            self._spawn(self._ask(runtime, question))
+            self._spawn(self._ask(runtime, self.peers, question))
 
-    async def _ask(self, runtime: Runtime, question: Question) -> None:
+    async def _ask(self, runtime: Runtime, peers: PrefixPeers, question: Question) -> None:
         begun_s = asyncio.get_running_loop().time()
-        outcome, tickets, others = await self.peers.ask(runtime, question)
+        outcome, tickets, others = await peers.ask(question)
         took_s = asyncio.get_running_loop().time() - begun_s
         self.happened.append(Answered(Found(request_id=question.request_id, tickets=tickets), outcome, took_s))
         self._release(runtime, others)
 
-    async def recall(self, step: Step, runs: Sequence[Run]) -> None:
+    async def recall(self, step: Step, read: Sequence[PinnedPrefix]) -> None:
         """End leases that grow, and those of prefixes, and return when no read of them can succeed any more."""
         ended: list[Awaitable[object]] = []
-        if self.sharing is not None and self.shelf is not None:
-            for run in runs:
-                self.sharing.end(run)
-            ended += map(self.shelf.left, runs)
+        if self.sharing is not None and self.prefix_cache is not None:
+            for pinned in read:
+                self.sharing.end(pinned)
+            ended += map(self.prefix_cache.left, read)
         ended += self.offers.recall(step)
         await asyncio.gather(*ended)
 
@@ -208,7 +214,8 @@ class Courier:
         else:
             report = load.result()
             self.happened.append(Loaded(request_id, report))
-            self.peers.learn(receive.tickets[0], report)
+            if self.peers is not None:
+                self.peers.prefixes.learn(receive.tickets[0], report)
         nobody = load.cancelled() or (error is not None and receive.release_if_failed)  # will read it any more
         if nobody and not receive.shared:
             self._release(runtime, receive.tickets)

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 from dataclasses import dataclass, field
 
 from kvflow.connector.parameters import name_of
+from kvflow.connector.prefix_questions import PrefixOutcome
 from kvflow.connector.step import Question
-from kvflow.core.policy.rates import LoadRates
-from kvflow.core.protocol.messages import PREFIX_OF
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.kv_events import EventSource, PrefixMap, Subscriber
 from kvflow.prefix.prefix_requests import PEERS_MAX, PrefixOffer, PrefixRequest
-from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport
-from kvflow.runtime.runtime import Runtime
+from kvflow.prefix.prefixes import Prefixes
+from kvflow.runtime.load.requests import TICKETS_MAX
 
-__all__ = ["PrefixOutcome", "PrefixPeers"]
+__all__ = ["PrefixPeers"]
 
 logger = logger_of(__name__)
 
 _HINTS_MAX = 4
 
 
-class PrefixOutcome(enum.StrEnum):
-    """Outcome of a question."""
-
-    FOUND = "found"
-    NOTHING = "nothing"
-    SLOWER = "slower"
-    """Something was found whose load takes longer than computing it."""
-    LATE = "late"
-    """Nothing was found, and somebody's answer was waited for until the end."""
-
-
 @dataclass(slots=True, kw_only=True)
 class PrefixPeers:
     """Engines by their addresses, and how they are asked."""
 
+    prefixes: Prefixes
+    """The part of the runtime that asks."""
     wait_s: float = 0.05
     """Longest time that a question may take."""
     recompute_s_per_token: float | None = None
@@ -53,11 +42,8 @@ class PrefixPeers:
     known: tuple[str, ...] = ()
     """Peers that are connected at the start (`greet`), which takes longer than a question may."""
     _map: PrefixMap = field(default_factory=PrefixMap)
-    _rates: LoadRates = field(default_factory=LoadRates)
 
-    async def ask(
-        self, runtime: Runtime, question: Question
-    ) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
+    async def ask(self, question: Question) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Ask the peers that a question names, and those that KV events show to have some of it.
 
         The outcome, and leased tickets: first those to load, of the most tokens that anybody has, the best first; then
@@ -71,24 +57,24 @@ class PrefixPeers:
             peers=tuple(dict.fromkeys((*self._hints(question), *question.peers)))[:PEERS_MAX],
             cached_tokens=question.cached_tokens,
             answer_within_s=self.wait_s,
+            recompute_s_per_token=self.recompute_s_per_token,
             every_rank=self.every_rank,
         )
         now_s = asyncio.get_running_loop().time
         ends_s = now_s() + self.wait_s
-        offers = await _seek(runtime, request)
+        offers = await self._seek(request)
         if not offers:
             return PrefixOutcome.LATE if now_s() >= ends_s else PrefixOutcome.NOTHING, (), ()
         tickets, most = tuple(offer.ticket for offer in offers), offers[0].num_tokens
-        if not self._pays(offers[0], most - question.cached_tokens):
+        if not offers[0].pays:
             return PrefixOutcome.SLOWER, (), tickets
         alike = min(sum(offer.num_tokens == most for offer in offers), TICKETS_MAX)
         return PrefixOutcome.FOUND, tickets[:alike], tickets[alike:]
 
-    async def greet(self, runtime: Runtime) -> None:
+    async def greet(self, within_s: float) -> None:
         """Connect this rank to the known peers. One that is not up yet is connected by the first question."""
-        within_s, nothing = runtime.config.handshake_timeout_s, (bytes(KEY_BYTES),)
-        peers = self.known[:PEERS_MAX]
-        await _seek(runtime, PrefixRequest("greeting", nothing, 1, block_ids=(), peers=peers, answer_within_s=within_s))
+        peers, nothing = self.known[:PEERS_MAX], (bytes(KEY_BYTES),)
+        await self._seek(PrefixRequest("greeting", nothing, 1, block_ids=(), peers=peers, answer_within_s=within_s))
 
     async def follow(self) -> None:
         """Follow KV events until cancelled: the body of a task."""
@@ -100,24 +86,9 @@ class PrefixPeers:
         found = self._map.holders(question.keys, question.key_tokens) if question.hinted else []
         return [peer for peer, tokens in found if tokens > question.cached_tokens][:_HINTS_MAX]
 
-    def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Learn from a load that has succeeded how long a token of a prefix takes from its engine."""
-        if ticket.request_id.startswith(PREFIX_OF) and report.tokens:
-            engine_id, seconds = ticket.engine_id, report.total_s
-            if report.attempts:
-                engine_id, seconds = report.attempts[-1].engine_id, report.attempts[-1].seconds
-            self._rates.learn(engine_id, report.tokens, seconds)
-
-    def _pays(self, offer: PrefixOffer, tokens: int) -> bool:
-        expected_s = self._rates.expected_s(offer.ticket.engine_id, tokens)
-        if self.recompute_s_per_token is None or expected_s is None:
-            return True
-        return expected_s + offer.round_trip_s <= self.recompute_s_per_token * tokens
-
-
-async def _seek(runtime: Runtime, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-    try:
-        return await runtime.seek_prefix(request)
-    except KVFlowError as error:
-        logger.warning("request %s: nobody was asked for its prefix: %s", request.request_id, error)
-        return ()
+    async def _seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
+        try:
+            return await self.prefixes.seek(request)
+        except KVFlowError as error:
+            logger.warning("request %s: nobody was asked for its prefix: %s", request.request_id, error)
+            return ()

@@ -22,9 +22,20 @@ from kvflow.connector.step import Question
 from kvflow.errors import RequestError
 from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at, is_host, plain_host
 
-__all__ = ["Asking", "source_in"]
+__all__ = ["Asking", "PrefixOutcome", "source_in"]
 
 _SOURCE = "remote_kv_source"
+
+
+class PrefixOutcome(enum.StrEnum):
+    """Outcome of a question."""
+
+    FOUND = "found"
+    NOTHING = "nothing"
+    SLOWER = "slower"
+    """Something was found whose load takes longer than computing it."""
+    LATE = "late"
+    """Nothing was found, and somebody's answer was waited for until the end."""
 
 
 def source_in(params: Mapping[str, Any] | None) -> str | None:

@@ -106,7 +106,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     """True if no other request does, either; else nobody is told."""
 
 
-class Shelved(msgspec.Struct, frozen=True, kw_only=True):
+class CachedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that hold more of a prompt once this step has been computed, for peers that ask for its prefix."""
 
     parent: bytes
@@ -162,7 +162,7 @@ class Step(msgspec.Struct, kw_only=True):
     save: list[Save] = []
     grow: list[Grow] = []
     release: list[Release] = []
-    shelved: list[Shelved] = []
+    cached_blocks: list[CachedBlocks] = []
     questions: list[Question] = []
     introduce: bool = False
     """True if each worker has to say anew who it is (`ConnectorWorker.introduction`): its cache may be another one."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.courier import Answered, Courier, Happening, Loaded, LoadFailed
-from kvflow.connector.held_prompts import PagedShelf
 from kvflow.connector.offers import OfferEnded
 from kvflow.connector.paged_groups import PagedGroup
-from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.step import Found, Step
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import TOKENS, PromptMismatch
+from kvflow.errors import TOKENS, PromptMismatch, UsageError
+
+if TYPE_CHECKING:
+    from kvflow.connector.prefix_peers import PrefixPeers
 
 __all__ = ["Answered", "ConnectorWorker", "LoadFailed", "Loaded", "OfferEnded", "Results"]
 
@@ -56,12 +58,12 @@ class ConnectorWorker:
 
     Args:
         runtime: the rank's, open.
-        peers: how peers are asked for prefixes.
+        peers: engines that prefixes are shared with, and asked for; without it neither is done.
     """
 
     def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
         self._runtime = runtime
-        self._courier = Courier(peers or PrefixPeers())
+        self._courier = Courier(peers)
         self._shared: dict[str, int] = {}
         """Counts that `shared` has told."""
 
@@ -77,18 +79,23 @@ class ConnectorWorker:
         return self._runtime.introduce()
 
     def share(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
-        """Let peers read prefixes out of the cache that is registered, as `Step.shelved` tells of it.
+        """Let peers read prefixes out of the cache that is registered, as `Step.cached_blocks` tells of it.
 
         Args:
             groups: those of the cache.
             block_tokens: the engine's block size.
 
         Raises:
-            UsageError: this registration is shared already.
+            UsageError: this registration is shared already, or the worker was given no `peers`.
             RuntimeUnavailable: no cache is registered.
         """
-        shelf, self._shared = PagedShelf(groups, block_tokens), {}
-        self._runtime.start(lambda runtime: self._courier.share(runtime, shelf)).result(_RECALL_S)
+        peers = self._courier.peers
+        if peers is None:
+            raise UsageError("share: the worker was given no peers (PrefixPeers)")
+        from kvflow.connector.paged_prefix_cache import PagedPrefixCache
+
+        cache, self._shared = PagedPrefixCache(groups, block_tokens), {}
+        self._runtime.start(lambda _: self._courier.share(peers, cache)).result(_RECALL_S)
 
     def meet(self, *, follows: bool) -> None:
         """Begin to connect to the known peers, once a cache is registered; returns at once.
@@ -124,10 +131,10 @@ class ConnectorWorker:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
             TimeoutError: a lease has not ended within 60 s.
         """
-        shelf = self._courier.shelf
-        runs = shelf.take(step.reused) if shelf is not None and step.reused else []
-        if step.recall or runs:
-            self._runtime.start(lambda _: self._courier.recall(step, runs)).result(_RECALL_S)
+        cache = self._courier.prefix_cache
+        read = cache.take(step.reused) if cache is not None and step.reused else []
+        if step.recall or read:
+            self._runtime.start(lambda _: self._courier.recall(step, read)).result(_RECALL_S)
         if step.questions:
             self._runtime.start(lambda runtime: self._courier.ask(runtime, step.questions))
 
@@ -138,14 +145,14 @@ class ConnectorWorker:
 
         Args:
             step: what `ConnectorScheduler.build_step` has given.
-            ready: happens once what is saved, and what is shelved, is there. Without it that is there now.
+            ready: happens once what is saved, and what its cached blocks hold, is there. Without it that is there now.
             after: happens once what is received may be written; recorded before the step's own work.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
         """
-        if step.shelved and self._courier.shelf is not None:
-            self._courier.shelf.add(step.shelved, ready)
+        if step.cached_blocks and self._courier.prefix_cache is not None:
+            self._courier.prefix_cache.add(step.cached_blocks, ready)
         if step != _NOTHING:
             self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, ready, after))
 

@@ -15,6 +15,7 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 LABELS = ("engine", *Rank._fields)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ANSWERS = ("found", "missed", "busy", "failed", "reclaimed")
 _BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 
 
@@ -59,14 +60,23 @@ def _store_bytes(now: RuntimeStatistics) -> Mapping[str, float]:
 
 
 def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
-    pulls = now.prefixes
-    return {} if pulls is None else {"hit": pulls.hits, "miss": pulls.pulls - pulls.hits}
+    prefix = _counts(now, "prefix")
+    return {} if prefix is None else {"hit": prefix.hits, "miss": prefix.pulls - prefix.hits}
+
+
+def _prefix_questions(now: RuntimeStatistics) -> Mapping[str, float]:
+    shared = getattr(_counts(now, "prefix"), "sharing", None)
+    return {} if shared is None else {field: getattr(shared, field) for field in _ANSWERS}
+
+
+def _prefix_pins(now: RuntimeStatistics) -> Mapping[str, float]:
+    shared = getattr(_counts(now, "prefix"), "sharing", None)
+    return {} if shared is None else {"": shared.pinned_blocks}
 
 
 _BLOCKS = _each("blocks", "free", "leased", "in_flight", "quarantined")
 _MESSAGES = _each("listener", "answered", "refused", "dropped")
 _STORED = _each("storage", "saved", "restored", "missed", "damaged", "failed")
-_QUESTIONS = _each("sharing", "found", "missed", "busy", "failed", "reclaimed")
 _LISTENERS_LOST = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
 _NEVER_READ = "Engines whose tickets come, and that no load has ever read from."
 _READERS_REFUSED = "New readers that were refused because too few open files were left."
@@ -83,7 +93,7 @@ GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
     ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _store_bytes),
-    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _one("sharing", "pinned_blocks")),
+    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _prefix_pins),
     ("kvflow_store_entries", "Entries stored.", "", _one("storage", "entries")),
 )
 COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
@@ -95,9 +105,14 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_late_reads", _LATE_READS, "", _one("serving", "late_reads")),
     ("kvflow_load_sources_left", "Sources that loads left for their next one.", "", _one("loading", "sources_left", 0)),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),
-    ("kvflow_prefix_questions", "Questions of peers for prefixes, and runs taken back.", "outcome", _QUESTIONS),
+    (
+        "kvflow_prefix_questions",
+        "Questions of peers for prefixes, and leases ended.",
+        "outcome",
+        _prefix_questions,
+    ),
     ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
-    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _one("prefixes", "tokens")),
+    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _one("prefix", "tokens")),
     ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _STORED),
     ("kvflow_store_evictions", "Entries that made room for others.", "", _one("storage", "evicted")),
 )

@@ -1,1 +1,29 @@
-"""Part: prefixes from whichever engine has them, by keys that name a prefix by its contents."""
+"""Prefixes: a part that finds a prompt's beginning in another engine's cache, `Runtime(config, parts=[Prefixes()])`.
+
+prefixes         the part and its verbs               keys            names of prefixes by their contents
+prefix_cache     an engine's own prefix cache         sharing         one that is shared: questions and leases
+prefix_requests  requests, offers, reports, counts    pull, search    a pull; the engines asked for one prefix
+seek             questions to engines                 seek_request    the question on the wire
+load_rates       what loads have taken                testing         a prefix cache for tests
+kv_events        KV events of engines, followed and published, and the map that they feed
+"""
+
+from kvflow.prefix.keys import prefix_keys
+from kvflow.prefix.prefix_cache import PinnedPrefix, PrefixCache, SharingStatistics
+from kvflow.prefix.prefix_requests import PrefixAnswer, PrefixOffer, PrefixReport, PrefixRequest, PrefixStatistics
+from kvflow.prefix.prefixes import Prefixes
+from kvflow.prefix.sharing import SharedPrefixes
+
+__all__ = [
+    "PinnedPrefix",
+    "PrefixAnswer",
+    "PrefixCache",
+    "PrefixOffer",
+    "PrefixReport",
+    "PrefixRequest",
+    "PrefixStatistics",
+    "Prefixes",
+    "SharedPrefixes",
+    "SharingStatistics",
+    "prefix_keys",
+]

@@ -25,7 +25,7 @@ _TOKEN = np.dtype("<i8")
 
 
 def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") -> list[bytes]:
-    """Keys of a prompt's full blocks, by which `PrefixRequest` asks and `Shelf.match` is asked.
+    """Keys of a prompt's full blocks, by which `PrefixRequest` asks and `PrefixCache.match` is asked.
 
     Args:
         tokens: The prompt's token ids. What else tells prompts apart, such as an adapter or pictures, changes numbers

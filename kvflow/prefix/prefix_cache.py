@@ -1,4 +1,4 @@
-"""A prefix cache as its engine shows it to kvflow: `Shelf`, and the statistics of one that is shared."""
+"""A prefix cache as its engine shows it to kvflow: `PrefixCache`, and the statistics of one that is shared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvflow.core.plan.descriptors import GivenBlockIds
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PinnedPrefix:
     """Blocks that hold the first `num_tokens` tokens of a prompt, and that their engine has pinned for a reader.
 
     `block_ids` are as in a `ServeRequest`: in prompt order; for a cache of several groups a list for each. A group with
@@ -22,46 +22,46 @@ class Run:
 
 
 @runtime_checkable
-class Shelf(Protocol):
+class PrefixCache(Protocol):
     """An engine's prefix cache. Both methods are called on the runtime's loop, and must not block it."""
 
-    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | Awaitable[Run | None] | None:
-        """Find the longest run of a prefix that is in the cache now, and pin it.
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | Awaitable[PinnedPrefix | None] | None:
+        """Find the longest beginning of a prefix that is in the cache now, and pin it.
 
         Args:
-            keys: as `kvflow.prefix_keys` makes them: number i vouches for the first (i + 1) * `key_tokens` tokens.
+            keys: as `prefix_keys` makes them: number i vouches for the first (i + 1) * `key_tokens` tokens.
             key_tokens: tokens from one key to the next; the reader chooses, so it need not be this cache's block size.
 
         Returns:
-            The run, of a multiple of `key_tokens` tokens, whose blocks hold these until `unpin`; None if there is none.
-            Or an awaitable of it, for a cache that lives in another thread or process. It may take a second; then it is
-            left to end by itself, and what it gives is unpinned.
+            The prefix, of a multiple of `key_tokens` tokens, whose blocks hold these until `unpin`; None if there is
+            none. Or an awaitable of it, for a cache that lives in another thread or process. It may take a second; then
+            it is left to end by itself, and what it gives is unpinned.
         """
         ...
 
-    def unpin(self, run: Run) -> None:
-        """Take the pin of a run off again; called once for each run that `match` has given.
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        """Take a pin off again; called once for each prefix that `match` has given.
 
         Args:
-            run: the very object.
+            pinned: the very object.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingStatistics:
-    """Runs that are leased to readers now, and questions so far by their outcome."""
+    """Prefixes that are leased to readers now, and questions so far by their outcome."""
 
-    runs: int
+    prefixes: int
     pinned_blocks: int
-    """Blocks of these runs, each counted once."""
+    """Blocks of these prefixes, each counted once."""
     found: int
-    """Questions that were answered with a run."""
+    """Questions that were answered with a prefix."""
     missed: int
-    """Questions for prefixes that the shelf does not have."""
+    """Questions for prefixes that the cache does not have."""
     busy: int
     """Questions for a prefix that is there, while too many blocks were pinned already, or too many questions waited."""
     failed: int
-    """Questions on which the shelf has raised, or given a run that cannot be right."""
+    """Questions on which the cache has raised, or given a prefix that cannot be right."""
     reclaimed: int
-    """Runs that were ended because their owner needed the blocks."""
+    """Prefixes whose leases were ended because their owner needed the blocks."""

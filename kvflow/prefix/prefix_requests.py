@@ -17,7 +17,10 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.limits import Limits
 from kvflow.prefix.keys import KEY_BYTES
+from kvflow.prefix.prefix_cache import SharingStatistics
 from kvflow.runtime.load.requests import LoadReport
+from kvflow.runtime.part import PartStatistics
+from kvflow.runtime.peers.peer import LocalRank
 
 PEERS_MAX = 64
 _KEYS_MAX = 1 << 20
@@ -29,7 +32,7 @@ GivenPeer: TypeAlias = "PeerAddress | Ticket | Mapping[str, Any] | str"
 class PrefixRequest:
     """Fill `block_ids` with as much of a prefix as one of `peers` has in its cache.
 
-    `keys` are `kvflow.prefix_keys` of the prompt, one for each `key_tokens` tokens: best the block size of the cache
+    `keys` are `prefix_keys` of the prompt, one for each `key_tokens` tokens: best the block size of the cache
     that is filled. Each peer is the address of one of its ranks ("tcp://host:port"), a `PeerAddress`, or any ticket of
     the engine; at most 64 are asked, side by side.
 
@@ -63,12 +66,15 @@ class PrefixRequest:
     prompt: Sequence[int] | None = None
     """Token ids of the prompt, to be compared with `rest` as `LoadRequest.prompt` is."""
     every_rank: bool = False
-    """True if the tickets of `Runtime.seek_prefix` are for other ranks of this engine, too."""
+    """True if the tickets of `Prefixes.seek` are for other ranks of this engine, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOffer:
-    """The offer of one holder, under a lease: load its ticket, or give it back by `Runtime.release_blocks`."""
+    """The offer of one holder, under a lease: load its ticket, or give it back by `Runtime.release_blocks`.
+
+    Who loads the ticket tells `Prefixes.learn` how long that took.
+    """
 
     peer: str
     """Engine that offers it, and where it was asked."""
@@ -77,7 +83,16 @@ class PrefixOffer:
     queued_bytes: int
     """Bytes that the holder has leased to other readers of prefixes."""
     round_trip_s: float
-    """Time that the question took."""
+    """Seconds that the question took."""
+    pull_s: float | None = None
+    """Seconds that pulling is expected to take, by the measured rate of the holder; None if it was never read from."""
+    compute_s: float | None = None
+    """Seconds that computing as many tokens takes, by `PrefixRequest.recompute_s_per_token`; None without that."""
+
+    @property
+    def pays(self) -> bool:
+        """False if computing is expected to be faster than pulling."""
+        return self.pull_s is None or self.compute_s is None or self.pull_s <= self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +133,7 @@ class PrefixReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixStatistics:
+class PrefixStatistics(PartStatistics):
     """Pulls of prefixes so far, by their outcome, and the tokens that they have saved."""
 
     pulls: int
@@ -130,11 +145,13 @@ class PrefixStatistics:
     """Holders that have offered, and whose bytes did not come or were not fresh."""
     declined: int
     """Offers that were not taken, since computing was expected to be faster."""
+    sharing: SharingStatistics | None
+    """Counts of what is shared, anew with each `Prefixes.share`; None if nothing is."""
 
 
-def checked_prefix_request(given: object, limits: Limits) -> PrefixRequest:
+def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRequest:
     """Check a request, and give it with its numbers and texts as Python's own. RequestError names the problem."""
-    plain = checks.settled_request(given, PrefixRequest, "pull_prefix", limits.block_ids_max)
+    plain = checks.settled_request(given, PrefixRequest, verb, limits.block_ids_max)
     if plain.cached_tokens > (tokens := len(plain.keys) * plain.key_tokens):
         cached = f"cached_tokens is {plain.cached_tokens}, beyond its keys"
         raise RequestError(f"request {plain.request_id!r}: {cached}, which are for {counted(tokens, 'token')}")
@@ -167,6 +184,15 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
             )
             wanted = f"{counted(tokens, 'token')}, {cached} of them cached, which take {needed}"
             raise RequestError(f"{what}, but {whose} {wanted}")
+
+
+def token_size_bytes(local: LocalRank) -> int:
+    """Return the bytes of one token of a prompt in this rank's cache, in layers that keep all of it."""
+    size = 0
+    for share, regions in zip(local.cache_shares, local.regions, strict=True):
+        if local.groups[share.group].whole:
+            size += regions.block.size_bytes * len(regions.distinct) // share.block_size
+    return size
 
 
 def _keys(given: object, what: str) -> tuple[bytes, ...]:

@@ -14,14 +14,14 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.policy.rates import LoadRates
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
+from kvflow.prefix.load_rates import LoadRates
+from kvflow.prefix.prefix_cache import SharingStatistics
 from kvflow.prefix.prefix_requests import (
     PrefixOffer,
     PrefixReport,
@@ -31,14 +31,13 @@ from kvflow.prefix.prefix_requests import (
     checked_prefix_request,
 )
 from kvflow.prefix.search import Holder, Search
-from kvflow.prefix.seek import Seeker
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.prefix.seek import PrefixQuestions
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport, LoadRequest
-from kvflow.runtime.peers.peer import LocalRank, Resolver, token_bytes
 from kvflow.runtime.records import LOADED
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 
 @dataclass(slots=True)
@@ -64,43 +63,55 @@ class _Pull:
         return self.ends_s - asyncio.get_running_loop().time()
 
 
-class Prefixes:
-    """All pulls of a registration."""
+class Pulls:
+    """All pulls of a registration, and its searches, of which nothing is read."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        local: LocalRank,
-        resolver: Resolver,
-        remote_leases: RemoteLeases,
-        loader: Loader,
-        seeker: Seeker,
-    ) -> None:
-        self._config = context.config
-        self._groups = local.groups
-        self._token_bytes = token_bytes(local)
-        self._resolver = resolver
-        self._remote_leases = remote_leases
-        self._loader = loader
-        self._seeker = seeker
-        self._rates = LoadRates()
+    def __init__(self, cache: RegisteredCache, rates: LoadRates) -> None:
+        self._config = cache.context.config
+        self._groups = cache.local.groups
+        self._resolver = cache.resolver
+        self._remote_leases = cache.remote_leases
+        self._loader = cache.loader
+        self._questions = PrefixQuestions(cache, rates)
+        self._rates = rates
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
+        self._open = 0
+        self._none_open = asyncio.Event()
+        self._none_open.set()
 
-    @property
-    def statistics(self) -> PrefixStatistics:
-        return PrefixStatistics(**self._counts)
+    def statistics(self, sharing: SharingStatistics | None) -> PrefixStatistics:
+        """Return the counts until now, with those of what is shared."""
+        return PrefixStatistics(open_requests=self._open, sharing=sharing, **self._counts)
+
+    def close(self) -> None:
+        """Ask nobody any more: searches are over with the answers that have come."""
+        self._questions.close()
+
+    async def drained(self) -> None:
+        """Wait until no pull is under way. Searches end by themselves, and hold nothing."""
+        await self._none_open.wait()
 
     async def seek(self, given: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """See `Runtime.seek_prefix`."""
-        request = checked_prefix_request(given, self._config.limits)
-        search = await self._seeker.seek(request, request.answer_within_s)
+        """See `Prefixes.seek`."""
+        request = checked_prefix_request(given, "seek", self._config.limits)
+        search = await self._questions.ask(request, request.answer_within_s)
         found = search.holders
         search.give_back(found)
         return tuple(one.offer for one in found)
 
     async def pull(self, given: PrefixRequest) -> PrefixReport:
-        """See `Runtime.pull_prefix`."""
-        request = checked_prefix_request(given, self._config.limits)
+        """See `Prefixes.pull`."""
+        request = checked_prefix_request(given, "pull", self._config.limits)
+        self._open += 1
+        self._none_open.clear()
+        try:
+            return await self._pull_checked(request)
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._none_open.set()
+
+    async def _pull_checked(self, request: PrefixRequest) -> PrefixReport:
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         tables = self._loader.tables_of(request.block_ids, request.request_id)
         if request.rest is not None:
@@ -113,7 +124,7 @@ class Prefixes:
             request = _in_whole_blocks(request, self._groups, tables)
         now_s, answers_s = asyncio.get_running_loop().time(), min(request.answer_within_s, deadline_s)
         self._counts["pulls"] += 1
-        search = await self._seeker.seek(request, answers_s)
+        search = await self._questions.ask(request, answers_s)
         pull = _Pull(request, tables, search, ends_s=now_s + deadline_s, answers_end_s=now_s + answers_s)
         try:
             loads = await (self._pull(pull) if request.rest is None else self._pull_both(pull))
@@ -144,7 +155,7 @@ class Prefixes:
         while alike := await pull.search.best(pull.tried, pull.answers_end_s):
             del alike[TICKETS_MAX:]
             pull.tried += alike
-            if paying := [one for one in alike if self._pays(pull.request, one)]:
+            if paying := [one for one in alike if self._pays(one)]:
                 return paying
         return []
 
@@ -234,9 +245,7 @@ class Prefixes:
                 raise
             return None
         pull.told, pull.taken = holders, self._note(holders, load, "")
-        if report.tokens:
-            seconds = report.attempts[-1].seconds if report.attempts else report.total_s
-            self._rates.learn(pull.taken.offer.ticket.engine_id, report.tokens, seconds)
+        self._rates.learn(holders[0].offer.ticket, report)
         return report
 
     def _note(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
@@ -250,22 +259,13 @@ class Prefixes:
         self._counts["failed_sources"] += max(len(attempts), 1) - (not error)
         return last
 
-    def _pays(self, request: PrefixRequest, one: Holder) -> bool:
-        """Return True if pulling is expected to be faster than computing, or the holder was never pulled from."""
-        offer, engine_id = one.offer, one.offer.ticket.engine_id
-        tokens = offer.num_tokens - request.cached_tokens
-        expected_s = self._rates.expected_s(engine_id, tokens)
-        queued_s = self._rates.expected_s(engine_id, offer.queued_bytes / max(self._token_bytes, 1))
-        if expected_s is not None:  # other readers of that holder delay it by a second at most
-            one.pull_s = offer.round_trip_s + expected_s + min(queued_s or 0.0, 1.0)
-        if request.recompute_s_per_token is None:
-            return True
-        one.compute_s = tokens * request.recompute_s_per_token
-        if one.pull_s is None or one.pull_s <= one.compute_s:
-            return True
-        one.why = f"{counted(tokens, 'token')}: {one.pull_s:.3g} s from there, {one.compute_s:.3g} s to compute"
-        self._counts["declined"] += 1
-        return False
+    def _pays(self, one: Holder) -> bool:
+        """Return True if pulling is expected to be faster than computing, or nothing is known; else note why not."""
+        offer = one.offer
+        if not offer.pays:
+            one.why = f"it takes {offer.pull_s:.3g} s from there, and {offer.compute_s:.3g} s to compute"
+            self._counts["declined"] += 1
+        return offer.pays
 
     def _report(self, pull: _Pull, loads: Sequence[LoadReport]) -> PrefixReport:
         request, taken = pull.request, pull.taken
@@ -283,8 +283,8 @@ class Prefixes:
             source=taken.offer.peer if taken is not None else "",
             answers=pull.search.answers(),
             loads=tuple(loads),
-            pull_s=judged.pull_s if judged is not None else None,
-            compute_s=judged.compute_s if judged is not None else None,
+            pull_s=judged.offer.pull_s if judged is not None else None,
+            compute_s=judged.offer.compute_s if judged is not None else None,
         )
 
 

@@ -17,10 +17,6 @@ class Holder:
     offer: PrefixOffer
     why: str = "another one was taken"
     """The reason why nothing is read from it; "" if the prefix is."""
-    pull_s: float | None = None
-    """Seconds that pulling from it was expected to take."""
-    compute_s: float | None = None
-    """Seconds that computing as many tokens was said to take."""
 
     def worth(self) -> tuple[int, int]:
         """Sort key among holders: the longest prefix first, then the least busy engine."""

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -22,17 +22,18 @@ from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.core.protocol.ticket_checks import too_many
-from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
+from kvflow.errors import KVFlowError, PeerError, PeerRefused, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address
 from kvflow.prefix.keys import KEY_BYTES
-from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest
+from kvflow.prefix.load_rates import LoadRates
+from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
 from kvflow.prefix.search import AskedPeer, Search
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.prefix.seek_request import KEYS_MAX, PREFIX_OF, SeekRequest
 from kvflow.runtime.peers.lease_questions import lease_told
-from kvflow.runtime.peers.peer import Connection, LocalRank
-from kvflow.runtime.peers.reach import Reach
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import Connection, words
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 _NAMES_MAX = 1 << 10
 
@@ -56,24 +57,30 @@ class _Offered(NamedTuple):
     lease: RankLease
 
 
-class Seeker:
+class PrefixQuestions:
     """Asks engines for prefixes."""
 
-    def __init__(
-        self, context: RankContext, local: LocalRank, reach: Reach, peers: Peers, remote_leases: RemoteLeases
-    ) -> None:
-        self._context = context
-        self._local = local
-        self._reach = reach
-        self._peers = peers
-        self._remote_leases = remote_leases
+    def __init__(self, cache: RegisteredCache, rates: LoadRates) -> None:
+        self._context = cache.context
+        self._local = cache.local
+        self._token_bytes = token_size_bytes(cache.local)
+        self._reach = cache.own_reach
+        self._peers = cache.peers
+        self._remote_leases = cache.remote_leases
+        self._rates = rates
+        self._asking: set[asyncio.Task[None]] = set()
         self._names: OrderedDict[str, PeerAddress] = OrderedDict()
         """Engines by the addresses at which they were found."""
         self._unanswered: dict[str, tuple[float, float]] = {}
         """The oldest question that each peer, as it was given, has not answered: when it was put, and the seconds that
         the peer had for it."""
 
-    async def seek(self, request: PrefixRequest, within_s: float) -> Search:
+    def close(self) -> None:
+        """Ask nobody any more. Engines that have not answered count as those that are late."""
+        for task in self._asking:
+            task.cancel()
+
+    async def ask(self, request: PrefixRequest, within_s: float) -> Search:
         """Ask all peers of a request. Returns the search, with the best holders first.
 
         Waits until all have answered or `within_s` has passed; once one has the whole prefix, only for as much time
@@ -93,6 +100,8 @@ class Seeker:
                     continue
                 body = self._ask(search, one, peer, request, question_id)
                 one.task = self._context.spawn(body, name=f"kvflow-seek {request.request_id}")
+                self._asking.add(one.task)
+                one.task.add_done_callback(self._asking.discard)
             waiting, ends_s = {one.task for one in search.asked if one.task is not None}, begun_s + within_s
             while waiting and (left_s := ends_s - loop.time()) > 0:
                 _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -127,11 +136,11 @@ class Seeker:
         ranks = engine.asked
         asked.peer = self._peers.get(ranks[0]).label
         begun_s = asyncio.get_running_loop().time()
-        every = max(-(-len(request.keys) // messages.KEYS_MAX), 1)
+        every = max(-(-len(request.keys) // KEYS_MAX), 1)
         keys, key_tokens = b"".join(request.keys[every - 1 :: every]), request.key_tokens * every
 
         async def one(at: Address) -> _Offered | None:
-            question = messages.SeekRequest(
+            question = SeekRequest(
                 reader=self._local.reader,
                 target=at.target,
                 request_id=question_id,
@@ -139,7 +148,9 @@ class Seeker:
                 key_tokens=key_tokens,
                 alone=not request.every_rank,
             )
-            answer = await self._peers.seek(self._peers.get(at), question)
+            answer = await self._peers.find_lease(self._peers.get(at), question)
+            if answer.state is messages.Told.FAILED:  # it cannot be told what it has
+                raise at.failure(PeerRefused, words(answer.reason))
             if answer.offer is None or answer.lease is None:
                 return None
             return _within(question, _Offered(at, answer.offer, lease_told(at, answer.lease)))
@@ -166,8 +177,16 @@ class Seeker:
             self._remote_leases.release_soon(ticket)
             raise
         queued = max(offered.offer.queued_bytes for offered in offers)
+        tokens, token_s = ticket.num_tokens - request.cached_tokens, request.recompute_s_per_token
+        pull_s = self._rates.expected_s(ticket.engine_id, tokens, queued / max(self._token_bytes, 1))
         return PrefixOffer(
-            peer=asked.peer, ticket=ticket, num_tokens=ticket.num_tokens, queued_bytes=queued, round_trip_s=took_s
+            peer=asked.peer,
+            ticket=ticket,
+            num_tokens=ticket.num_tokens,
+            queued_bytes=queued,
+            round_trip_s=took_s,
+            pull_s=None if pull_s is None else took_s + pull_s,
+            compute_s=None if token_s is None else tokens * token_s,
         )
 
     async def _connected_again(self, engine: _Engine, offers: Sequence[_Offered]) -> _Engine:
@@ -246,7 +265,7 @@ def _named(peer: GivenPeer) -> str:
     return peer if isinstance(peer, str) else checks.shown(peer)
 
 
-def _within(question: messages.SeekRequest, offered: _Offered) -> _Offered:
+def _within(question: SeekRequest, offered: _Offered) -> _Offered:
     """Return an offer if it is of tokens that were asked for; ProtocolError else."""
     at, offer, _ = offered
     keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
@@ -290,7 +309,7 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
     try:
         ticket = Ticket(
             engine_id=offers[0].at.engine_id,
-            request_id=messages.PREFIX_OF + question_id,
+            request_id=PREFIX_OF + question_id,
             block_ids=tables[0][0],
             more_block_ids=tuple(tables[0][1:]),
             num_tokens=tokens,

@@ -33,6 +33,7 @@ from kvflow.errors import ConfigError, RuntimeBroken
 from kvflow.extras import install_line
 from kvflow.ray import place as places
 from kvflow.ray.place import ReplicaPlace
+from kvflow.runtime.part import Part
 from kvflow.runtime.records import Observer
 from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.runtime import Runtime
@@ -51,6 +52,7 @@ class ReplicaRuntime:
             as the deployment's `graceful_shutdown_timeout_s` leaves.
         observers: are told how loads and leases have ended, as a Runtime's.
         world: for tests, as a Runtime's.
+        parts: capabilities beside the core, as a Runtime's.
         settings: fields of `kvflow.Config`, such as `model` and ranks. By default `engine_id` is the deployment and the
             replica's unique id, and `listen` is any free port of the node's address.
 
@@ -65,13 +67,14 @@ class ReplicaRuntime:
         drain_deadline_s: float | None = None,
         observers: Sequence[Observer] = (),
         world: World | None = None,
+        parts: Sequence[Part] = (),
         **settings: Any,
     ) -> None:
         self._look = this_replica if place is None else lambda: place
         self.place = self._look()
         config = places.config_of(self.place, settings)
         self.drain_deadline_s = places.drain_deadline_s(self.place, config, drain_deadline_s)
-        self.runtime = Runtime(config, observers=observers, world=world)
+        self.runtime = Runtime(config, observers=observers, world=world, parts=parts)
 
     def __repr__(self) -> str:
         return f"<kvflow.ReplicaRuntime {self.runtime!r} on {self.place.node_ip}>"

@@ -27,10 +27,6 @@ from kvflow.growing.pending_loads import Meeting
 from kvflow.growing.pending_tickets import Rendezvous
 from kvflow.logs import logger_of
 from kvflow.parts import AskedParts, part
-from kvflow.prefix.prefix_cache import Shelf
-from kvflow.prefix.pull import Prefixes
-from kvflow.prefix.seek import Seeker
-from kvflow.prefix.sharing import Leasing, SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.copy_thread import CopyThread
@@ -48,7 +44,6 @@ from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
-from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
 
@@ -80,7 +75,8 @@ class RegisteredCache:
         self.gear = gear
         self.memory = memory
         self.context = context
-        self.parts = parts
+        self._answers = {kind: answer for part in parts for kind, answer in part.answers.items()}
+        """Answers to the requests of parts: no other requests are decoded."""
         self.local = local
         self.metadata = metadata
         self.ledger = gear.ledger
@@ -111,32 +107,8 @@ class RegisteredCache:
         self.strangers = foreign.service(context, local, metadata, self.serving)
         """The service that answers readers of another make."""
         self.readers = Farewells(context, local)
-        self.sharing: SharedPrefixes | None = None
-        """The service that answers questions for prefixes, if this cache is shared."""
-        seeker = Seeker(context, local, self.own_reach, self.peers, self.remote_leases)
-        self.prefixes = Prefixes(context, local, self.resolver, self.remote_leases, self.loader, seeker)
         self._config = context.config
         self._rank = context.identity.rank
-
-    def share(self, shelf: Shelf, pinned_blocks_max: int | None) -> SharedPrefixes:
-        """See `Runtime.share`."""
-        if self._config.role == "consumer":
-            raise UsageError(f"share: the role of engine {self._config.engine_id!r} is 'consumer'")
-        if self.sharing is not None:
-            raise UsageError(f"share: the cache of engine {self._config.engine_id!r} is shared already")
-
-        def forget() -> None:
-            self.sharing = None
-
-        def serve(request: ServeRequest, alone: bool) -> None:
-            if self.serving.news.turned_away:  # it drains since the shelf was asked
-                raise RequestError(f"request {request.request_id!r}: {self.serving.news.turned_away}")
-            self.serving.serve(request, holds=False, alone=alone)
-
-        leasing = Leasing(serve, self.serving.open_lease, self.serving.revoke)
-        self.sharing = SharedPrefixes(self.context, leasing, shelf, self.ledger, self.local, pinned_blocks_max)
-        self.sharing.on_close = forget
-        return self.sharing
 
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
@@ -166,8 +138,6 @@ class RegisteredCache:
                     return promised
                 except RequestError as error:
                     return refusal(str(error))
-            case messages.SeekRequest():
-                return messages.NOTHING_YET if draining or not self.sharing else self.sharing.answer(request)
             case messages.LeaseRequest():
                 try:
                     return self.serving.news.answer(request)
@@ -184,10 +154,8 @@ class RegisteredCache:
                 if request.caller is not None:
                     self.readers.remember(request.caller)
                 return self.metadata
-        for one in self.parts:
-            if (answer := one.answers.get(type(request))) is not None:
-                return answer(request)
-        return refusal(f"engine {ours.engine_id!r} has no part that answers {type(request).__name__}")
+            case _:
+                return self._answers[type(request)](request)
 
 
 async def register(

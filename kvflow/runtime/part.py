@@ -43,8 +43,8 @@ class Part:
 
     name: str
     """Name in `RuntimeStatistics.parts`, in logs and in errors."""
-    answers: Mapping[type[messages.Request], Callable[[Any], Answered]] = {}
-    """Answers to the messages of peers that are this part's, by type; they never wait."""
+    answers: Mapping[type[messages.ReaderRequest], Callable[[Any], Answered]] = {}
+    """Answers to the requests of peers that are this part's, by type; they never wait. Only these types are decoded."""
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
         """Begin with a cache that is being registered. Cancelling leaves the part without one.

@@ -23,9 +23,6 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RequestError, RuntimeUnavailable, UsageError
-from kvflow.prefix.prefix_cache import Shelf
-from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest
-from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
@@ -54,7 +51,7 @@ class Runtime:
         config: settings of the rank.
         observers: are told how every load and lease has ended.
         world: clock, network and the like, for tests.
-        parts: capabilities beside the core, such as `kvflow.storage.Storage` or `kvflow.stock.StockPeers`, in the order
+        parts: capabilities beside the core, such as `kvflow.prefix.Prefixes` or `kvflow.storage.Storage`, in the order
             in which they begin and end.
 
     Raises:
@@ -346,65 +343,6 @@ class Runtime:
         """
         cache = self._require_cache("keep_leases")
         return self._entered_here(cache.remote_leases.keep_while(cache.resolver.read_ticket(ticket)))
-
-    def share(self, shelf: Shelf, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
-        """Answer peers that look for a prefix by what an engine's prefix cache has, until the cache is unregistered.
-
-        A peer's question is answered in one turn of the loop, by an ordinary lease on the longest run that is there.
-
-        Args:
-            shelf: the prefix cache; it is asked on this loop.
-            pinned_blocks_max: blocks that may be pinned for readers at once; a quarter of the cache if None. Questions
-                for more are answered with a miss.
-
-        Returns:
-            What is shared, to take blocks back (`SharedPrefixes.reclaim`), or to end it.
-
-        Raises:
-            UsageError: it is no Shelf, or the cache is shared already.
-            RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
-        """
-        return self._require_cache("share").share(shelf, pinned_blocks_max)
-
-    async def seek_prefix(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """Ask peers for a prefix, side by side, and read nothing: for engines that make room once they know how much.
-
-        Each offer is a lease: load its ticket within some seconds, or keep it (`keep_leases`), and give those back that
-        are not used (`release_blocks`), or they run out. Cancelling gives back what was offered.
-
-        Args:
-            request: whom to ask, and for what. Local blocks need not be named.
-
-        Returns:
-            What is offered, the longest first, then the least busy; none if nobody has it, or can be asked.
-
-        Raises:
-            RequestError: it cannot be right.
-            RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
-        """
-        return await self._require_cache("seek_prefix").prefixes.seek(request)
-
-    async def pull_prefix(self, request: PrefixRequest) -> PrefixReport:
-        """Fill local blocks with as much of a prefix as some peer has: see `PrefixRequest`.
-
-        Peers are asked side by side, and the longest run is loaded. If a source fails the next one is read into the
-        same blocks once no byte of the first can land any more, within the same deadline. That nothing is found, or
-        nothing could be read, is no error: then it has to be computed. Cancelling returns within
-        Config.cancel_grace_s; if bytes may still land then, the load is in `quarantines`.
-
-        Args:
-            request: the prompt's keys, the local blocks, and whom to ask.
-
-        Returns:
-            How many tokens are there now, and from whom; what the others said.
-
-        Raises:
-            RequestError: it cannot be right; BlocksBusy.
-            PeerError, LoadError: a source has failed, and bytes may still land in the blocks: its `quarantine` is the
-                load. With `PrefixRequest.rest`, what a load of that raises.
-            RuntimeUnavailable, RuntimeBroken: as for loads.
-        """
-        return await self._require_cache("pull_prefix").prefixes.pull(request)
 
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.

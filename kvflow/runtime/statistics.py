@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvflow.core.policy.ledger import BlockCounts
-from kvflow.prefix.prefix_cache import SharingStatistics
-from kvflow.prefix.prefix_requests import PrefixStatistics
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.part import PartStatistics
@@ -64,11 +62,7 @@ class RuntimeStatistics:
     early_notifications: int
     """Notifications that came before a cache was registered, when no lease could exist."""
     parts: Mapping[str, PartStatistics] = field(default_factory=dict)
-    """Counts of the parts by name, such as "storage", anew with each registration."""
-    sharing: SharingStatistics | None = None
-    """Counts of the shared cache, anew with each `Runtime.share`; None where it is not shared."""
-    prefixes: PrefixStatistics | None = None
-    """Counts of shared prefixes, anew with each registration."""
+    """Counts of the parts by name, such as "storage" and "prefix", anew with each registration."""
 
 
 @dataclass(slots=True)

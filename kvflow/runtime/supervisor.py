@@ -115,7 +115,8 @@ class Supervisor:
             self.config = replace(self.config, advertise_host=self._host)
         await first.open()
         try:
-            self._listener = await self._side_channel.listen(self._answer)
+            kinds = codec.requests_with(kind for part in self.parts for kind in part.answers)
+            self._listener = await self._side_channel.listen(self._answer, kinds)
             if any(isinstance(part, Foreign) for part in self.parts):
                 self._listener.strangers = self._answer_stranger
         except BaseException:
@@ -189,8 +190,6 @@ class Supervisor:
                 for part in (registration.parts if registration else ())
                 if (now := part.statistics) is not None
             },
-            sharing=cache.sharing.statistics if cache and cache.sharing else None,
-            prefixes=cache.prefixes.statistics if cache else None,
             readers=cache.readers.count if cache else 0,
             readers_refused=self._admission.refused,
             listener=self._listener.statistics if self.tasks.started else None,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from kvflow import checks
 from kvflow.config import STORE_BACKEND, Config, params_of
-from kvflow.errors import CacheUnregistered, ConfigError, RuntimeClosed, UsageError
+from kvflow.errors import CacheUnregistered, ConfigError, RuntimeClosed
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.part import Ending, Part
-from kvflow.runtime.statistics import RuntimeState
+from kvflow.runtime.part_owner import PartOwner
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.storage.files import Files, PlainMover
 from kvflow.storage.jobs import Job
@@ -57,7 +57,7 @@ class Storage(Part):
             raise ConfigError(f"folder: expected a path, got {checks.shown(folder)}")
         self.bytes_max = checks.whole(bytes_max, "bytes_max", least=1, error=ConfigError)
         self._files = files
-        self._runtime: Supervisor | None = None
+        self._owner = PartOwner(self)
         self._store: BlockStore | None = None
 
     def __repr__(self) -> str:
@@ -155,16 +155,11 @@ class Storage(Part):
     @property
     def statistics(self) -> StoreStatistics | None:
         """Counts since the cache was registered; None without one."""
-        if self._store is None or self._runtime is None or self._runtime.held is None:
-            return None
-        return self._store.statistics
+        return self._store.statistics if self._store is not None and self._owner.registered else None
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
         """Only for the runtime: see `Part`."""
-        before = self._runtime
-        if before not in (None, runtime) and before.state is not RuntimeState.CLOSED:
-            raise ConfigError(f"{self!r}: it is a part of another runtime, {before}")
-        self._runtime = runtime
+        self._owner.begin(runtime)
         files = self._files(cache.context.config, cache.context.identity.agent_name)
         try:
             self._store = await open_store(cache, files, self.folder, self.bytes_max)
@@ -191,9 +186,6 @@ class Storage(Part):
         return "" if self._store is None else await self._store.aclose(timeout_s)
 
     def _require(self, what: str, *, new_work: bool = True) -> BlockStore:
-        if self._runtime is None:
-            raise UsageError(f"{what}: {self!r} is a part of no runtime whose KV cache was registered")
-        self._runtime.require(what, new_work=new_work)
-        self._runtime.require_cache()
+        self._owner.require(what, new_work=new_work)
         assert self._store is not None, "it is registered with the cache"
         return self._store

@@ -1,7 +1,6 @@
 """Tools for tests of code that uses kvflow: engines in one process, faults and time to script, checks of the books."""
 
 from kvflow.runtime.world import World
-from kvflow.testing.block_shelf import BlockShelf
 from kvflow.testing.block_watch import BlockWatch, watch_blocks
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
 from kvflow.testing.caches import PatternCache, StateCache
@@ -26,7 +25,6 @@ from kvflow.testing.weather import Weather
 from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
 
 __all__ = [
-    "BlockShelf",
     "BlockWatch",
     "CacheSize",
     "Deadlock",

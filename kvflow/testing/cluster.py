@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import UsageError
 from kvflow.runtime.clock import Clock
+from kvflow.runtime.part import Part
 from kvflow.runtime.world import World
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
@@ -138,7 +139,12 @@ class InprocCluster:
 
     @contextlib.asynccontextmanager
     async def engine(
-        self, engine_id: str, *, config: Config | None = None, size: CacheSize = _SMALL
+        self,
+        engine_id: str,
+        *,
+        config: Config | None = None,
+        size: CacheSize = _SMALL,
+        parts: Sequence[Part] = (),
     ) -> AsyncIterator[TestEngine]:
         """An open runtime with a small registered cache, filled with its pattern (`TestEngine.cache`).
 
@@ -146,6 +152,7 @@ class InprocCluster:
             engine_id: Its name.
             config: Limits and timeouts; the name, address and transport are the cluster's.
             size: Of the cache; one layer if not given.
+            parts: Of the runtime.
 
         Returns:
             A context manager; its block gets the engine.
@@ -155,7 +162,7 @@ class InprocCluster:
             UsageError: The cluster has a seed, and the loop is not virtual.
         """
         base = config or Config(engine_id=engine_id, drain_timeout_s=1.0)
-        async with open_engine(engine_id, base, self._make, world=self.world(), size=size) as engine:
+        async with open_engine(engine_id, base, self._make, world=self.world(), size=size, parts=parts) as engine:
             yield engine
 
     async def run_process(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -178,6 +178,8 @@ async def inproc_pair(
     observers: Sequence[Observer] = (),
     producer_world: World = _WORLD,
     consumer_world: World = _WORLD,
+    producer_parts: Sequence[Part] = (),
+    consumer_parts: Sequence[Part] = (),
 ) -> AsyncIterator[InprocPair]:
     """An open, registered pair, over the in-process transport.
 
@@ -189,6 +191,8 @@ async def inproc_pair(
         observers: Of both runtimes.
         producer_world: The producer's, such as one with a `ManualClock`; its transport is not used.
         consumer_world: The consumer's, likewise.
+        producer_parts: Parts of the producer's runtime.
+        consumer_parts: Parts of the consumer's runtime.
 
     Returns:
         A context manager; its block gets the pair.
@@ -202,20 +206,29 @@ async def inproc_pair(
     def make(_: Config, agent_name: str) -> InprocTransport:
         return InprocTransport(agent_name, network)
 
+    common: dict[str, Any] = {"observers": observers, "size": size}
     async with (
-        open_engine("producer", base, make, world=producer_world, observers=observers, size=size) as producer,
-        open_engine("consumer", base, make, world=consumer_world, observers=observers, size=size) as consumer,
+        open_engine("producer", base, make, world=producer_world, parts=producer_parts, **common) as producer,
+        open_engine("consumer", base, make, world=consumer_world, parts=consumer_parts, **common) as consumer,
     ):
         yield Pair(producer=producer, consumer=consumer)
 
 
 @contextlib.asynccontextmanager
-async def nixl_pair(*, config: Config = _QUICK, size: CacheSize = _SIZE) -> AsyncIterator[NixlPair]:
+async def nixl_pair(
+    *,
+    config: Config = _QUICK,
+    size: CacheSize = _SIZE,
+    producer_parts: Sequence[Part] = (),
+    consumer_parts: Sequence[Part] = (),
+) -> AsyncIterator[NixlPair]:
     """A pair as `inproc_pair`, over real NIXL, for what only that shows.
 
     Args:
         config: Limits and timeouts; names and addresses are the pair's own.
         size: Of each cache.
+        producer_parts: Parts of the producer's runtime.
+        consumer_parts: Parts of the consumer's runtime.
 
     Returns:
         A context manager; its block gets the pair.
@@ -226,8 +239,8 @@ async def nixl_pair(*, config: Config = _QUICK, size: CacheSize = _SIZE) -> Asyn
     """
     base = replace(config, transport="nixl")
     async with (
-        open_engine("producer", base, make_transport, size=size) as producer,
-        open_engine("consumer", base, make_transport, size=size) as consumer,
+        open_engine("producer", base, make_transport, size=size, parts=producer_parts) as producer,
+        open_engine("consumer", base, make_transport, size=size, parts=consumer_parts) as consumer,
     ):
         yield Pair(producer=producer, consumer=consumer)
 

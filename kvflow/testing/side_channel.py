@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
+from typing import Any
 
 from kvflow.config import Config
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
 from kvflow.hosts import address_at
-from kvflow.runtime.channel.protocol import Answer, AnswerStranger, ListenerStatistics
+from kvflow.runtime.channel.protocol import Answer, AnswerStranger, ListenerStatistics, refusal
 
 Frames = list[bytes]
 Reply = Callable[[Frames], None]
@@ -42,7 +43,7 @@ class Exchange:
         self._ports = itertools.count(20000)
         """Ports for listeners that ask for none."""
 
-    def listen(self, config: Config, answer: Answer) -> InprocListener:
+    def listen(self, config: Config, answer: Answer, kinds: Any = messages.CoreRequest) -> InprocListener:
         """Bind a rank's address; ConfigError if somebody has it."""
         host = host_of(config)
         free = (port for port in self._ports if address_at(host, port) not in self.listeners)
@@ -50,14 +51,14 @@ class Exchange:
         address = address_at(host, port)
         if address in self.listeners:
             raise ConfigError(f"listen: cannot bind {address}: it is in use")
-        self.listeners[address] = listener = InprocListener(self, address, port, answer)
+        self.listeners[address] = listener = InprocListener(self, address, port, answer, kinds)
         return listener
 
 
 class InprocListener:
     """See `runtime.channel.protocol.Listener`. What comes while nobody serves waits, as in a socket."""
 
-    def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer) -> None:
+    def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer, kinds: Any) -> None:
         self.port = port
         self.strangers: AnswerStranger | None = None
         self.context = copy_context()
@@ -65,6 +66,7 @@ class InprocListener:
         self._exchange = exchange
         self._address = address
         self._answer = answer
+        self._kinds = kinds
         self._inbox: asyncio.Queue[tuple[Frames, Reply]] = asyncio.Queue()
         self._counts = dict.fromkeys(("answered", "refused", "dropped"), 0)
 
@@ -81,7 +83,10 @@ class InprocListener:
             frames, reply = await self._inbox.get()
             try:
                 header_frame, body_frame = frames
-                header, request = codec.decode_header(header_frame), codec.decode_request(body_frame)
+                header, request = codec.decode_header(header_frame), codec.decode_request(body_frame, self._kinds)
+            except codec.UnknownRequest as error:
+                self._send(reply, refusal(str(error)))
+                continue
             except (ValueError, codec.WireError):
                 self._counts["dropped"] += 1
                 continue
@@ -118,8 +123,8 @@ class InprocSideChannel:
         self._config = config
         self._send = send or self._send_at_once
 
-    async def listen(self, answer: Answer) -> InprocListener:
-        return self._exchange.listen(self._config, answer)
+    async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> InprocListener:
+        return self._exchange.listen(self._config, answer, kinds)
 
     def abandon(self) -> None:
         pass

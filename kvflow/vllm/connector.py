@@ -54,7 +54,6 @@ from kvflow.vllm.copies import CopyOperation, PlatformCopies, platform_copies
 from kvflow.vllm.failing import fail
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
-from kvflow.vllm.prefix import RequestPrefixes, prefix_peers_of, why_not
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of, warn_of_side_channel
 
 if TYPE_CHECKING:
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvflow.stock import EngineRanks
+    from kvflow.vllm.prefix import RequestPrefixes
 
 logger = logger_of("vllm.kvflow")
 
@@ -173,6 +173,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
             if extra.share_prefixes or extra.pulls_prefixes:
+                from kvflow.vllm.prefix import RequestPrefixes
+
                 self._prefixes = RequestPrefixes(extra, self._scheduler, self._groups, vllm_config, kv_cache_config)
             return
         self._kv_format = extra.kv_format
@@ -185,11 +187,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             stock_peers = stock.peers_of(vllm_config, extra, self._late_reads.append)
             self._ranks = stock_peers.ranks
             parts.append(stock_peers)
+        peers = None
+        if extra.share_prefixes or extra.pulls_prefixes:
+            from kvflow.vllm import prefix
+
+            peers = prefix.prefix_peers_of(vllm_config, extra)
+            parts.append(peers.prefixes)
+            possible = not prefix.why_not(self._groups, kv_cache_config)
+            self._shares, self._pulls = extra.share_prefixes and possible, extra.pulls_prefixes and possible
         self._runtime = Runtime(config, parts=parts)
-        self._worker = ConnectorWorker(self._runtime, prefix_peers_of(vllm_config, extra))
+        self._worker = ConnectorWorker(self._runtime, peers)
         self._asks = (config.tp_rank, config.pp_rank) == (0, 0)
-        possible = not why_not(self._groups, kv_cache_config)
-        self._shares, self._pulls = extra.share_prefixes and possible, extra.pulls_prefixes and possible
         self._failed_blocks: set[int] = set()
         self._split = 1
         self._before_step: DeviceEvent | None = None
@@ -421,7 +429,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin everything but the saves: nothing of it concerns blocks that this step computes."""
         prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
-        step = msgspec.structs.replace(self._step, save=[], grow=[], shelved=[], **prepared)
+        step = msgspec.structs.replace(self._step, save=[], grow=[], cached_blocks=[], **prepared)
         self._worker.begin(step, after=self._before_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -434,7 +442,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Begin the saves: the step's forward passes were submitted, and tickets leave when their results are there."""
-        step = Step(save=self._step.save, grow=self._step.grow, shelved=self._step.shelved)
+        step = Step(save=self._step.save, grow=self._step.grow, cached_blocks=self._step.cached_blocks)
         self._worker.begin(step, ready=self._event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvflow.connector.courier import Answered, Happening, Loaded, LoadFailed
 from kvflow.connector.offers import OfferEnded
-from kvflow.connector.prefix_peers import PrefixOutcome
+from kvflow.connector.prefix_questions import PrefixOutcome
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 
 _SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
@@ -41,7 +41,7 @@ _COUNTERS = {
     "prefix_questions": ("prefix_questions", "Questions to peers for prefixes.", "outcome"),
     "prefix_runs": (
         "prefix_runs",
-        "Questions of peers for prefixes, and runs that were ended for requests here.",
+        "Questions of peers for prefixes, and leases that were ended for requests here.",
         "outcome",
     ),
     "late_reads": ("late_reads", "Reads that ended after their lease: the text may be wrong.", "reader"),

@@ -8,17 +8,19 @@ step that may write there. The pool's own bookkeeping is as it would be without:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from kvflow.connector.cached_prompts import CachedPrompts, GroupTablesOf
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import Asking, source_in
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
-from kvflow.connector.shelving import GroupTablesOf, Shelving
 from kvflow.connector.step import Found, Step
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError, RequestError
 from kvflow.logs import logger_of
-from kvflow.prefix.keys import prefix_keys
+from kvflow.prefix import Prefixes, prefix_keys
+from kvflow.prefix.kv_events import EventSource
 from kvflow.vllm.asked import Asked
 from kvflow.vllm.layout import Group
 from kvflow.vllm.settings import Extra
@@ -48,8 +50,9 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
     """The peers that a worker asks."""
     parallel = vllm_config.parallel_config
     return PrefixPeers(
+        prefixes=Prefixes(),
         wait_s=extra.prefix_wait_s,
-        events=extra.prefix_events,
+        events=tuple(EventSource(**asdict(one)) for one in extra.prefix_events),
         known=(*(extra.prefix_peers or ()), *(source.holder for source in extra.prefix_events)),
         recompute_s_per_token=extra.recompute_s_per_token,
         every_rank=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
@@ -80,7 +83,7 @@ class RequestPrefixes:
         self._scheduler = scheduler
         self._block_tokens = groups[0].facts.block_size
         self._shares = extra.share_prefixes and not why
-        self._shelving: Shelving | None = None
+        self._cached_prompts: CachedPrompts | None = None
         self._pulls = extra.pulls_prefixes and not why
         self._asking = Asking(
             extra.prefix_peers or (),
@@ -98,7 +101,7 @@ class RequestPrefixes:
             return
 
         def on_reuse(block: KVCacheBlock) -> None:
-            shelving.reused(block.block_id)
+            cached_prompts.reused(block.block_id)
 
         def watch(block_ids: Sequence[int]) -> None:
             blocks = [pool.blocks[block_id] for block_id in block_ids]
@@ -106,22 +109,22 @@ class RequestPrefixes:
             pool.unpin_blocks(blocks, on_reuse)
 
         null_block = pool.null_block.block_id
-        shelving = self._shelving = Shelving(self._block_tokens, watch, null_block=null_block)
+        cached_prompts = self._cached_prompts = CachedPrompts(self._block_tokens, watch, null_block=null_block)
 
     @property
     def must_tell(self) -> bool:
         """True if the workers have to be told something, even without a request."""
-        return self._shelving is not None and self._shelving.must_tell
+        return self._cached_prompts is not None and self._cached_prompts.must_tell
 
     def add(self, asked: Asked) -> None:
         """Take a request that has come. Peers are asked unless it has a ticket of a prefill engine."""
         params = asked.kv_transfer_params
         asks = self._pulls and not self._scheduler.takes(params or {})
-        if self._shelving is None and not asks:
+        if self._cached_prompts is None and not asks:
             return
         keys = self._keys(asked, asked.num_prompt_tokens)
-        if self._shelving is not None:
-            self._shelving.add(asked.request_id, keys)
+        if self._cached_prompts is not None:
+            self._cached_prompts.add(asked.request_id, keys)
         if asks and not asked.request.skip_reading_prefix_cache:
             try:
                 source = source_in(params)
@@ -143,8 +146,8 @@ class RequestPrefixes:
         self, step: Step, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
         """Put into a step which blocks hold prompts, and which questions to ask."""
-        if self._shelving is not None:
-            self._shelving.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
+        if self._cached_prompts is not None:
+            self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
         step.questions = self._asking.take()
 
     def answered(self, found: Iterable[Found]) -> None:
@@ -162,9 +165,9 @@ class RequestPrefixes:
     def finished(self, asked: Asked, block_ids: Sequence[Sequence[int]]) -> None:
         """Take a request that has ended, and still has its blocks."""
         self._asking.finished(asked.request_id)
-        if self._shelving is not None:
+        if self._cached_prompts is not None:
             request = asked.request
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._shelving.finished(
+            self._cached_prompts.finished(
                 asked.request_id, keys=lambda: self._keys(asked, computed), computed=computed, block_ids=block_ids
             )

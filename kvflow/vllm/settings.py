@@ -21,8 +21,6 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
 from kvflow.hosts import plain_address
 from kvflow.logs import logger_of
-from kvflow.prefix.kv_events import EventSource
-from kvflow.prefix.prefix_requests import PEERS_MAX
 from kvflow.vllm.layout import Group
 
 if TYPE_CHECKING:
@@ -57,6 +55,16 @@ class StockExtra:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventsExtra:
+    """PluginSettings of one of `prefix_events`: see `kvflow.prefix.kv_events.EventSource`."""
+
+    holder: str
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
     """PluginSettings beside those of kvflow.Config."""
 
@@ -74,7 +82,7 @@ class Extra:
     prefix_peers: tuple[str, ...] | None = None
     """Addresses of engines, one of each, that are asked for the prefix of a prompt that no prefill engine offers. With
     an empty list only those are asked that a router names, with None nobody."""
-    prefix_events: tuple[EventSource, ...] = ()
+    prefix_events: tuple[EventsExtra, ...] = ()
     """Engines whose KV events say who is to be asked; each `holder` is the engine's address, as in `prefix_peers`."""
     prefix_tokens_min: int = 256
     """With fewer tokens than this that are not cached, nobody is asked."""
@@ -89,8 +97,10 @@ class Extra:
         checks.seconds(self.prefix_wait_s, "prefix_wait_s", error=ConfigError)
         if self.recompute_s_per_token is not None:
             checks.seconds(self.recompute_s_per_token, "recompute_s_per_token", error=ConfigError)
-        checks.count(self.prefix_peers or (), "prefix_peers", most=PEERS_MAX, error=ConfigError)
         if self.prefix_peers is not None:
+            from kvflow.prefix.prefix_requests import PEERS_MAX
+
+            checks.count(self.prefix_peers, "prefix_peers", most=PEERS_MAX, error=ConfigError)
             plain = tuple(plain_address(peer, what="prefix_peers") for peer in self.prefix_peers)
             object.__setattr__(self, "prefix_peers", plain)
 

@@ -14,7 +14,7 @@ from tests.bench.flow.scenario import Flow
 from tests.bench.never_idle import NeverIdle
 from tests.bench.peers.scenario import Peers
 from tests.bench.planning import Planning
-from tests.bench.prefixes import Prefixes
+from tests.bench.prefixes import PrefixPulls
 from tests.bench.profiling import Profile
 from tests.bench.surviving import Surviving
 from tests.bench.topology import Topology
@@ -25,7 +25,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "fairness": Fairness,
     "peers": Peers,
     "planning": Planning,
-    "prefixes": Prefixes,
+    "prefixes": PrefixPulls,
     "profile": Profile,
     "surviving": Surviving,
     "verifying": Verifying,

@@ -18,13 +18,15 @@ from typing import Annotated, Any
 
 import uvloop
 
-from kvflow import Config, LoadRequest, PrefixRequest, ServeRequest, prefix_keys
+from kvflow import Config, LoadRequest, ServeRequest
 from kvflow.bench.clocks import loop_ticker
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import at_most
 from kvflow.core.protocol import codec, messages
-from kvflow.prefix.sharing import SharedPrefixes
-from kvflow.testing import BlockShelf, CacheSize
+from kvflow.prefix import Prefixes, PrefixRequest, SharedPrefixes, prefix_keys
+from kvflow.prefix.seek_request import SeekRequest
+from kvflow.prefix.testing import FakePrefixCache
+from kvflow.testing import CacheSize
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
@@ -79,7 +81,7 @@ class Nonsense:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefixes:
+class PrefixPulls:
     """Measure pulls of prefixes: beside loads, the cost of a question, many at once, a million unknown keys."""
 
     rounds: Annotated[int, "How often a load, a question and a pull of one block take turns."] = 300
@@ -128,8 +130,8 @@ class Prefixes:
             times.append(
                 (
                     await _timed(reader.runtime.load_blocks(load)),
-                    await _timed(reader.runtime.seek_prefix(missed)),
-                    await _timed(reader.runtime.pull_prefix(asked)),
+                    await _timed(_prefixes(reader).seek(missed)),
+                    await _timed(_prefixes(reader).pull(asked)),
                 )
             )
         return PairedTimes(*(statistics.median(some) for some in zip(*times[_WARM:], strict=True)))
@@ -137,13 +139,13 @@ class Prefixes:
     async def _question(self, reader: Engine[Transport], holder: Engine[Transport]) -> QuestionTime:
         times, tokens = [], list(range(1000 * _TOKENS))
         _, sharing = _share(holder, tokens, range(1000), 1000)
-        await reader.runtime.seek_prefix(_request(holder, _UNKNOWN, []))
+        await _prefixes(reader).seek(_request(holder, _UNKNOWN, []))
         cache = holder.runtime._supervisor.cache
         assert cache is not None, "it is registered"
         header = codec.our_header(cache.local.compatibility.fingerprint())
-        keys = b"".join(prefix_keys(tokens, _TOKENS))
+        keys, kinds = b"".join(prefix_keys(tokens, _TOKENS)), codec.requests_with([SeekRequest])
         for number in range(self.questions):
-            question = messages.SeekRequest(
+            question = SeekRequest(
                 reader="bench/0.0.0#1",
                 target=cache.local.caller.target,
                 request_id=f"{number}",
@@ -152,7 +154,7 @@ class Prefixes:
             )
             frame = codec.encode(question)
             begun_s = time.perf_counter()
-            reply = cache.answer(header, codec.decode_request(frame), draining=False)
+            reply = cache.answer(header, codec.decode_request(frame, kinds), draining=False)
             assert isinstance(reply, messages.LeaseAnswer), reply
             codec.encode_frames(header, reply)
             times.append(time.perf_counter() - begun_s)
@@ -162,16 +164,16 @@ class Prefixes:
 
     async def _many(self, reader: Engine[Transport], *holders: Engine[Transport]) -> ManyPulls:
         tokens, blocks = list(range(self.prefix_blocks * _TOKENS)), self.prefix_blocks
-        shelves = [_share(holder, tokens, range(blocks), blocks)[0] for holder in holders]
+        prefix_caches = [_share(holder, tokens, range(blocks), blocks)[0] for holder in holders]
         keys, peers = prefix_keys(tokens, _TOKENS), [holder.runtime.address for holder in holders]
         requests = []
         for at in range(self.pulls):
             ids = list(range(at * blocks, (at + 1) * blocks))
             requests.append(PrefixRequest(f"{at}", keys, _TOKENS, ids, peers, answer_within_s=_PATIENCE_S))
         for holder in holders:
-            await reader.runtime.seek_prefix(_request(holder, _UNKNOWN, []))
+            await _prefixes(reader).seek(_request(holder, _UNKNOWN, []))
         begun_s = time.perf_counter()
-        reports = await asyncio.gather(*map(reader.runtime.pull_prefix, requests))
+        reports = await asyncio.gather(*map(_prefixes(reader).pull, requests))
         took_s = time.perf_counter() - begun_s
         assert {report.num_tokens for report in reports} == {len(tokens)}, reports
         for holder in holders:  # its leases have ended, and who waits for them has been told
@@ -179,7 +181,7 @@ class Prefixes:
             assert cache is not None, "it is registered"
             await cache.serving.drained()
         await asyncio.sleep(0)
-        pinned = sum(+shelf.pins.total() for shelf in shelves)
+        pinned = sum(+prefix_cache.pins.total() for prefix_cache in prefix_caches)
         return ManyPulls(self.pulls, len({report.source for report in reports}), took_s, pinned)
 
     async def _nonsense(self, reader: Engine[Transport], holder: Engine[Transport]) -> Nonsense:
@@ -190,7 +192,7 @@ class Prefixes:
             for _ in range(-(-self.unknown_keys // 1000)):
                 keys, peers = [secrets.token_bytes(32) for _ in range(1000)], [holder.runtime.address]
                 asked = PrefixRequest("nonsense", keys, _TOKENS, [], peers, answer_within_s=_PATIENCE_S)
-                assert not await reader.runtime.seek_prefix(asked)
+                assert not await _prefixes(reader).seek(asked)
             took_s = time.perf_counter() - begun_s
         return Nonsense(self.unknown_keys, took_s, max(lags_s, default=0.0), sharing.pinned_blocks)
 
@@ -201,13 +203,18 @@ async def _timed(work: Awaitable[object]) -> float:
     return time.perf_counter() - begun_s
 
 
+def _prefixes(engine: Engine[Transport]) -> Prefixes:
+    (found,) = (part for part in engine.runtime._supervisor.parts if isinstance(part, Prefixes))
+    return found
+
+
 def _share(
     holder: Engine[Transport], tokens: Sequence[int], block_ids: Sequence[int], pinned_max: int | None = None
-) -> tuple[BlockShelf, SharedPrefixes]:
+) -> tuple[FakePrefixCache, SharedPrefixes]:
     """These tokens are in those blocks."""
-    shelf = BlockShelf(_TOKENS)
-    shelf.put(tokens, block_ids)
-    return shelf, holder.runtime.share(shelf, pinned_blocks_max=pinned_max)
+    prefix_cache = FakePrefixCache(_TOKENS)
+    prefix_cache.put(tokens, block_ids)
+    return prefix_cache, _prefixes(holder).share(prefix_cache, pinned_blocks_max=pinned_max)
 
 
 def _request(holder: Engine[Transport], tokens: Sequence[int], block_ids: list[int]) -> PrefixRequest:
@@ -220,7 +227,10 @@ def _among(holders: int, measure: Callable[..., Coroutine[Any, Any, object]]) ->
 
     async def run() -> object:
         async with AsyncExitStack() as stack:
-            opening = [open_engine(f"engine-{at}", _BASE, make_transport, size=_SIZE) for at in range(holders + 1)]
+            opening = [
+                open_engine(f"engine-{at}", _BASE, make_transport, size=_SIZE, parts=[Prefixes()])
+                for at in range(holders + 1)
+            ]
             engines = [await stack.enter_async_context(engine) for engine in opening]
             return await measure(*engines)
 

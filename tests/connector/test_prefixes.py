@@ -6,26 +6,26 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
+from kvflow.connector.cached_prompts import CachedPrompts
 from kvflow.connector.courier import Answered, Happening, Loaded, LoadFailed
-from kvflow.connector.prefix_peers import PrefixOutcome, PrefixPeers
-from kvflow.connector.prefix_questions import Asking, source_in
+from kvflow.connector.prefix_peers import PrefixPeers
+from kvflow.connector.prefix_questions import Asking, PrefixOutcome, source_in
 from kvflow.connector.scheduler import Matched, PagedGroup
-from kvflow.connector.shelving import Shelving
-from kvflow.connector.step import Found, Question, Shelved, Step
+from kvflow.connector.step import CachedBlocks, Found, Question, Step
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.policy.states import ProducerState
-from kvflow.core.protocol.messages import PREFIX_OF
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.prefix.keys import prefix_keys
 from kvflow.prefix.kv_events import BlockStored
 from kvflow.prefix.prefix_requests import PrefixOffer, PrefixRequest
+from kvflow.prefix.prefixes import Prefixes
+from kvflow.prefix.seek_request import PREFIX_OF
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
@@ -46,14 +46,20 @@ def pair() -> Iterator[Pair]:
     network = InprocNetwork()
     with settled_afterwards(make("holder", network, 1.0), make("reader", network, -1.0)) as (holder, reader):
         share(holder, (1, 2))
-        reader.worker._courier.peers.wait_s = 60.0
+        peers_of(reader).wait_s = 60.0
         yield Pair(holder, reader)
 
 
 def share(holder: Engine, blocks: tuple[int, ...]) -> None:
     """Let peers read the prompt's beginning in these blocks."""
     holder.worker.share([PagedGroup(GroupFacts(name="kv", block_size=BLOCK_SIZE))], BLOCK_SIZE)
-    begin(holder, Step(shelved=[Shelved(parent=b"", keys=tuple(KEYS[:2]), block_tables=(blocks,))]))
+    begin(holder, Step(cached_blocks=[CachedBlocks(parent=b"", keys=tuple(KEYS[:2]), block_tables=(blocks,))]))
+
+
+def peers_of(engine: Engine) -> PrefixPeers:
+    peers = engine.worker._courier.peers
+    assert peers is not None
+    return peers
 
 
 def begin(engine: Engine, step: Step) -> None:
@@ -208,57 +214,70 @@ def test_who_has_less_than_another_gives_nothing(trio: tuple[Pair, Engine]) -> N
 # --- whom a worker asks
 
 
-@dataclass
-class Peers:
+class Peers(Prefixes):
     """What each peer offers, in tokens; None does not answer."""
 
-    offers: dict[str, int | None]
-    asked: list[tuple[str, ...]] = field(default_factory=list)
+    def __init__(self, offers: dict[str, int | None]) -> None:
+        super().__init__()
+        self.offers = offers
+        self.asked: list[tuple[str, ...]] = []
 
-    async def seek_prefix(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
+    async def seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
         peers = cast("tuple[str, ...]", request.peers)
         self.asked.append(peers)
         if None in (self.offers[peer] for peer in peers):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.Event().wait(), request.answer_within_s)
         found = [(self.offers[peer] or 0, peer) for peer in peers if self.offers[peer]]
-        return tuple(self._offer(peer, tokens) for tokens, peer in sorted(found, key=lambda one: -one[0]))
+        return tuple(self._offer(peer, tokens, request) for tokens, peer in sorted(found, key=lambda one: -one[0]))
 
-    def _offer(self, peer: str, tokens: int) -> PrefixOffer:
+    def _offer(self, peer: str, tokens: int, request: PrefixRequest | None = None) -> PrefixOffer:
         ticket = any_ticket(engine_id=peer).without_leases(
             request_id=f"{PREFIX_OF}x", block_ids=(), num_tokens=tokens, ttl_s=1.0
         )
-        return PrefixOffer(peer=peer, ticket=ticket, num_tokens=tokens, queued_bytes=0, round_trip_s=0.01)
+        left = tokens - (request.cached_tokens if request is not None else 0)
+        s_per_token = request.recompute_s_per_token if request is not None else None
+        return PrefixOffer(
+            peer=peer,
+            ticket=ticket,
+            num_tokens=tokens,
+            queued_bytes=0,
+            round_trip_s=0.01,
+            pull_s=self._rates.expected_s(peer, left, 0.0),
+            compute_s=None if s_per_token is None else left * s_per_token,
+        )
 
 
 def named(tickets: Sequence[Ticket]) -> list[str]:
     return [ticket.engine_id for ticket in tickets]
 
 
-async def asked(peers: PrefixPeers, runtime: Peers, *, cached: int = 0) -> tuple[PrefixOutcome, list[str], list[str]]:
-    outcome, tickets, others = await peers.ask(cast(Runtime, runtime), question(*runtime.offers, cached=cached))
+async def asked(
+    prefixes: Peers, *, cached: int = 0, **settings: float | None
+) -> tuple[PrefixOutcome, list[str], list[str]]:
+    peers = PrefixPeers(prefixes=prefixes, **settings)  # type: ignore[arg-type]
+    outcome, tickets, others = await peers.ask(question(*prefixes.offers, cached=cached))
     return outcome, named(tickets), named(others)
 
 
 async def test_of_those_with_the_longest_run_all_are_sources() -> None:
-    runtime = Peers({"a": 4, "b": 12, "c": 0, "d": 8, "e": 12})
-    assert await asked(PrefixPeers(), runtime) == (PrefixOutcome.FOUND, ["b", "e"], ["d", "a"])
-    runtime = Peers({f"tcp://a:{at}": 4 for at in range(1, 70)})
-    _, tickets, others = await asked(PrefixPeers(), runtime)
+    prefixes = Peers({"a": 4, "b": 12, "c": 0, "d": 8, "e": 12})
+    assert await asked(prefixes) == (PrefixOutcome.FOUND, ["b", "e"], ["d", "a"])
+    _, tickets, others = await asked(Peers({f"tcp://a:{at}": 4 for at in range(1, 70)}))
     assert (len(tickets), len(others)) == (16, 48), "of a load's sources, and of a question's peers, there are so many"
 
 
 async def test_nothing_is_late_if_somebody_was_waited_for_in_vain() -> None:
-    assert await asked(PrefixPeers(wait_s=60.0), Peers({"a": 0})) == (PrefixOutcome.NOTHING, [], [])
-    assert await asked(PrefixPeers(wait_s=0.01), Peers({"a": 0, "dead": None})) == (PrefixOutcome.LATE, [], [])
-    assert await asked(PrefixPeers(wait_s=0.01), Peers({"a": 4, "dead": None})) == (PrefixOutcome.FOUND, ["a"], [])
+    assert await asked(Peers({"a": 0}), wait_s=60.0) == (PrefixOutcome.NOTHING, [], [])
+    assert await asked(Peers({"a": 0, "dead": None}), wait_s=0.01) == (PrefixOutcome.LATE, [], [])
+    assert await asked(Peers({"a": 4, "dead": None}), wait_s=0.01) == (PrefixOutcome.FOUND, ["a"], [])
 
 
 def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
     """Until its answer is there: one that is frozen costs one question."""
     reader, holder = pair.decode, pair.prefill
     frozen, released = threading.Event(), threading.Event()
-    peers = reader.worker._courier.peers
+    peers = peers_of(reader)
     assert ask(reader, question(holder, keys=OTHER)).outcome is PrefixOutcome.NOTHING, "it is connected now"
     peers.wait_s = 0.2
     at = question(holder)
@@ -285,7 +304,7 @@ def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
 def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair) -> None:
     """One that is not there changes nothing."""
     reader, holder = pair.decode, pair.prefill.worker.introduction()
-    reader.worker._courier.peers.known = (holder.address, "tcp://127.0.0.1:1")
+    peers_of(reader).known = (holder.address, "tcp://127.0.0.1:1")
     reader.worker.meet(follows=True)
     until_blocking(lambda: bool(reader.runtime.statistics().peers))
     assert [peer.engine_id for peer in reader.runtime.statistics().peers] == ["holder"]
@@ -293,16 +312,16 @@ def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair
 
 
 async def test_those_that_events_name_are_asked_first_unless_a_router_has_named_one() -> None:
-    runtime = Peers({"a": 4, "hinted": 12, "less": 8, "nothing new": 0})
-    peers = PrefixPeers()
+    prefixes = Peers({"a": 4, "hinted": 12, "less": 8, "nothing new": 0})
+    peers = PrefixPeers(prefixes=prefixes)
     for holder, blocks in (("hinted", 3), ("less", 2), ("nothing new", 1)):
         event = BlockStored(block_hashes=range(blocks), token_ids=PROMPT[: blocks * BLOCK_SIZE], block_size=BLOCK_SIZE)
         peers._map.apply(holder, event)
     one = question("a", cached=4)
-    outcome, tickets, others = await peers.ask(cast(Runtime, runtime), replace(one, hinted=True))
+    outcome, tickets, others = await peers.ask(replace(one, hinted=True))
     assert (outcome, named(tickets), named(others)) == (PrefixOutcome.FOUND, ["hinted"], ["less", "a"])
-    await peers.ask(cast(Runtime, runtime), one)
-    assert runtime.asked == [("hinted", "less", "a"), ("a",)]
+    await peers.ask(one)
+    assert prefixes.asked == [("hinted", "less", "a"), ("a",)]
 
 
 def report_of(total_s: float, tokens: int = 8, *, attempts: Sequence[Attempt] = ()) -> LoadReport:
@@ -319,24 +338,25 @@ def report_of(total_s: float, tokens: int = 8, *, attempts: Sequence[Attempt] = 
 async def test_what_is_computed_sooner_is_not_loaded(
     total_s: float | None, recompute_s_per_token: float | None, expected: str
 ) -> None:
-    runtime, peers = Peers({"a": 12}), PrefixPeers(recompute_s_per_token=recompute_s_per_token)
-    assert await asked(peers, runtime, cached=4) == (PrefixOutcome.FOUND, ["a"], []), "nothing was measured yet"
+    prefixes, computing = Peers({"a": 12}), {"recompute_s_per_token": recompute_s_per_token}
+    assert await asked(prefixes, cached=4, **computing) == (PrefixOutcome.FOUND, ["a"], []), "nothing was measured yet"
     if total_s is not None:
-        peers.learn(runtime._offer("a", 12).ticket, report_of(total_s))
+        prefixes.learn(prefixes._offer("a", 12).ticket, report_of(total_s))
     found = (["a"], []) if expected == "found" else ([], ["a"])
-    assert await asked(peers, runtime) == (PrefixOutcome(expected), *found)
+    assert await asked(prefixes, **computing) == (PrefixOutcome(expected), *found)
 
 
 async def test_what_loads_take_is_learned_of_prefixes_and_by_who_has_given_them() -> None:
-    runtime, peers = Peers({"a": 12, "b": 12}), PrefixPeers(recompute_s_per_token=0.5)
-    ticket = runtime._offer("a", 12).ticket
-    peers.learn(any_ticket(engine_id="a"), report_of(99.0))  # a hand-over, maybe of a few tokens
-    peers.learn(ticket, report_of(99.0, tokens=0))
+    prefixes = Peers({"a": 12})
+    ticket = prefixes._offer("a", 12).ticket
+    prefixes.learn(any_ticket(engine_id="a"), report_of(99.0))  # a hand-over, maybe of a few tokens
+    prefixes.learn(ticket, report_of(99.0, tokens=0))
     left = Attempt(engine_id="a", address="", outcome="LeaseExpired", error="", bytes=0, seconds=1.0)
     gave = Attempt(engine_id="b", address="", outcome="loaded", error="", bytes=1, seconds=80.0)
-    peers.learn(ticket, report_of(99.0, attempts=[left, gave]))
-    assert (await asked(peers, Peers({"a": 12})))[0] is PrefixOutcome.FOUND
-    assert (await asked(peers, Peers({"b": 12})))[0] is PrefixOutcome.SLOWER
+    prefixes.learn(ticket, report_of(99.0, attempts=[left, gave]))
+    assert (await asked(prefixes, recompute_s_per_token=0.5))[0] is PrefixOutcome.FOUND
+    prefixes.offers = {"b": 12}
+    assert (await asked(prefixes, recompute_s_per_token=0.5))[0] is PrefixOutcome.SLOWER
 
 
 # --- which requests ask
@@ -545,5 +565,5 @@ def test_what_cannot_be_a_source(given: object) -> None:
 
 def test_what_is_said_of_them(made: Asking) -> None:
     assert repr(made) == "<Asking 0 requests>"
-    assert repr(Shelving(BLOCK_SIZE, lambda _: None)) == "<Shelving 0 blocks of 0 requests and former ones>"
+    assert repr(CachedPrompts(BLOCK_SIZE, lambda _: None)) == "<CachedPrompts 0 blocks of 0 requests and former ones>"
     assert Found(request_id="r").tickets == ()

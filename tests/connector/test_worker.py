@@ -20,6 +20,7 @@ from kvflow.blocking import Runtime
 from kvflow.connector.courier import Happening, Loaded, LoadFailed
 from kvflow.connector.offers import OfferEnded
 from kvflow.connector.parameters import name_of, params_of_several, producer_params
+from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
@@ -34,6 +35,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.prefix import Prefixes
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.load.requests import LoadReport
@@ -189,11 +191,13 @@ def make(
         made.append(InprocTransport(name, network))
         return made[0]
 
-    runtime = Runtime(replace(config, engine_id=engine_id), world=World(transport=transport, clock=clock))
+    peers = PrefixPeers(prefixes=Prefixes())
+    world = World(transport=transport, clock=clock)
+    runtime = Runtime(replace(config, engine_id=engine_id), world=world, parts=[peers.prefixes])
     runtime.open()
     kv_caches, layout = small_cache(fill=fill)
     runtime.register_kv_caches(kv_caches, layout)
-    worker = ConnectorWorker(runtime)
+    worker = ConnectorWorker(runtime, peers)
     scheduler = ConnectorScheduler(
         SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=config.lease_ttl_s, **scheduling),
         new_secret=iter("abcdefgh").__next__,

@@ -35,6 +35,7 @@ from tests_support import until
 from tiny_model import PROMPT, Model
 
 import kvflow
+from kvflow.prefix import Prefixes
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster
 
@@ -60,12 +61,14 @@ class Side(NamedTuple):
 
 
 @asynccontextmanager
-async def open_side(model: LlamaModel, world: World, name: str, kind: type[Any], blocks: int) -> AsyncIterator[Side]:
+async def open_side(
+    model: LlamaModel, world: World, name: str, kind: type[Any], blocks: int, parts: Sequence[kvflow.Part] = ()
+) -> AsyncIterator[Side]:
     metrics = kind(blocks_used=int, blocks_free=int)
     config = kvflow.Config(engine_id=name, listen="tcp://127.0.0.1:0", drain_timeout_s=1, cancel_grace_s=0.05)
     async with (
         Engine(model, block_count=blocks, block_size=4, batch_size=2, shuffle_seed=len(name)) as engine,
-        kvflow.Runtime(config, world=world, observers=[metrics.kvflow]) as runtime,
+        kvflow.Runtime(config, world=world, observers=[metrics.kvflow], parts=parts) as runtime,
     ):
         await runtime.register_kv_caches(LayerGroups(engine).caches)
         metrics.kvflow.watch(runtime)
@@ -360,14 +363,15 @@ class Neighbour:
 async def sides(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Neighbour]]:
     monkeypatch.setattr(disaggregated.neighbours, "TOKENS_MIN", 4)
     model, world = load_model(tiny.checkpoint), InprocCluster().world()
+    prefixes = [Prefixes(), Prefixes()]
     async with (
-        open_side(model, world, "one", PrefillMetrics, 12) as one,
-        open_side(model, world, "other", PrefillMetrics, 12) as other,
+        open_side(model, world, "one", PrefillMetrics, 12, prefixes[:1]) as one,
+        open_side(model, world, "other", PrefillMetrics, 12, prefixes[1:]) as other,
         background_tasks() as start_task,
     ):
         yield [
-            Neighbour(side, PrefillWorker(side.engine, side.runtime, start_task, side.metrics, share_prefixes=True))
-            for side in (one, other)
+            Neighbour(side, PrefillWorker(side.engine, side.runtime, start_task, side.metrics, prefixes=part))
+            for side, part in zip((one, other), prefixes, strict=True)
         ]
         await until(lambda: not one.blocks_used + other.blocks_used)
 

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvflow import PrefixRequest, Run, prefix_keys
-from kvflow.testing import BlockShelf, CacheSize, NixlPair, assert_loaded, nixl_pair
+from kvflow.prefix import PinnedPrefix, Prefixes, PrefixRequest, prefix_keys
+from kvflow.prefix.testing import FakePrefixCache
+from kvflow.testing import CacheSize, NixlPair, assert_loaded, nixl_pair
+from tests.support.pairs import part_of
 
 WAIT_S = 60.0
 TOKENS = 16
@@ -19,7 +21,7 @@ THEIRS = list(range(500, 100, -1))
 
 @pytest.fixture
 async def pair() -> AsyncIterator[NixlPair]:
-    async with nixl_pair(size=SIZE) as pair:
+    async with nixl_pair(size=SIZE, producer_parts=[Prefixes()], consumer_parts=[Prefixes()]) as pair:
         yield pair
 
 
@@ -35,24 +37,24 @@ def request(pair: NixlPair, blocks: int = 400) -> PrefixRequest:
 
 
 async def test_a_prefix_is_pulled_from_a_live_cache(pair: NixlPair) -> None:
-    shelf = BlockShelf(TOKENS)
-    shelf.put(PROMPT, THEIRS)
-    pair.producer.runtime.share(shelf, pinned_blocks_max=400)
-    report = await pair.consumer.runtime.pull_prefix(request(pair))
+    prefix_cache = FakePrefixCache(TOKENS)
+    prefix_cache.put(PROMPT, THEIRS)
+    part_of(pair.producer.runtime, Prefixes).share(prefix_cache, pinned_blocks_max=400)
+    report = await part_of(pair.consumer.runtime, Prefixes).pull(request(pair))
     assert_loaded(pair.consumer.cache, range(400), pair.producer.cache, THEIRS)
     assert (report.num_tokens, report.bytes) == (400 * TOKENS, 400 * pair.producer.layout.block_size_bytes)
     async with asyncio.timeout(WAIT_S):
-        while +shelf.pins:
+        while +prefix_cache.pins:
             await pair.producer.runtime.drain(WAIT_S)
 
 
 async def test_blocks_that_their_owner_takes_back_while_they_are_read_are_a_miss(pair: NixlPair) -> None:
     """It writes to them at once: what was read of that is never reported."""
 
-    class Reclaiming(BlockShelf):
+    class Reclaiming(FakePrefixCache):
         """Its owner takes everything back as soon as it was offered, and uses the blocks for something else."""
 
-        def match(self, keys: object, key_tokens: int) -> Run | None:
+        def match(self, keys: object, key_tokens: int) -> PinnedPrefix | None:
             asyncio.get_running_loop().call_soon(take_back)
             return super().match(keys, key_tokens)  # type: ignore[arg-type]
 
@@ -61,17 +63,17 @@ async def test_blocks_that_their_owner_takes_back_while_they_are_read_are_a_miss
         for layer in pair.producer.kv_caches.values():
             layer.fill_(7.0)
 
-    shelf = Reclaiming(TOKENS)
-    shelf.put(PROMPT, THEIRS)
-    sharing = pair.producer.runtime.share(shelf, pinned_blocks_max=400)
-    report = await pair.consumer.runtime.pull_prefix(request(pair))
+    prefix_cache = Reclaiming(TOKENS)
+    prefix_cache.put(PROMPT, THEIRS)
+    sharing = part_of(pair.producer.runtime, Prefixes).share(prefix_cache, pinned_blocks_max=400)
+    report = await part_of(pair.consumer.runtime, Prefixes).pull(request(pair))
     assert (report.num_tokens, sharing.statistics.reclaimed) == (0, 1)
-    assert not +shelf.pins
+    assert not +prefix_cache.pins
 
 
 async def test_a_holder_that_is_gone_is_a_miss(pair: NixlPair) -> None:
     asked = request(pair, 4)
     await pair.producer.runtime.aclose()
-    report = await pair.consumer.runtime.pull_prefix(asked)
+    report = await part_of(pair.consumer.runtime, Prefixes).pull(asked)
     assert report.num_tokens == 0
     assert pair.producer.runtime.config.listen_host in report.answers[0].why

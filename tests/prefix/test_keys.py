@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvflow
 from kvflow.core.protocol.prompts import marked
 from kvflow.errors import RequestError
+from kvflow.prefix import prefix_keys
 from kvflow.prefix.keys import SALT_BYTES_MAX
 from tests.support.tests_support import each
 
@@ -34,35 +34,35 @@ def test_the_docs_have_a_vector_for_other_languages() -> None:
     assert len(rows) == 4
     for numbers, said, key in rows:
         tokens, salt = [int(number) for number in numbers.split(",")], b"" if said == "none" else said[1:-1].encode()
-        assert kvflow.prefix_keys(tokens, len(tokens), salt=salt)[0].hex() == key
+        assert prefix_keys(tokens, len(tokens), salt=salt)[0].hex() == key
         assert by_the_formula(tokens, len(tokens), salt).hex() == key
 
 
 @given(TOKENS, st.integers(1, 20), st.binary(max_size=40))
 def test_each_full_block_has_the_key_of_all_tokens_before_its_end(tokens: list[int], block: int, salt: bytes) -> None:
     ends = range(block, len(tokens) + 1, block)
-    assert kvflow.prefix_keys(tokens, block, salt=salt) == [by_the_formula(tokens, end, salt) for end in ends]
+    assert prefix_keys(tokens, block, salt=salt) == [by_the_formula(tokens, end, salt) for end in ends]
 
 
 @given(TOKENS, st.integers(1, 8), st.integers(1, 8))
 def test_blocks_of_other_sizes_agree_at_common_boundaries(tokens: list[int], block: int, times: int) -> None:
-    keys = kvflow.prefix_keys(tokens, block)
-    assert kvflow.prefix_keys(tokens, block * times) == keys[times - 1 :: times]
+    keys = prefix_keys(tokens, block)
+    assert prefix_keys(tokens, block * times) == keys[times - 1 :: times]
 
 
 def test_salts_marks_and_tokens_make_other_keys() -> None:
     tokens = list(range(32))
-    found = [kvflow.prefix_keys(tokens, 16, salt=salt) for salt in (b"", b"a", b"a\0")]
-    found += [kvflow.prefix_keys(marked(tokens, {3: b"a picture"}), 16), kvflow.prefix_keys([7, *tokens[1:]], 16)]
+    found = [prefix_keys(tokens, 16, salt=salt) for salt in (b"", b"a", b"a\0")]
+    found += [prefix_keys(marked(tokens, {3: b"a picture"}), 16), prefix_keys([7, *tokens[1:]], 16)]
     assert len({key for keys in found for key in keys}) == 10
-    after_the_first = kvflow.prefix_keys(marked(tokens, {20: b"a picture"}), 16)
+    after_the_first = prefix_keys(marked(tokens, {20: b"a picture"}), 16)
     assert [after_the_first[at] == found[0][at] for at in (0, 1)] == [True, False]
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array, lambda tokens: array("q", tokens), range])
 def test_tokens_may_be_in_any_flat_sequence(make: type) -> None:
     given = range(33) if make is range else make(list(range(33)))
-    assert kvflow.prefix_keys(given, 16) == kvflow.prefix_keys(list(range(33)), 16)
+    assert prefix_keys(given, 16) == prefix_keys(list(range(33)), 16)
 
 
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -76,9 +76,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
 def test_nonsense_is_refused_by_name(said: str, wrong: Any) -> None:
     given: dict[str, Any] = {"tokens": [1], "block_tokens": 1, "salt": b"", said: wrong}
     with pytest.raises(RequestError, match=f"^{said}: expected"):
-        kvflow.prefix_keys(given["tokens"], given["block_tokens"], salt=given["salt"])
+        prefix_keys(given["tokens"], given["block_tokens"], salt=given["salt"])
 
 
 def test_a_block_larger_than_the_prompt_and_than_any_memory_has_no_key() -> None:
-    assert kvflow.prefix_keys([1, 2], (1 << 63) - 1) == []
-    assert kvflow.prefix_keys([], 1) == []
+    assert prefix_keys([1, 2], (1 << 63) - 1) == []
+    assert prefix_keys([], 1) == []

@@ -17,15 +17,9 @@ from kvflow import (
     LeaseOutcome,
     LoadRequest,
     PeerAddress,
-    PrefixOffer,
-    PrefixReport,
-    PrefixRequest,
-    Run,
     Runtime,
+    RuntimeState,
     ServeRequest,
-    SharedPrefixes,
-    Shelf,
-    prefix_keys,
 )
 from kvflow.core.protocol import messages
 from kvflow.errors import (
@@ -37,12 +31,25 @@ from kvflow.errors import (
     RequestError,
     UsageError,
 )
+from kvflow.prefix import (
+    PinnedPrefix,
+    PrefixCache,
+    Prefixes,
+    PrefixOffer,
+    PrefixReport,
+    PrefixRequest,
+    PrefixStatistics,
+    SharedPrefixes,
+    prefix_keys,
+)
+from kvflow.prefix.seek_request import SeekRequest
+from kvflow.prefix.testing import FakePrefixCache
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.producer.farewells import Farewells
-from kvflow.testing import BlockShelf, CacheSize, TestEngine, assert_blocks_equal
+from kvflow.testing import CacheSize, TestEngine, assert_blocks_equal
 from kvflow.testing.pair import open_engine
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from tests.support.pairs import cache_of, known
+from tests.support.pairs import cache_of, known, part_of
 from tests.support.tests_support import WAIT_S, until
 
 TOKENS = 4
@@ -57,7 +64,7 @@ class Holder:
     """An engine that shares its cache."""
 
     engine: TestEngine
-    shelf: BlockShelf
+    prefix_cache: FakePrefixCache
     sharing: SharedPrefixes
 
     @property
@@ -65,13 +72,17 @@ class Holder:
         return self.engine.runtime
 
     @property
+    def prefixes(self) -> Prefixes:
+        return part_of(self.runtime, Prefixes)
+
+    @property
     def address(self) -> str:
         return self.runtime.address
 
-    def share(self, shelf: Shelf) -> SharedPrefixes:
-        """What that shelf has, from now on."""
+    def share(self, prefix_cache: PrefixCache) -> SharedPrefixes:
+        """What that prefix cache has, from now on."""
         self.sharing.close()
-        self.sharing = self.runtime.share(shelf, pinned_blocks_max=8)
+        self.sharing = self.prefixes.share(prefix_cache, pinned_blocks_max=8)
         return self.sharing
 
     async def restart(self) -> None:
@@ -89,6 +100,14 @@ class Fleet:
     given: dict[str, Any]
     """What all its pulls ask for."""
 
+    @property
+    def prefixes(self) -> Prefixes:
+        return part_of(self.reader.runtime, Prefixes)
+
+    @property
+    def counts(self) -> PrefixStatistics:
+        return known(self.prefixes.statistics)
+
     def request(self, **changes: Any) -> PrefixRequest:
         """For all of the prompt, from all holders, into the reader's first blocks."""
         given: dict[str, Any] = {
@@ -102,11 +121,11 @@ class Fleet:
         return PrefixRequest(**{**given, **self.given, **changes})
 
     async def seek(self, **changes: Any) -> Sequence[PrefixOffer]:
-        return await self.reader.runtime.seek_prefix(self.request(**changes))
+        return await self.prefixes.seek(self.request(**changes))
 
     async def pull(self, **changes: Any) -> PrefixReport:
         async with asyncio.timeout(WAIT_S):
-            return await self.reader.runtime.pull_prefix(self.request(**changes))
+            return await self.prefixes.pull(self.request(**changes))
 
     async def hold(self, **changes: Any) -> asyncio.Task[PrefixReport]:
         """Start a pull, and wait until it has posted a read, which the transport holds."""
@@ -125,7 +144,7 @@ class Fleet:
         assert_blocks_equal(self.reader.cache, ours, holder.engine.cache, theirs, **options)
 
     async def assert_nothing_pinned(self) -> None:
-        await until(lambda: not any(+one.shelf.pins or one.sharing.pinned_blocks for one in self.holders))
+        await until(lambda: not any(+one.prefix_cache.pins or one.sharing.pinned_blocks for one in self.holders))
         assert not any(known(one.runtime.statistics().serving).open_leases for one in self.holders)
 
 
@@ -139,12 +158,22 @@ async def fleet(
         return InprocTransport(name, network)
 
     async with contextlib.AsyncExitStack() as stack:
-        reader = await stack.enter_async_context(open_engine("reader", base, make, size=reader_size))
+        reader = await stack.enter_async_context(
+            open_engine("reader", base, make, size=reader_size, parts=[Prefixes()])
+        )
         found = []
         for number in range(holders):
-            engine = await stack.enter_async_context(open_engine(f"holder-{number}", base, make, size=SIZE))
-            shelf = BlockShelf(TOKENS)
-            found.append(Holder(engine, shelf, engine.runtime.share(shelf, pinned_blocks_max=pinned_blocks_max)))
+            engine = await stack.enter_async_context(
+                open_engine(f"holder-{number}", base, make, size=SIZE, parts=[Prefixes()])
+            )
+            prefix_cache = FakePrefixCache(TOKENS)
+            found.append(
+                Holder(
+                    engine,
+                    prefix_cache,
+                    part_of(engine.runtime, Prefixes).share(prefix_cache, pinned_blocks_max=pinned_blocks_max),
+                )
+            )
         made = Fleet(reader, found, {})
         yield made
         await made.assert_nothing_pinned()
@@ -154,7 +183,7 @@ async def fleet(
 async def them() -> AsyncIterator[Fleet]:
     """One holder, of the whole prompt."""
     async with fleet() as them:
-        them.holders[0].shelf.put(PROMPT, range(8))
+        them.holders[0].prefix_cache.put(PROMPT, range(8))
         yield them
 
 
@@ -162,8 +191,8 @@ async def them() -> AsyncIterator[Fleet]:
 async def two() -> AsyncIterator[Fleet]:
     """One holder of the whole prompt, and one of its half."""
     async with fleet(2) as them:
-        them.holders[0].shelf.put(PROMPT, range(8))
-        them.holders[1].shelf.put(PROMPT[: 4 * TOKENS], [11, 12, 13, 14])
+        them.holders[0].prefix_cache.put(PROMPT, range(8))
+        them.holders[1].prefix_cache.put(PROMPT[: 4 * TOKENS], [11, 12, 13, 14])
         yield them
 
 
@@ -172,7 +201,7 @@ async def two_sources(**options: Any) -> AsyncIterator[tuple[Fleet, Holder, Hold
     """A holder of a prefix, an engine that has computed all of the prompt with its lease, and who pulls from both."""
     async with fleet(2, **options) as them:
         near, prefill = them.holders
-        near.shelf.put(PROMPT[: 3 * TOKENS], [9, 8, 7])
+        near.prefix_cache.put(PROMPT[: 3 * TOKENS], [9, 8, 7])
         lease = prefill.runtime.serve_blocks(ServeRequest("req", range(8), ALL_BUT_ONE, prompt=PROMPT[:ALL_BUT_ONE]))
         yield replace(them, given={"peers": [near.address], "rest": lease.ticket.to_params()}), near, prefill, lease
 
@@ -180,13 +209,13 @@ async def two_sources(**options: Any) -> AsyncIterator[tuple[Fleet, Holder, Hold
 async def test_the_longest_run_is_read_from_whoever_has_it() -> None:
     async with fleet(3) as them:
         first, second, third = them.holders
-        first.shelf.put(PROMPT[: 2 * TOKENS], [3, 4])
-        second.shelf.put(PROMPT[: 5 * TOKENS], [9, 7, 5, 3, 1])
+        first.prefix_cache.put(PROMPT[: 2 * TOKENS], [3, 4])
+        second.prefix_cache.put(PROMPT[: 5 * TOKENS], [9, 7, 5, 3, 1])
         report = await them.pull()
         them.assert_read(second, [0, 1, 2, 3, 4], [9, 7, 5, 3, 1])
         assert (report.num_tokens, report.pulled_tokens, report.source) == (20, 20, report.answers[0].peer)
         assert report.source.startswith("holder-1 ")
-        counted = known(them.reader.runtime.statistics().prefixes)
+        counted = them.counts
         assert (counted.hits, counted.tokens, counted.bytes) == (1, 20, report.bytes)
         told = {answer.peer.split()[0]: (answer.num_tokens, answer.why) for answer in report.answers}
         assert told["holder-0"] == (8, "another one was taken")
@@ -239,9 +268,9 @@ async def test_a_run_that_is_reclaimed_while_it_is_read_is_a_miss(them: Fleet) -
     pull = await them.hold()
     assert holder.sharing.pinned_blocks == 8
     assert holder.sharing.reclaim(3) == 8
-    assert not +holder.shelf.pins
+    assert not +holder.prefix_cache.pins
     assert known(holder.runtime.statistics().blocks).leased == 0
-    holder.shelf.evict(range(8))
+    holder.prefix_cache.evict(range(8))
     them.release_reads()
     report = await pull
     assert report.num_tokens == 0
@@ -252,13 +281,13 @@ async def test_a_run_that_is_reclaimed_while_it_is_read_is_a_miss(them: Fleet) -
 async def test_the_oldest_runs_are_reclaimed_and_no_more_than_are_needed() -> None:
     async with fleet() as them:
         (holder,), other = them.holders, PROMPT[::-1]
-        holder.shelf.put(PROMPT[: 2 * TOKENS], [0, 1])
-        holder.shelf.put(other[: 3 * TOKENS], [5, 6, 7])
+        holder.prefix_cache.put(PROMPT[: 2 * TOKENS], [0, 1])
+        holder.prefix_cache.put(other[: 3 * TOKENS], [5, 6, 7])
         await them.seek()
         (newer,) = await them.seek(request_id="newer", keys=prefix_keys(other, TOKENS))
         assert holder.sharing.pinned_blocks == 5
         assert holder.sharing.reclaim(1) == 2
-        assert +holder.shelf.pins == {5: 1, 6: 1, 7: 1}
+        assert +holder.prefix_cache.pins == {5: 1, 6: 1, 7: 1}
         assert await them.reader.runtime.release_blocks(newer.ticket)
 
 
@@ -266,7 +295,7 @@ async def test_the_oldest_runs_are_reclaimed_and_no_more_than_are_needed() -> No
 async def test_the_rest_comes_from_the_next_source(two: Fleet, late: bool) -> None:
     """Who answers while the best one is read, too: a whole prefix ends the wait for others, and no more."""
     first, second = two.holders
-    slow = SlowShelf(second.shelf)
+    slow = SlowCache(second.prefix_cache)
     if late:
         second.share(slow)
     pull = await two.hold()
@@ -277,7 +306,7 @@ async def test_the_rest_comes_from_the_next_source(two: Fleet, late: bool) -> No
     report = await pull
     two.assert_read(second, [0, 1, 2, 3], [11, 12, 13, 14])
     assert (report.num_tokens, report.source.split()[0]) == (4 * TOKENS, "holder-1")
-    assert known(two.reader.runtime.statistics().prefixes).failed_sources == 1
+    assert two.counts.failed_sources == 1
     assert (await two.pull(peers=[first.address])).num_tokens == 0
 
 
@@ -286,7 +315,7 @@ async def test_holders_of_as_much_are_the_sources_of_one_load(fails: int) -> Non
     """Which goes on with the next one; all that have failed say why, and what was not read is given back."""
     async with fleet(3) as them:
         for holder in them.holders:
-            holder.shelf.put(PROMPT[: 7 * TOKENS], range(7))  # with all of it, others would not be waited for
+            holder.prefix_cache.put(PROMPT[: 7 * TOKENS], range(7))  # with all of it, others would not be waited for
         pull = await them.hold()
         for _ in range(fails):
             (read,) = them.reader.transport.held
@@ -301,7 +330,7 @@ async def test_holders_of_as_much_are_the_sources_of_one_load(fails: int) -> Non
         assert report.source.startswith(load.attempts[-1].engine_id)
         whys = sorted(answer.why for answer in report.answers)
         assert [why[:14] for why in whys] == ["", *["another one wa"] * (2 - fails), *["request 'req' "] * fails]
-        counts = known(them.reader.runtime.statistics().prefixes)
+        counts = them.counts
         assert (counts.hits, counts.failed_sources, counts.bytes) == (1, fails, report.bytes)
 
 
@@ -309,20 +338,20 @@ async def test_a_pull_that_is_over_reads_from_no_other_source() -> None:
     """Not even from one that is left: another load would have another time to end in."""
     async with fleet(2, base=replace(BASE, cancel_grace_s=WAIT_S)) as them:
         for holder in them.holders:
-            holder.shelf.put(PROMPT, range(8))
+            holder.prefix_cache.put(PROMPT, range(8))
         pull = await them.hold(deadline_s=0.2)
         assert not (await asyncio.wait({pull}, timeout=0.3))[0], "its blocks are not safe"
         them.reader.transport.perform()
         report = await pull
         assert (report.num_tokens, len(them.reader.transport.held)) == (0, 0)
-        assert known(them.reader.runtime.statistics().prefixes).failed_sources == 1
+        assert them.counts.failed_sources == 1
 
 
 async def test_what_is_pinned_is_bounded_and_each_block_counts_once() -> None:
     async with fleet(pinned_blocks_max=4) as them:
         (holder,) = them.holders
-        holder.shelf.put(PROMPT, range(8))
-        holder.shelf.put(other := [7] * 8 * TOKENS, range(8, 16))
+        holder.prefix_cache.put(PROMPT, range(8))
+        holder.prefix_cache.put(other := [7] * 8 * TOKENS, range(8, 16))
         (first,), (second,) = [await them.seek() for _ in range(2)]
         assert first.num_tokens == second.num_tokens == 4 * TOKENS
         assert holder.sharing.pinned_blocks == 4
@@ -338,7 +367,7 @@ async def test_many_pull_one_prefix_at_once() -> None:
     """Their leases share the blocks; who has been asked for less is asked first."""
     async with fleet(3) as them:
         for one in them.holders:
-            one.shelf.put(PROMPT[: 2 * TOKENS], [5, 6])
+            one.prefix_cache.put(PROMPT[: 2 * TOKENS], [5, 6])
         keys = prefix_keys(PROMPT[: 2 * TOKENS], TOKENS)
         pulls = [them.pull(request_id=f"req-{at}", keys=keys, block_ids=[2 * at, 2 * at + 1]) for at in range(8)]
         reports = await asyncio.gather(*pulls)
@@ -360,7 +389,7 @@ async def test_an_offer_can_be_loaded_as_any_ticket(them: Fleet) -> None:
 
 async def test_an_answer_that_comes_too_late_is_given_back(them: Fleet) -> None:
     (holder,) = them.holders
-    slow = SlowShelf(holder.shelf)
+    slow = SlowCache(holder.prefix_cache)
     sharing = holder.share(slow)
     for why in "it has not answered in time", "it has not answered an earlier question yet":
         assert (await them.pull(answer_within_s=0.05)).answers[0].why == why
@@ -374,7 +403,7 @@ async def test_an_answer_that_comes_too_late_is_given_back(them: Fleet) -> None:
 async def test_who_has_not_answered_is_passed_over_only_once_its_time_has_passed(two: Fleet, how: str) -> None:
     """A healthy engine has the time that the question of now gives it, whatever has become of earlier ones."""
     first, second = two.holders
-    slow = SlowShelf(first.shelf if how != "another one has all of it" else second.shelf)
+    slow = SlowCache(first.prefix_cache if how != "another one has all of it" else second.prefix_cache)
     holder = first if how != "another one has all of it" else second
     holder.share(slow)
     for asked in range(1, 4):
@@ -399,21 +428,21 @@ async def test_who_has_not_answered_is_passed_over_only_once_its_time_has_passed
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param(Run((0, 1), 9 * TOKENS), id="more than was asked for"),
-        pytest.param(Run((0, 1), 3), id="no multiple"),
-        pytest.param(Run((0, 99), 2 * TOKENS), id="blocks that are not there"),
-        pytest.param(Run((0,), 2 * TOKENS), id="too few blocks"),
-        pytest.param(Run(("a",), TOKENS), id="no blocks"),  # type: ignore[arg-type]
+        pytest.param(PinnedPrefix((0, 1), 9 * TOKENS), id="more than was asked for"),
+        pytest.param(PinnedPrefix((0, 1), 3), id="no multiple"),
+        pytest.param(PinnedPrefix((0, 99), 2 * TOKENS), id="blocks that are not there"),
+        pytest.param(PinnedPrefix((0,), 2 * TOKENS), id="too few blocks"),
+        pytest.param(PinnedPrefix(("a",), TOKENS), id="no blocks"),  # type: ignore[arg-type]
         pytest.param("run", id="no run"),
         pytest.param(ZeroDivisionError("bug"), id="raises"),
     ],
 )
 async def test_a_shelf_that_lies_or_fails_costs_a_miss(them: Fleet, given: Any) -> None:
-    shelf = LyingShelf(given)
-    sharing = them.holders[0].share(shelf)
+    prefix_cache = LyingCache(given)
+    sharing = them.holders[0].share(prefix_cache)
     assert (await them.pull()).num_tokens == 0
     assert sharing.statistics.failed + sharing.statistics.missed == 1
-    assert shelf.unpinned == ([given] if isinstance(given, Run) else [])
+    assert prefix_cache.unpinned == ([given] if isinstance(given, PinnedPrefix) else [])
 
 
 @pytest.mark.parametrize(
@@ -439,7 +468,7 @@ async def test_an_offer_that_cannot_be_an_answer_is_not_believed(
     (holder,) = them.holders
     answer = holder.sharing.answer
 
-    def lie(question: messages.SeekRequest) -> Any:
+    def lie(question: SeekRequest) -> Any:
         told = answer(question)
         assert isinstance(told, messages.LeaseAnswer)
         assert told.lease is not None
@@ -457,20 +486,20 @@ async def test_an_offer_that_cannot_be_an_answer_is_not_believed(
 
 
 async def test_a_run_that_a_shelf_gives_twice_ends_for_both_readers(them: Fleet) -> None:
-    run = Run((0, 1), 2 * TOKENS)
-    shelf = LyingShelf(run)
-    sharing = them.holders[0].share(shelf)
+    run = PinnedPrefix((0, 1), 2 * TOKENS)
+    prefix_cache = LyingCache(run)
+    sharing = them.holders[0].share(prefix_cache)
     for _ in range(2):
         (offer,) = await them.seek()
         assert offer.num_tokens == 2 * TOKENS
-    assert (sharing.statistics.runs, sharing.pinned_blocks) == (2, 2)
-    sharing.end(Run((0, 1), 2 * TOKENS))
-    assert sharing.statistics.runs == 2, "another object"
+    assert (sharing.statistics.prefixes, sharing.pinned_blocks) == (2, 2)
+    sharing.end(PinnedPrefix((0, 1), 2 * TOKENS))
+    assert sharing.statistics.prefixes == 2, "another object"
     for _ in range(2):
         sharing.end(run)
-        assert (sharing.statistics.runs, sharing.pinned_blocks) == (0, 0)
+        assert (sharing.statistics.prefixes, sharing.pinned_blocks) == (0, 0)
     assert sharing.statistics.reclaimed == 2
-    assert shelf.unpinned == [run, run]
+    assert prefix_cache.unpinned == [run, run]
 
 
 # --- the rest of a prompt comes from the engine that has computed it
@@ -586,11 +615,11 @@ async def test_a_holder_that_unregisters_ends_what_it_shares(them: Fleet) -> Non
     (holder,) = them.holders
     (offer,) = await them.seek(block_ids=[])
     await holder.restart()
-    assert not +holder.shelf.pins
+    assert not +holder.prefix_cache.pins
     with pytest.raises((LeaseExpired, PeerNotReady)):
         await them.reader.runtime.load_blocks(LoadRequest("req", ticket=offer.ticket, block_ids=range(8)))
     assert (await them.pull()).num_tokens == 0
-    holder.runtime.share(holder.shelf)
+    holder.prefixes.share(holder.prefix_cache)
     assert (await them.pull()).num_tokens == 4 * TOKENS  # a quarter of its blocks
 
 
@@ -600,20 +629,20 @@ async def test_a_holder_that_has_restarted_is_pulled_from_again(them: Fleet, mon
     (holder,) = them.holders
     assert (await them.pull()).num_tokens == len(PROMPT)
     await holder.restart()
-    sharing = holder.share(holder.shelf)
+    sharing = holder.share(holder.prefix_cache)
     assert (await them.pull()).num_tokens == len(PROMPT)
     assert sharing.statistics.found == 1
 
 
 async def test_a_shelf_that_answers_when_its_cache_is_gone_is_unpinned(them: Fleet) -> None:
     (holder,) = them.holders
-    slow = SlowShelf(holder.shelf)
+    slow = SlowCache(holder.prefix_cache)
     holder.share(slow)
     pull = asyncio.ensure_future(them.pull(answer_within_s=0.5))
     await until(lambda: slow.asked)
     await holder.restart()
     slow.open.set()
-    await until(lambda: holder.shelf.asked)
+    await until(lambda: holder.prefix_cache.asked)
     assert (await pull).num_tokens == 0
 
 
@@ -621,13 +650,13 @@ async def test_a_shelf_that_answers_when_its_cache_is_gone_is_unpinned(them: Fle
 
 
 async def test_what_a_reader_writes_cannot_be_shared(two: Fleet) -> None:
-    """Blocks are a load's until it has ended: the shelf has said too early that they hold something."""
+    """Blocks are a load's until it has ended: the prefix cache has said too early that they hold something."""
     first, second = two.holders
-    sharing = two.reader.runtime.share(shelf := BlockShelf(TOKENS))
-    shelf.put(PROMPT, range(8))
+    sharing = two.prefixes.share(prefix_cache := FakePrefixCache(TOKENS))
+    prefix_cache.put(PROMPT, range(8))
     pull = await two.hold(peers=[first.address])
     asked = two.request(block_ids=[], peers=[two.reader.runtime.address])
-    assert await second.runtime.seek_prefix(asked) == ()
+    assert await second.prefixes.seek(asked) == ()
     assert sharing.statistics.failed == 1
     two.release_reads()
     await pull
@@ -688,7 +717,7 @@ async def test_blocks_that_are_not_those_of_the_keys_are_refused_before_anybody_
     """Fewer would be filled from the wrong end, and reported as the whole prefix."""
     with pytest.raises(RequestError, match=f"^request 'req': .*{says}"):
         await them.pull(**changes)
-    assert (them.holders[0].shelf.asked, known(them.reader.runtime.statistics().prefixes).pulls) == (0, 0)
+    assert (them.holders[0].prefix_cache.asked, them.counts.pulls) == (0, 0)
     if "cached_tokens" in changes and not changes.get("block_ids", True):
         with pytest.raises(RequestError, match=says):
             await them.seek(**changes)
@@ -702,32 +731,65 @@ async def test_blocks_of_a_pull_with_a_rest_are_those_of_what_that_offers() -> N
             )
             with pytest.raises(RequestError, match=what):
                 await them.pull(block_ids=range(count))
-        assert near.shelf.asked == 0
+        assert near.prefix_cache.asked == 0
         assert (await them.pull(keys=prefix_keys(PROMPT, 2), key_tokens=2)).num_tokens == ALL_BUT_ONE
         assert await lease is LeaseOutcome.READ
 
 
 async def test_who_may_not_share_is_told(them: Fleet) -> None:
-    """Twice, what is no shelf, in another thread, as a consumer."""
+    """Twice, what is no prefix cache, in another thread, as a consumer."""
     (holder,) = them.holders
     with pytest.raises(UsageError, match="shared already"):
-        holder.runtime.share(BlockShelf(TOKENS))
-    with pytest.raises(UsageError, match="expected a Shelf"):
-        them.reader.runtime.share(object())  # type: ignore[arg-type]
-    for work in (lambda: holder.sharing.reclaim(1), lambda: holder.sharing.end(Run((), 4)), holder.sharing.close):
+        holder.prefixes.share(FakePrefixCache(TOKENS))
+    with pytest.raises(UsageError, match="expected a PrefixCache"):
+        them.prefixes.share(object())  # type: ignore[arg-type]
+    for work in (
+        lambda: holder.sharing.reclaim(1),
+        lambda: holder.sharing.end(PinnedPrefix((), 4)),
+        holder.sharing.close,
+    ):
         with pytest.raises(UsageError, match="loop that opened"):
             await asyncio.to_thread(work)
     async with fleet(0, base=replace(BASE, role="consumer")) as consumer:
         with pytest.raises(UsageError, match="'consumer'"):
-            consumer.reader.runtime.share(BlockShelf(TOKENS))
+            consumer.prefixes.share(FakePrefixCache(TOKENS))
+
+
+async def test_an_engine_without_the_part_says_so_and_is_asked_in_vain(them: Fleet) -> None:
+    """It is no error of the reader's, and the peer is as good as before: loads from it go on."""
+    base = replace(them.reader.runtime.config, listen="tcp://127.0.0.1:0", engine_id="without")
+    network = them.reader.transport._network
+    async with open_engine("without", base, lambda _, name: InprocTransport(name, network), size=SIZE) as without:
+        report = await them.pull(peers=[without.runtime.address, them.holders[0].address])
+        assert report.num_tokens == len(PROMPT)
+        (why,) = (answer.why for answer in report.answers if answer.peer.startswith("without"))
+        assert "refused: nothing here answers a question of kind 'seek'" in why
+        lease = without.runtime.serve_blocks(ServeRequest("req", [3], TOKENS))
+        assert (await them.reader.runtime.load_blocks(LoadRequest("req", lease.ticket, [9]))).tokens == TOKENS
+
+
+async def test_a_pull_under_way_is_waited_for_when_its_runtime_drains(two: Fleet) -> None:
+    """Also while it has no load: it waits for an answer."""
+    first = two.holders[0]
+    slow = SlowCache(first.prefix_cache)
+    first.share(slow)
+    pull = asyncio.ensure_future(two.pull(peers=[first.address]))
+    await until(lambda: slow.asked)
+    assert two.counts.open_requests == 1
+    draining = asyncio.ensure_future(two.reader.runtime.drain(WAIT_S))
+    await until(lambda: two.reader.runtime.state is RuntimeState.DRAINING)
+    slow.open.set()
+    assert (await draining).finished
+    assert (await pull).num_tokens == len(PROMPT)
+    assert two.counts.open_requests == 0
 
 
 async def test_forged_questions_pin_nothing(them: Fleet) -> None:
     (holder,) = them.holders
     await them.pull()
     await them.assert_nothing_pinned()
-    asked, cache = holder.shelf.asked, cache_of(holder.runtime)
-    question = messages.SeekRequest(
+    asked, cache = holder.prefix_cache.asked, cache_of(holder.runtime)
+    question = SeekRequest(
         reader="somebody/0.0.0#1",
         target=cache.local.caller.target,
         request_id="forged",
@@ -735,42 +797,42 @@ async def test_forged_questions_pin_nothing(them: Fleet) -> None:
         key_tokens=TOKENS,
     )
     for keys, key_tokens in ((b"x" * 33, 4), (b"x" * 32, 1 << 62), (b"x" * (32 * 1024), 4)):
-        reply = cache.sharing.answer(msgspec.structs.replace(question, keys=keys, key_tokens=key_tokens))
+        reply = holder.sharing.answer(msgspec.structs.replace(question, keys=keys, key_tokens=key_tokens))
         assert isinstance(reply, messages.Refusal | messages.LeaseAnswer)
-    assert holder.shelf.asked <= asked + 1
+    assert holder.prefix_cache.asked <= asked + 1
     assert holder.sharing.pinned_blocks == 0
 
 
-class SlowShelf:
-    """A shelf that lives elsewhere, and answers when it is let."""
+class SlowCache:
+    """A prefix cache that lives elsewhere, and answers when it is let."""
 
-    def __init__(self, inside: BlockShelf) -> None:
+    def __init__(self, inside: FakePrefixCache) -> None:
         self.inside = inside
         self.open = asyncio.Event()
         self.asked = 0
 
-    def match(self, keys: Sequence[bytes], key_tokens: int) -> Awaitable[Run | None]:
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> Awaitable[PinnedPrefix | None]:
         self.asked += 1
 
-        async def answer() -> Run | None:
+        async def answer() -> PinnedPrefix | None:
             await self.open.wait()
             return self.inside.match(keys, key_tokens)
 
         return answer()
 
-    def unpin(self, run: Run) -> None:
+    def unpin(self, run: PinnedPrefix) -> None:
         self.inside.unpin(run)
 
 
-class LyingShelf:
+class LyingCache:
     def __init__(self, given: Any) -> None:
         self.given = given
-        self.unpinned: list[Run] = []
+        self.unpinned: list[PinnedPrefix] = []
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> Any:
         if isinstance(self.given, Exception):
             raise self.given
         return self.given
 
-    def unpin(self, run: Run) -> None:
+    def unpin(self, run: PinnedPrefix) -> None:
         self.unpinned.append(run)

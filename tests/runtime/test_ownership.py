@@ -26,14 +26,13 @@ from kvflow import (
     Limits,
     Load,
     LoadRequest,
-    PrefixRequest,
     Runtime,
     RuntimeState,
     ServeRequest,
 )
 from kvflow.errors import KVFlowError, LeaseExpired, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime.part import Part
-from kvflow.testing import BlockShelf, InprocCluster, assert_closed, inproc_pair
+from kvflow.testing import InprocCluster, assert_closed, inproc_pair
 
 HOLD = Limits(seal_hold_s=0.01)
 BRIEF = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05, limits=HOLD)
@@ -162,9 +161,6 @@ VERBS: dict[str, Callable[[Runtime, Lease, Load], object]] = {
     "Runtime.start_load": lambda runtime, lease, _: runtime.start_load(load_request(lease, [1])),
     "Runtime.release_blocks": lambda runtime, lease, _: runtime.release_blocks(lease.ticket),
     "Runtime.keep_leases": lambda runtime, lease, _: runtime.keep_leases(lease.ticket),
-    "Runtime.share": lambda runtime, *_: runtime.share(BlockShelf(4)),
-    "Runtime.seek_prefix": lambda runtime, *_: runtime.seek_prefix(PREFIX),
-    "Runtime.pull_prefix": lambda runtime, *_: runtime.pull_prefix(PREFIX),
     "Runtime.introduce": lambda runtime, *_: runtime.introduce(),
     "Runtime.prewarm": lambda runtime, lease, _: runtime.prewarm([lease.ticket]),
     "Runtime.forget_peer": lambda runtime, *_: runtime.forget_peer("engine"),
@@ -194,9 +190,8 @@ ANYWHERE = {
     *("Load.follow", "Load.note_progress", "Load.begin", "Load.end"),  # of its loader
 }
 """What tells how things are now."""
-PREFIX = PrefixRequest("prefix", keys=[bytes(32)], key_tokens=4, block_ids=[2], peers=[])
 OTHER = ServeRequest("other", block_ids=[1], num_tokens=4)
-AT_ONCE = {"serve_blocks", "decline", "start_load", "share"}
+AT_ONCE = {"serve_blocks", "decline", "start_load"}
 PLAIN_CALLS = [verb for verb in VERBS if verb.split(".")[1] in AT_ONCE]
 PLAIN_CALLS += [verb for verb in VERBS if verb.startswith("Lease.") and "wait" not in verb] + ["Load.cancel"]
 STATES = [RuntimeState.OPEN, RuntimeState.DRAINING]

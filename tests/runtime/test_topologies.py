@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvflow import LoadRequest, RuntimeState
@@ -36,7 +36,6 @@ from tests.support.hand_overs import (
     one_part,
     open_engine,
     open_producer,
-    pull,
     run,
     serve,
     ticket_of,
@@ -235,14 +234,6 @@ FAMILIES = {
 @given(data=st.data())
 def test_the_right_bytes_move(drawn: st.SearchStrategy[HandOver], data: st.DataObject) -> None:
     run_virtual(run(data.draw(drawn), InprocCluster().world()))
-
-
-@examples(12, 95, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
-@given(case=hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2)), every_rank=st.booleans())
-def test_a_prefix_is_pulled_by_every_topology_from_every_other(case: HandOver, every_rank: bool) -> None:
-    """Keys for each token: so neither block size is that of the other, and the last block may be partly filled."""
-    assume(case.parts[0].offered and case.parts[0].wanted)
-    run_virtual(pull(case, InprocCluster().world(), every_rank=every_rank))
 
 
 @examples(10, 40, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)

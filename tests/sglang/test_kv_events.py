@@ -19,7 +19,7 @@ from sglang.srt.disaggregation import kv_events
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from kvflow import prefix_keys
+from kvflow.prefix import prefix_keys
 from kvflow.prefix.kv_events import EventSource, PrefixMap, Subscriber
 from kvflow.prefix.kv_events.batches import decode_batch, encode_batch
 from tests.support.ports import free_port

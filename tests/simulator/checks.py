@@ -27,7 +27,7 @@ def check_conserved(engine: SimEngine) -> None:
     """Check what users' own tests can check at any moment."""
     for rank in engine.ranks:
         leases = [offer.leases[rank.index] for offer in engine.offers if rank.holds_lease(offer)]
-        demand(engine, assert_conserved, rank.runtime, leases + engine.shelf.leases(rank))
+        demand(engine, assert_conserved, rank.runtime, leases + engine.prefix_cache.leases(rank))
 
 
 def check_quiet(engine: SimEngine) -> None:
@@ -56,7 +56,7 @@ def _compare_owners(engine: SimEngine, rank: SimRank) -> None:
         owner = engine.owners[block]
         if use == 0 and owner in engine.offers and rank.has_leased(owner, block):
             invariant, what = "I3", "free, but its lease is open"
-        elif use > 0 and owner not in engine.offers and not engine.shelf.pinned(rank, block):
+        elif use > 0 and owner not in engine.offers and not engine.prefix_cache.pinned(rank, block):
             invariant, what = "I5", f"leased {use} times"
         elif use < 0 and owner not in engine.loads:
             invariant, what = "I5", "being loaded or quarantined"

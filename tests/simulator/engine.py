@@ -23,6 +23,7 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeUnavailable,
 )
+from kvflow.prefix import Prefixes
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.books import assert_closed
 from kvflow.testing.clock import LoopClock
@@ -31,8 +32,8 @@ from kvflow.testing.simulated_world import make_world
 from kvflow.testing.virtual_loop import Life
 from tests.simulator.cache import RankCache
 from tests.simulator.checks import demand
+from tests.simulator.prefix_cache import Kept, SimPrefixCache
 from tests.simulator.settings import Shape
-from tests.simulator.shelf import Kept, SimShelf
 from tests.simulator.work import DeviceWork, SimLoad, SimOffer, SimPull, SimRank
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class SimEngine:
     offers: dict[SimOffer, None]
     loads: dict[SimLoad | SimPull, None]
     owners: list[Owner | None]
-    shelf: SimShelf
-    """Shelf of the prompts that it keeps."""
+    prefix_cache: SimPrefixCache
+    """PrefixCache of the prompts that it keeps."""
     naps: int
     """Times that it has slept in this life."""
 
@@ -102,10 +103,11 @@ class SimEngine:
         world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
         for index, cache in enumerate(self._caches):
             cache.poison(self.simulation.next_poison(), None)
-            runtime = Runtime(self.simulation.settings.config(self.shape, self._address, index), world=world)
+            config, prefixes = self.simulation.settings.config(self.shape, self._address, index), Prefixes()
+            runtime = Runtime(config, world=world, parts=[prefixes])
             await runtime.__aenter__()
             await runtime.register_kv_caches(cache.groups)
-            ranks.append(SimRank(index, cache, runtime, self._change))
+            ranks.append(SimRank(index, cache, runtime, prefixes, self._change))
         self.ranks = ranks
         self._share()
         self.running = True
@@ -128,7 +130,7 @@ class SimEngine:
             if isinstance(ending, BaseException):
                 raise ending
         for rank in self.ranks:
-            self.shelf.check_left(rank)
+            self.prefix_cache.check_left(rank)
         self.note("closed")
         for rank in self.ranks:
             if not self.host.agent_lost:
@@ -151,10 +153,10 @@ class SimEngine:
         self.note("sleeps")
         for offer in self.offers:
             offer.given_back_s = self.simulation.loop.time()
-        while self.offers or self.loads or self.shelf.waits:
+        while self.offers or self.loads or self.prefix_cache.waits:
             await self.simulation.pass_time(0.01)
         await self.simulation.pass_time(0.01)
-        self.shelf.clear()
+        self.prefix_cache.clear()
         await self.simulation.pass_time(nap_s)
         turned = self.simulation.rng.random() < _TURNED_SHARE
         for rank in self.ranks:
@@ -168,10 +170,10 @@ class SimEngine:
             self.note("is awake")
 
     def _share(self) -> None:
-        """Share an empty shelf, for all that the engine will keep."""
-        self.shelf = SimShelf(self)
+        """Share an empty prefix cache, for all that the engine will keep."""
+        self.prefix_cache = SimPrefixCache(self)
         if self.simulation.settings.model.shares:
-            self.shelf.share()
+            self.prefix_cache.share()
 
     async def _unregister(self) -> bool:
         """Give each rank's memory away as soon as that is safe. True if it was everywhere."""
@@ -190,7 +192,7 @@ class SimEngine:
                 self.host.agent_lost = True
                 self.simulation.later_crash(self)
             else:
-                self.shelf.check_left(rank)
+                self.prefix_cache.check_left(rank)
                 given += 1
                 rank.cache.poison(self.simulation.next_poison(), None)
 
@@ -295,7 +297,7 @@ class SimEngine:
         self.ranks = []
         self.offers = {}
         self.loads = {}
-        self.shelf = SimShelf(self)
+        self.prefix_cache = SimPrefixCache(self)
         self.owners = [None] * self.shape.num_blocks
         self._free = list(range(self.shape.num_blocks))
 
@@ -313,7 +315,7 @@ class SimEngine:
     def take_counts(self, counts: Sequence[int]) -> list[list[int]] | None:
         """Take blocks of each group. Kept blocks of old prompts go for them, however pinned for readers."""
         if (short := sum(counts) - len(self._free)) > 0:
-            self.shelf.make_room(short)
+            self.prefix_cache.make_room(short)
         if sum(counts) > len(self._free):
             return None
         return [[self._free.pop() for _ in range(count)] for count in counts]

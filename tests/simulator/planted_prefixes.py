@@ -11,8 +11,8 @@ import pytest
 from kvflow.core.protocol import messages
 from kvflow.prefix import keys, pull
 from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest
-from kvflow.prefix.pull import Prefixes
-from kvflow.prefix.seek import Seeker
+from kvflow.prefix.pull import Pulls
+from kvflow.prefix.seek import PrefixQuestions
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.peers import reach
 
@@ -33,7 +33,7 @@ def unpin_as_soon_as_it_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def offered(self: SharedPrefixes, *given: Any) -> messages.Reply:
         reply = real(self, *given)
-        for opened in list(self._runs):
+        for opened in list(self._leased):
             self._over(opened)
         return reply
 
@@ -67,25 +67,25 @@ def leave_the_salt_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_a_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull is said to have brought a block more than it has."""
-    real = Prefixes._report
+    real = Pulls._report
 
-    def report(self: Prefixes, *given: Any) -> PrefixReport:
+    def report(self: Pulls, *given: Any) -> PrefixReport:
         made = real(self, *given)
         more = self._groups[0].block_size if made.pulled_tokens else 0
         return replace(made, num_tokens=made.num_tokens + more)
 
-    monkeypatch.setattr(Prefixes, "_report", report)
+    monkeypatch.setattr(Pulls, "_report", report)
 
 
 def count_what_loads_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a prefix and of a rest are added up, though both may count a window."""
-    real = Prefixes._report
+    real = Pulls._report
 
-    def report(self: Prefixes, given: Any, loads: Any) -> PrefixReport:
+    def report(self: Pulls, given: Any, loads: Any) -> PrefixReport:
         tokens = given.request.cached_tokens + sum(load.tokens for load in loads)
         return replace(real(self, given, loads), num_tokens=tokens)
 
-    monkeypatch.setattr(Prefixes, "_report", report)
+    monkeypatch.setattr(Pulls, "_report", report)
 
 
 def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_answers_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that a shelf has found when nobody waits any more stays pinned."""
+    """A run that a prefix cache has found when nobody waits any more stays pinned."""
     monkeypatch.setattr(SharedPrefixes, "_too_late", lambda *_: None)
 
 
@@ -110,7 +110,7 @@ def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> N
     async def connected_again(_: object, engine: object, __: object) -> object:
         return engine
 
-    monkeypatch.setattr(Seeker, "_connected_again", connected_again)
+    monkeypatch.setattr(PrefixQuestions, "_connected_again", connected_again)
 
 
 def say_that_blocks_are_safe(monkeypatch: pytest.MonkeyPatch) -> None:

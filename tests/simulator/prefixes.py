@@ -20,8 +20,8 @@ from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.testing.simulated_network import LOAD
 from tests.simulator.cache import first_token
 from tests.simulator.checks import check_conserved
+from tests.simulator.prefix_cache import ends
 from tests.simulator.prompts import SPAN
-from tests.simulator.shelf import ends
 from tests.simulator.work import PullPlan, RankLoad, SimPull, SimRank, all_over
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ async def _seek_and_load(engine: SimEngine, plan: PullPlan) -> int | None:
     simulation = engine.simulation
     request = replace(_request(engine, plan, given_block_ids([[] for _ in engine.facts])), every_rank=True)
     try:
-        with engine.bounded("seek_prefix", plan.answer_within_s):
-            offers = await engine.ranks[0].runtime.seek_prefix(request)
+        with engine.bounded("seek", plan.answer_within_s):
+            offers = await engine.ranks[0].prefixes.seek(request)
     except KVFlowError as error:
         engine.judge_refusal(plan.request_id, error)
         return None
@@ -127,7 +127,7 @@ async def _pull_on(rank: SimRank, pull: SimPull) -> Ending:
     rank.unsure += 0 if plan.rest is None else 2
     try:
         with engine.bounded(plan.request_id, engine.load_bound_s(plan.deadline_s) + _MOMENT_S):
-            report = await rank.runtime.pull_prefix(request)
+            report = await rank.prefixes.pull(request)
     except (KVFlowError, asyncio.CancelledError) as error:
         if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
             engine.fail("I4", f"{plan.request_id} raises, though its blocks are safe: {error}")
@@ -248,9 +248,9 @@ async def _safe(pull: SimPull) -> None:
 
 async def _use(pull: SimPull, counts: Sequence[int]) -> bool:
     """Use the blocks for a while, in which nobody writes to them. True if they may be kept."""
-    engine, shelf = pull.engine, pull.engine.shelf
+    engine, cache = pull.engine, pull.engine.prefix_cache
     await engine.simulation.pass_time(pull.plan.use_s)
-    if engine.shelf is not shelf or not engine.running:
+    if engine.prefix_cache is not cache or not engine.running:
         return False  # it has lost what it had
     for rank, tokens in zip(engine.ranks, counts, strict=True):
         if wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):
@@ -268,7 +268,7 @@ def _adopt(pull: SimPull, counts: Sequence[int]) -> None:
         for at, block in enumerate(list(table)):
             end = first + (at + 1) * facts.block_size
             path = pull.plan.prompt.path(end)
-            if end in wanted and end % SPAN == 0 and not engine.shelf.has(group, path):
-                engine.shelf.keep(group, path, block).written = True
+            if end in wanted and end % SPAN == 0 and not engine.prefix_cache.has(group, path):
+                engine.prefix_cache.keep(group, path, block).written = True
                 pull.tables[group].remove(block)
-    engine.shelf.learn(pull.plan.prompt)
+    engine.prefix_cache.learn(pull.plan.prompt)

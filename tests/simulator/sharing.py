@@ -33,7 +33,7 @@ FIRST_NUMBER = 1 << 10  # other requests have lower ones
 def squeeze(engine: SimEngine) -> None:
     """Make an engine need all its blocks at once, whoever reads them, and write something else there."""
     engine.note("is short of blocks")
-    engine.shelf.make_room(engine.shape.num_blocks)
+    engine.prefix_cache.make_room(engine.shape.num_blocks)
     for _ in range(2):
         compute(engine)
 
@@ -41,13 +41,13 @@ def squeeze(engine: SimEngine) -> None:
 def evict(engine: SimEngine) -> None:
     """Have an engine give up some of what it keeps and nobody reads."""
     engine.note("evicts")
-    engine.shelf.evict(engine.simulation.rng.random())
+    engine.prefix_cache.evict(engine.simulation.rng.random())
 
 
 def compute(engine: SimEngine, prompt: SimPrompt | None = None) -> None:
     """Have an engine compute a prompt, and keep it."""
     prompt = (prompt or draw_prompt(engine.simulation.rng, PROMPT_MAX)).cut(room(engine))
-    engine.simulation.spawn(engine.life, engine.shelf.compute(prompt), f"compute at {engine}")
+    engine.simulation.spawn(engine.life, engine.prefix_cache.compute(prompt), f"compute at {engine}")
 
 
 STRIKES: Sequence[tuple[int, Callable[[SimEngine], None]]] = (
@@ -162,7 +162,7 @@ def pull_one(number: int, holder: SimEngine, reader: SimEngine) -> asyncio.Task[
     plan = PullPlan(number=number, prompt=prompt, key_tokens=tokens, holders=[holder], deadline_s=5.0)
 
     async def compute_and_pull() -> int | None:
-        await simulation.spawn(holder.life, holder.shelf.compute(prompt), f"compute {number}")
+        await simulation.spawn(holder.life, holder.prefix_cache.compute(prompt), f"compute {number}")
         return await prefixes.pull(reader, plan)
 
     return simulation.spawn(reader.life, compute_and_pull(), plan.request_id)

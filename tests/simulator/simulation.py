@@ -158,7 +158,7 @@ class Simulation:
             await self._check_pairs(self._pairs(), self._shares, sharing.FIRST_NUMBER << 1, "pull")
         await self._settle()
         for engine in self.engines:
-            engine.shelf.clear()
+            engine.prefix_cache.clear()
             check_quiet(engine)
         await self._close()
         self.loop.after_step = None
@@ -195,9 +195,9 @@ class Simulation:
     async def _settle(self) -> None:
         """Wait until everything that was begun has ended by itself; fail if it does not."""
         give_up_s = self.loop.time() + _SETTLE_S
-        while self._tasks or any(engine.shelf.busy for engine in self.engines):
+        while self._tasks or any(engine.prefix_cache.busy for engine in self.engines):
             if self.loop.time() > give_up_s and not self._tasks:
-                self.fail("I9", f"shelves have pins {_SETTLE_S} s after all trouble")
+                self.fail("I9", f"prefix caches have pins {_SETTLE_S} s after all trouble")
                 return
             if self.loop.time() > give_up_s:
                 self.fail("I7", f"not over {_SETTLE_S} s after all trouble: {[t.get_name() for t in self._tasks]}")

@@ -13,6 +13,7 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.prefix import Prefixes
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.producer.lease import Lease
@@ -252,10 +253,13 @@ class RankLoad:
 class SimRank:
     """A rank in one life: its memory, its runtime, and what came of both."""
 
-    def __init__(self, index: int, cache: RankCache, runtime: Runtime, on_change: Callable[[SimRank], None]) -> None:
+    def __init__(
+        self, index: int, cache: RankCache, runtime: Runtime, prefixes: Prefixes, on_change: Callable[[SimRank], None]
+    ) -> None:
         self.index = index
         self.cache = cache
         self.runtime = runtime
+        self.prefixes = prefixes
         self._on_change = on_change
         self.served = 0
         self.loaded = 0

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from tests_support import WAIT_S, until
 
-from kvflow import prefix_keys
+from kvflow.prefix import prefix_keys
 from kvflow.prefix.kv_events import EventSource, PrefixMap
 from kvflow.prefix.kv_events.batches import BlockStored, KVEvent, encode_batch
 

@@ -26,13 +26,11 @@ from kvflow import (
     LeaseOutcome,
     LoadReport,
     LoadRequest,
-    PrefixRequest,
-    Run,
     Runtime,
     ServeRequest,
     merge_tickets,
-    prefix_keys,
 )
+from kvflow import Part as RuntimePart
 from kvflow.errors import ConfigError
 from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
@@ -202,7 +200,7 @@ async def run(
     With `compute` the leases are opened and loads begun before anything is computed; with `extends` the leases have
     no blocks before they are given some.
     """
-    async with _both(case, world) as (producers, consumers):
+    async with both(case, world) as (producers, consumers):
         leases = serve(case, producers, None if compute is None else 0, extends=extends)
         reports = await _load(case, producers, consumers, leases, compute)
         await _all_read(leases)
@@ -213,89 +211,24 @@ async def run(
 
 
 @asynccontextmanager
-async def _both(case: HandOver, world: World | None) -> AsyncIterator[tuple[list[_Rank], list[_Rank]]]:
+async def both(
+    case: HandOver, world: World | None, make_parts: Callable[[], Sequence[RuntimePart]] = tuple
+) -> AsyncIterator[tuple[list[_Rank], list[_Rank]]]:
     """The ranks of the producer, which hold the prompt, and of the consumer, which must have it afterwards."""
     async with AsyncExitStack() as stack:
-        replicas = await open_producer(stack, case, world)
+        replicas = await open_producer(stack, case, world, make_parts)
         producers = replicas[case.parts[0].producer.dp_rank]
         for rank in producers:
             for cache, ids in zip(rank.caches, case.ids(0), strict=True):
                 cache.pattern.fill(ids)
         theirs = [cache for rank in itertools.chain(*replicas) for cache in rank.caches]
         before = [cache.snapshot() for cache in theirs]
-        consumers = await open_engine(stack, case, 1, world)
+        consumers = await open_engine(stack, case, 1, world, make_parts=make_parts)
         yield producers, consumers
     for rank in itertools.chain(*replicas, consumers):
         assert_closed(rank.runtime.statistics())
     assert before == [cache.snapshot() for cache in theirs], "the producer was written to"
     _check_bytes(case, producers, consumers)
-
-
-async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> None:
-    """Do it as a pull of a prefix: every rank of the consumer asks those of the producer, or one asks for all.
-
-    Without windows; what is offered is a prefix of so many tokens, with a key for each.
-    """
-    tokens = case.parts[0].tokens(case.num_tokens)
-    offered = min(case.num_tokens, len(case.parts[0].offered) * case.parts[0].producer.block_size)
-    case = replace(case, num_tokens=offered)
-    block_tokens = min(part.consumer.block_size for part in case.parts)
-    keys = prefix_keys(range(min(offered + 3, -(-offered // block_tokens) * block_tokens)), 1)  # and more than is there
-    async with _both(case, world) as (producers, consumers):
-        shelves = [_Shelf(case, keys[offered - 1]) for _ in producers]
-        for rank, shelf in zip(producers, shelves, strict=True):
-            rank.runtime.share(shelf, pinned_blocks_max=1 << 20)
-        leases = serve(case, producers)
-        introduction = ticket_of(replace(case, named=()), leases)
-        for lease in leases:
-            await lease.revoke()  # it is only to say who they are
-        request = PrefixRequest(
-            request_id="request",
-            keys=keys,
-            key_tokens=1,
-            block_ids=case.request_ids(1),
-            peers=[introduction],
-            cached_tokens=tokens.start if case.parts[0].wanted else offered,
-            answer_within_s=WAIT_S,
-        )
-        if every_rank:
-            (offer,) = await consumers[0].runtime.seek_prefix(replace(request, every_rank=True))
-            load = LoadRequest("request", offer.ticket, case.request_ids(1), cached_tokens=request.cached_tokens)
-            loads = await asyncio.gather(*(rank.runtime.load_blocks(load) for rank in consumers))
-            reports = [one.tokens for one in loads]
-        else:
-            pulls = await asyncio.gather(*(rank.runtime.pull_prefix(request) for rank in consumers))
-            assert {one.num_tokens for one in pulls} == {offered}, pulls
-            reports = [one.pulled_tokens for one in pulls]
-        for rank, pulled in zip(consumers, reports, strict=True):
-            assert pulled == len(tokens), f"{rank}{pulled} tokens"
-        for rank in producers:
-            cache = rank.runtime._supervisor.cache
-            assert cache is not None
-            async with asyncio.timeout(WAIT_S):
-                await cache.serving.drained()
-            assert cache.serving.statistics.expired == 0
-        await asyncio.sleep(0)  # a lease tells who waits for its end in the next turn
-        assert not any(shelf.pinned for shelf in shelves)
-
-
-class _Shelf:
-    """One prefix, by the key of its last token."""
-
-    def __init__(self, case: HandOver, key: bytes) -> None:
-        self._run = Run(case.request_ids(0), case.num_tokens)
-        self._key = key
-        self.pinned = 0
-
-    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | None:
-        if self._key not in keys:
-            return None
-        self.pinned += 1
-        return self._run
-
-    def unpin(self, run: Run) -> None:
-        assert run is self._run
-        self.pinned -= 1
 
 
 def serve(
@@ -319,7 +252,12 @@ def ticket_of(case: HandOver, leases: list[Lease]) -> dict[str, Any]:
     return ticket
 
 
-async def open_producer(stack: AsyncExitStack, case: HandOver, world: World | None) -> list[list[_Rank]]:
+async def open_producer(
+    stack: AsyncExitStack,
+    case: HandOver,
+    world: World | None,
+    make_parts: Callable[[], Sequence[RuntimePart]] = tuple,
+) -> list[list[_Rank]]:
     """All replicas up to the one that has the request; the others hold nothing but the sentinel."""
     engine = case.parts[0].producer
     count = (engine.dp_rank + 1) * len(engine.places)
@@ -328,7 +266,8 @@ async def open_producer(stack: AsyncExitStack, case: HandOver, world: World | No
         async with AsyncExitStack() as attempt:
             try:
                 replicas = [
-                    await open_engine(attempt, case, 0, world, dp_rank, base) for dp_rank in range(engine.dp_rank + 1)
+                    await open_engine(attempt, case, 0, world, dp_rank, base, make_parts)
+                    for dp_rank in range(engine.dp_rank + 1)
                 ]
             except ConfigError as error:
                 if "cannot bind" in str(error):
@@ -339,7 +278,13 @@ async def open_producer(stack: AsyncExitStack, case: HandOver, world: World | No
 
 
 async def open_engine(
-    stack: AsyncExitStack, case: HandOver, side: int, world: World | None, dp_rank: int | None = None, port: int = 0
+    stack: AsyncExitStack,
+    case: HandOver,
+    side: int,
+    world: World | None,
+    dp_rank: int | None = None,
+    port: int = 0,
+    make_parts: Callable[[], Sequence[RuntimePart]] = tuple,
 ) -> list[_Rank]:
     """A registered runtime for each rank of one replica."""
     engines, fill = case.engines(side), (PRODUCER_FILL, CONSUMER_FILL)[side]
@@ -356,7 +301,7 @@ async def open_engine(
             num_kv_heads=first.model.kv_heads if first.tells_heads and case.plain else None,
         )
         caches = [RankCache(engine, place, fill) for engine in engines]
-        runtime = await stack.enter_async_context(Runtime(config, world=world or World()))
+        runtime = await stack.enter_async_context(Runtime(config, world=world or World(), parts=make_parts()))
         if case.plain:
             await runtime.register_kv_caches(caches[0].tensors, caches[0].layout)
         else:

@@ -17,6 +17,7 @@ from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadingStatistics
+from kvflow.runtime.part import Part
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World
@@ -25,6 +26,13 @@ from kvflow.testing import InprocCluster, InprocTransport, LoopClock, Pair, asse
 Offered = Lease | Ticket | Mapping[str, Any]
 Statistics = TypeVar("Statistics")
 Failure = TypeVar("Failure", bound=Exception)
+PartT = TypeVar("PartT", bound=Part)
+
+
+def part_of(runtime: Runtime, kind: type[PartT]) -> PartT:
+    """The part of that kind that the runtime was given."""
+    (found,) = (part for part in runtime._supervisor.parts if isinstance(part, kind))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

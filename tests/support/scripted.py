@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvflow import Config
 from kvflow.core.protocol import codec, messages
@@ -33,8 +34,8 @@ class ScriptedSideChannel:
         self._real = self.beneath(config)
         return self
 
-    async def listen(self, answer: Answer) -> Listener:
-        return await self._real.listen(answer)
+    async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> Listener:
+        return await self._real.listen(answer, kinds)
 
     async def ask(
         self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None

@@ -16,8 +16,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 from vllm.v1.request import Request
 
-from kvflow import prefix_keys
 from kvflow.core.protocol.prompts import marked_by_keys
+from kvflow.prefix import prefix_keys
 from kvflow.prefix.kv_events import EventSource, PrefixMap, Publisher, Subscriber
 from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockStored, decode_batch, encode_batch
 from kvflow.vllm.asked import Asked

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler and block pool, without a server: a shelf never names a block that holds something else.
+"""vLLM's own scheduler and block pool, without a server: a prefix cache never names a block that holds something else.
 
 What lies in each block is played: a step writes the tokens that it computes, each with all tokens before it.
 """
@@ -29,10 +29,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvflow.connector.held_prompts import PagedShelf
+from kvflow.connector.paged_prefix_cache import PagedPrefixCache
 from kvflow.connector.scheduler import PagedGroup
 from kvflow.prefix.keys import prefix_keys
-from kvflow.prefix.prefix_cache import Run
+from kvflow.prefix.prefix_cache import PinnedPrefix
 from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 
@@ -74,14 +74,14 @@ class Engine:
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK_SIZE)
         assert isinstance(self.scheduler.connector, KVFlowConnector)
         self.connector = self.scheduler.connector
-        self.shelf = PagedShelf([PagedGroup(group.facts) for group in self.connector._groups], BLOCK_SIZE)
+        self.prefix_cache = PagedPrefixCache([PagedGroup(group.facts) for group in self.connector._groups], BLOCK_SIZE)
         self.content: dict[int, list[Content | None]] = {}
         """Of each block, what its slots hold."""
         self.behind = behind
         self.flying: list[tuple[SchedulerOutput, list[Any], bool]] = []
         """Steps that are scheduled and not computed: what each writes, and whether it is the first after a reset."""
         self.was_reset = False
-        self.reading: list[tuple[Run, list[int]]] = []
+        self.reading: list[tuple[PinnedPrefix, list[int]]] = []
         """Runs that peers read, and their prompts."""
         self.revoked = 0
         self.prompts: list[list[int]] = []
@@ -101,7 +101,7 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """Reset the cache, if vLLM can: then nothing of before is on the shelf once the next step is there."""
+        """Reset the cache, if vLLM can: then nothing of before is in the prefix cache once the next step is there."""
         before = self.pool.cached_block_hash_to_block
         self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
         self.was_reset |= self.pool.cached_block_hash_to_block is not before
@@ -137,10 +137,10 @@ class Engine:
     def _compute(self, output: SchedulerOutput, writes: list[Any], was_reset: bool = False) -> None:
         assert isinstance(output.kv_connector_metadata, KVFlowMetadata)
         step = output.kv_connector_metadata.step
-        for run in self.shelf.take(step.reused):
+        for run in self.prefix_cache.take(step.reused):
             self.revoked += 1
             self.reading = [entry for entry in self.reading if entry[0] is not run]
-            self.shelf.unpin(run)
+            self.prefix_cache.unpin(run)
         if was_reset:
             self.content.clear()
         for block, slot, _, at, request in writes:
@@ -148,7 +148,7 @@ class Engine:
             if len(tokens) <= at:  # a token that is sampled by a step that has not come back
                 tokens = (*tokens, *([-1] * (at + 1 - len(tokens))))
             self.content.setdefault(block, [None] * BLOCK_SIZE)[slot] = tokens
-        self.shelf.add(step.shelved, None)
+        self.prefix_cache.add(step.cached_blocks, None)
         self.look()
         names = list(output.num_scheduled_tokens)
         sampled = [[ANSWER] if self._complete(name) else [] for name in names]
@@ -161,18 +161,18 @@ class Engine:
         return request is not None and request.num_computed_tokens >= request.num_tokens
 
     def look(self) -> None:
-        """What the shelf has of each prompt is what lies there, also of what peers are still reading."""
+        """What the prefix cache has of each prompt is what lies there, also of what peers are still reading."""
         for run, prompt in self.reading:
             self.check(run, prompt)
 
-    def ask(self, prompt: list[int], key_tokens: int = BLOCK_SIZE) -> Run | None:
-        run = self.shelf.match(prefix_keys(prompt, key_tokens), key_tokens)
+    def ask(self, prompt: list[int], key_tokens: int = BLOCK_SIZE) -> PinnedPrefix | None:
+        run = self.prefix_cache.match(prefix_keys(prompt, key_tokens), key_tokens)
         if run is not None:
             self.check(run, prompt)
             self.reading.append((run, prompt))
         return run
 
-    def check(self, run: Run, prompt: list[int]) -> None:
+    def check(self, run: PinnedPrefix, prompt: list[int]) -> None:
         ids: Any = run.block_ids
         tables = [ids] if isinstance(ids[0], int) else ids
         for group, table in zip(self.connector._groups, tables, strict=True):
@@ -225,7 +225,7 @@ def test_no_run_is_of_blocks_that_hold_something_else(seed: int, behind: int, wi
                 found += run is not None
                 longest = max(longest, 0 if run is None else run.num_tokens)
                 while len(engine.reading) > 3:
-                    engine.shelf.unpin(engine.reading.pop(0)[0])
+                    engine.prefix_cache.unpin(engine.reading.pop(0)[0])
             if rng.random() < 0.15:
                 engine.abort(f"r{nth}")
             if rng.random() < 0.1:
@@ -237,7 +237,7 @@ def test_no_run_is_of_blocks_that_hold_something_else(seed: int, behind: int, wi
         assert engine.pool.get_num_free_blocks() == free, "a block is kept for a peer"
 
 
-def test_everything_that_the_pool_has_is_on_the_shelf_too() -> None:
+def test_everything_that_the_pool_has_is_in_the_prefix_cache_too() -> None:
     """Also of an answer, for who goes on with the conversation; and an idle engine says so as a busy one does."""
     rng = random.Random(1)
     with engine_of(config_of(), 64) as engine:
@@ -252,7 +252,7 @@ def test_everything_that_the_pool_has_is_on_the_shelf_too() -> None:
         assert engine.ask(tokens_of(rng, 100)) is None
 
 
-def test_a_reset_leaves_nothing_on_the_shelf_and_takes_one_step_of_an_idle_engine() -> None:
+def test_a_reset_leaves_nothing_in_the_prefix_cache_and_takes_one_step_of_an_idle_engine() -> None:
     rng = random.Random(2)
     with engine_of(config_of(), 64) as engine:
         prompt = tokens_of(rng, 100)
@@ -298,6 +298,6 @@ def test_nothing_is_told_where_nothing_is_shared() -> None:
             output = engine.scheduler.schedule()
             assert isinstance(output.kv_connector_metadata, KVFlowMetadata)
             step = output.kv_connector_metadata.step
-            assert (step.reused, step.shelved, step.questions) == ((), [], [])
+            assert (step.reused, step.cached_blocks, step.questions) == ((), [], [])
             engine._compute(output, [])
         assert not engine.pool._reuse_watchers

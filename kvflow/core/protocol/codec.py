@@ -8,15 +8,16 @@ is strict: another type or a size out of bounds is a `WireError`. No code can ru
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Union, get_args
 
 import msgspec
 
 from kvflow.checks import answer, counted, printable, refusal
-from kvflow.core.bounds import Count, Digest, Name
+from kvflow.core.bounds import Count, Digest, Fact, Name
 from kvflow.core.cache.layout import BlockShape
-from kvflow.core.protocol.messages import DigestPart, Reply, Request, Target
+from kvflow.core.protocol.messages import CoreRequest, DigestPart, ReaderRequest, Reply, Request, Target
 from kvflow.core.protocol.notifications import Notification, ReadDone
 from kvflow.errors import RequestError
 
@@ -27,6 +28,10 @@ _ERROR_CHARS_MAX = 300
 
 class WireError(Exception):
     """Bytes that are no valid kvflow message. The shell counts a refusal, or raises a ProtocolError."""
+
+
+class UnknownRequest(WireError):
+    """A request of a kind that nobody here answers, such as of a part that the runtime was not given."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -60,8 +65,20 @@ def decode_header(frame: bytes) -> Header:
     return header
 
 
-def decode_request(frame: bytes) -> Request:
-    message: Request = _decode(frame, Request)
+def requests_with(more: Iterable[type[ReaderRequest]]) -> Any:
+    """Return the kinds of requests that a rank decodes: the core's, and `more` of its parts."""
+    return Union[(CoreRequest, *more)]
+
+
+def decode_request(frame: bytes, kinds: Any = CoreRequest) -> Request:
+    """Decode a request of one of `kinds`. Raises UnknownRequest if it is of another kind, WireError if it is wrong."""
+    try:
+        message: Request = _decode(frame, kinds)
+    except WireError as error:
+        tagged = answer(partial(msgspec.msgpack.decode, frame, type=_Tagged))
+        if tagged is None or tagged.type in {kind.__struct_config__.tag for kind in get_args(kinds)}:
+            raise
+        raise UnknownRequest(f"nothing here answers a question of kind {tagged.type!r}") from error
     return message
 
 
@@ -73,6 +90,12 @@ def decode_reply(frame: bytes) -> Reply:
 def decode_notification(payload: bytes) -> Notification:
     message: Notification = _decode(payload, Notification)
     return message
+
+
+class _Tagged(msgspec.Struct):
+    """The kind of a message, whatever else is in it."""
+
+    type: Fact
 
 
 def _decode(data: bytes, kind: Any) -> Any:

@@ -45,17 +45,12 @@ from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.limits import PAYLOAD_BYTES_MAX
-from kvflow.prefix.keys import KEY_BYTES
 
 REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 INSTEAD_BYTES_MAX = 1 << 13
 """Size of the rendezvous that readers are sent on to; one of more ranks than fit sends nobody on."""
-KEYS_MAX = 1 << 10
-"""Keys of a prefix in one question: few enough to be answered in one short turn of the loop."""
-PREFIX_OF = "kvflow-prefix/"
-"""Beginning of the names of leases of prefixes: no reader can take the name of an engine's own request."""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -182,18 +177,6 @@ class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
     """See `LeaseAnswer`."""
 
 
-class SeekRequest(ReaderRequest, frozen=True, kw_only=True, tag="seek"):
-    """Question for the longest run of a prefix that is in the cache now: a `LeaseAnswer` offers it."""
-
-    request_id: RequestName
-    """Name of the lease that the reader gets, with `PREFIX_OF` before it; the same at every rank of an engine."""
-    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
-    """See `prefix.keys`: number i is that of the first (i + 1) * `key_tokens` tokens."""
-    key_tokens: Size
-    alone: bool = True
-    """True if nobody but this rank is to read what is offered."""
-
-
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     """`regions.Regions` on the wire."""
 
@@ -308,9 +291,9 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
     incarnation: Incarnation
 
 
-Request: TypeAlias = (
-    MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye | DeclineRequest | SeekRequest
-)
+Request: TypeAlias = ReaderRequest | Goodbye
+"""A question to a rank, of the core or of a part."""
+CoreRequest: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye | DeclineRequest
 Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 
 

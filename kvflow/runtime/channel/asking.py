@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -54,8 +55,9 @@ class ZmqSideChannel:
         self._lookups = Lookups()
         self._connections = Connections(config.limits)
 
-    async def listen(self, answer: Answer) -> ZmqListener:
-        return ZmqListener(self._config, await self._own_host(), await self._keys(), answer, self._now_s)
+    async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> ZmqListener:
+        host, keyring = await self._own_host(), await self._keys()
+        return ZmqListener(self._config, host, keyring, answer, self._now_s, kinds)
 
     async def ask(
         self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None

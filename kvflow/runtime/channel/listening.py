@@ -27,6 +27,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -83,12 +84,19 @@ class ZmqListener:
     """See `Listener`."""
 
     def __init__(
-        self, config: Config, host: str, keyring: Keyring | None, answer: Answer, now_s: Callable[[], float]
+        self,
+        config: Config,
+        host: str,
+        keyring: Keyring | None,
+        answer: Answer,
+        now_s: Callable[[], float],
+        kinds: Any,
     ) -> None:
         self._config = config
         self._host = host
         self._keyring = keyring
         self._answer = answer
+        self._kinds = kinds
         self._now_s = now_s
         per_s = config.limits.side_channel_requests_per_s_max
         self._answer_bytes_max = answer_bytes_max(config.limits)
@@ -260,7 +268,7 @@ class ZmqListener:
             if header.version != codec.PROTOCOL_VERSION:
                 ours = codec.PROTOCOL_VERSION
                 raise codec.WireError(f"kvflow protocol version: ours {ours}, theirs {header.version}")
-            request = codec.decode_request(body_frame)
+            request = codec.decode_request(body_frame, self._kinds)
             claimed = asked_by(request)
             if engine not in (None, claimed):
                 whose = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from kvflow.checks import printable
 from kvflow.core.bounds import REASON_CHARS_MAX
@@ -72,8 +72,11 @@ class Listener(Protocol):
 class SideChannel(Protocol):
     """The channel on which ranks of engines ask each other questions."""
 
-    async def listen(self, answer: Answer) -> Listener:
-        """Bind this rank's address; ConfigError if that is not possible, or if its keys cannot be used."""
+    async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> Listener:
+        """Bind this rank's address, and take requests of these `kinds` (`codec.requests_with`).
+
+        Raises ConfigError if that is not possible, or if its keys cannot be used.
+        """
 
     async def ask(
         self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None

@@ -53,15 +53,6 @@ class LocalRank:
     groups: tuple[GroupFacts, ...]
 
 
-def token_bytes(local: LocalRank) -> int:
-    """Bytes of one token of a prompt in this rank's cache, in layers that keep all of it."""
-    size = 0
-    for share, regions in zip(local.cache_shares, local.regions, strict=True):
-        if local.groups[share.group].whole:
-            size += regions.block.size_bytes * len(regions.distinct) // share.block_size
-    return size
-
-
 class Connection:
     """A peer after its handshake, shared by all loads: what we read from it, and what we report to it."""
 

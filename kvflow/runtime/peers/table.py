@@ -35,7 +35,6 @@ from kvflow.errors import (
     PeerError,
     PeerIncompatible,
     PeerNotReady,
-    PeerRefused,
     PeerUnreachable,
     ProtocolError,
     RuntimeBroken,
@@ -46,7 +45,7 @@ from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.first_contacts import FirstContacts, overloaded, patience_s
-from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, expendable, words
+from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, expendable
 from kvflow.transport.base import AgentName
 
 logger = logger_of(__name__)
@@ -165,8 +164,11 @@ class Peers:
                 handshake.add_waiters(-1)
                 self._note_waiters(peer, handshake)
 
-    async def find_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseAnswer:
-        """Ask a rank about a lease by a question that does not wait. Raises a PeerError, or Overloaded."""
+    async def find_lease(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
+        """Ask a rank about a lease by a question that does not wait, of the core or a part.
+
+        Raises a PeerError, or Overloaded.
+        """
         return _expected(peer, await self._ask_connected(peer, question), messages.LeaseAnswer)
 
     async def ask_until(
@@ -202,13 +204,6 @@ class Peers:
         timeout_s = question.wait_s + self._config.handshake_timeout_s
         ask = partial(self.handshakes.ask, peer, question, timeout_s)
         return _expected(peer, await self._in_turn(peer, ask), messages.LeaseAnswer)
-
-    async def seek(self, peer: Peer, question: messages.SeekRequest) -> messages.LeaseAnswer:
-        """Ask a rank for a prefix. Raises a PeerError: PeerRefused if it cannot be told of what it has."""
-        answer = _expected(peer, await self._ask_connected(peer, question), messages.LeaseAnswer)
-        if answer.state is messages.Told.FAILED:
-            raise peer.at.failure(PeerRefused, words(answer.reason))
-        return answer
 
     async def _ask_connected(self, peer: Peer, question: messages.Request) -> messages.Reply:
         """Put a question. A peer that does not answer counts as failed, and its connection as broken."""

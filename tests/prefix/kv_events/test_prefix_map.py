@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded_events import SGLANG, VLLM
 
-from kvflow import prefix_keys
 from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.errors import RequestError
+from kvflow.prefix import prefix_keys
 from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
 from kvflow.prefix.kv_events.prefix_map import PrefixMap
 from tests.support.tests_support import each

@@ -1,8 +1,8 @@
-"""The shelf that a worker shares with its peers: the prompts that one rank's blocks hold, by key.
+"""The prefix cache that a worker shares with its peers: the prompts that one rank's blocks hold, by key.
 
-The scheduler's half tells step by step what is new and what is gone (`connector.shelving`). A step that is about to
-write into blocks takes them off the shelf first, and names the runs that peers read there. Blocks are counted as the
-engine does, in all its groups; in runs they are counted as the rank has registered them.
+The scheduler's half tells step by step what is new and what is gone (`connector.cached_prompts`). A step that is about
+to write into blocks takes them out first, and names the prefixes that peers read there. Blocks are counted as the
+engine does, in all its groups; in pinned prefixes they are counted as the rank has registered them.
 
 Steps come on the engine's thread, questions on the runtime's: neither waits for the other longer than a look takes.
 """
@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from kvflow.checks import counted
 from kvflow.connector.paged_groups import PagedGroup
-from kvflow.connector.step import NO_BLOCK, BlockTables, Shelved
+from kvflow.connector.step import NO_BLOCK, BlockTables, CachedBlocks
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent, has_happened
-from kvflow.prefix.prefix_cache import Run
+from kvflow.prefix.prefix_cache import PinnedPrefix
 
-__all__ = ["PagedShelf"]
+__all__ = ["PagedPrefixCache"]
 
 
 class _Entry(NamedTuple):
@@ -39,13 +39,15 @@ class _Coming:
     """Blocks that will be there once a device has computed them."""
 
     event: DeviceEvent | None
-    shelved: Sequence[Shelved]
+    cached_blocks: Sequence[CachedBlocks]
     gone: set[int] = field(default_factory=set)
     """Blocks that have been given to something else since."""
 
 
-class PagedShelf:
-    """A `Shelf` of an engine's paged cache. Nothing is pinned: a run ends when its blocks are given to something else.
+class PagedPrefixCache:
+    """A `PrefixCache` of an engine's paged cache.
+
+    Nothing is really pinned: a lease ends when its blocks are given to something else.
 
     `block_tokens` is the engine's block size, the same in all groups.
     """
@@ -58,40 +60,40 @@ class PagedShelf:
         self._places: dict[int, tuple[bytes, int]] = {}
         """The key and the group of each block."""
         self._coming: deque[_Coming] = deque()
-        self._runs: dict[int, tuple[Run, frozenset[int]]] = {}
-        """Runs that peers may be reading, by their identity, and their blocks of the engine."""
+        self._read: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
+        """Prefixes that peers may be reading, by their identity, and their blocks of the engine."""
         self._left: dict[int, asyncio.Future[None]] = {}
 
     def __repr__(self) -> str:
-        return f"<PagedShelf {counted(len(self._entries), 'key')}, {counted(len(self._runs), 'run')}>"
+        return f"<PagedPrefixCache {counted(len(self._entries), 'key')}, {len(self._read)} being read>"
 
     @property
-    def open_runs(self) -> int:
-        """Runs that have been given and not ended."""
-        return len(self._runs)
+    def open_prefixes(self) -> int:
+        """Prefixes that have been given and not ended."""
+        return len(self._read)
 
     # --- the engine's thread
 
-    def add(self, shelved: Sequence[Shelved], ready: DeviceEvent | None) -> None:
-        """Put blocks on the shelf that a submitted step completes: once `ready` has happened, or now."""
+    def add(self, cached_blocks: Sequence[CachedBlocks], ready: DeviceEvent | None) -> None:
+        """Add blocks that a submitted step completes: once `ready` has happened, or now."""
         with self._lock:
-            self._coming.append(_Coming(ready, shelved))
+            self._coming.append(_Coming(ready, cached_blocks))
             self._settle()
 
-    def take(self, reused: Iterable[int]) -> list[Run]:
-        """Take blocks off that will hold something else. The runs that peers may be reading there have to end first."""
+    def take(self, reused: Iterable[int]) -> list[PinnedPrefix]:
+        """Remove blocks that will hold something else. Return what peers may be reading there: it has to end first."""
         gone = frozenset(reused)
         with self._lock:
             for block in gone:
                 self._drop(block)
             for coming in self._coming:
                 coming.gone |= gone
-            return [run for run, blocks in self._runs.values() if not blocks.isdisjoint(gone)]
+            return [pinned for pinned, blocks in self._read.values() if not blocks.isdisjoint(gone)]
 
     # --- the runtime's loop
 
-    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | None:
-        """Give the longest run that is there now, of whole blocks; see `Shelf`."""
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
+        """Return the longest beginning that is there now, of whole blocks; see `PrefixCache`."""
         with self._lock:
             self._settle()
             full = len(keys)
@@ -105,18 +107,18 @@ class PagedShelf:
                 full = min(full, broken // key_tokens)
             return None
 
-    def unpin(self, run: Run) -> None:
-        """Forget a run that nobody reads any more."""
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        """Forget a prefix that nobody reads any more."""
         with self._lock:
-            self._runs.pop(id(run), None)
-        waiting = self._left.pop(id(run), None)
+            self._read.pop(id(pinned), None)
+        waiting = self._left.pop(id(pinned), None)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
-    async def left(self, run: Run) -> None:
-        """Wait until nobody reads a run that was ended. That is so at once, unless host buffers are being filled."""
-        if id(run) in self._runs:
-            await self._left.setdefault(id(run), asyncio.get_running_loop().create_future())
+    async def left(self, pinned: PinnedPrefix) -> None:
+        """Wait until nobody reads a prefix whose leases were ended: at once, unless host buffers are being filled."""
+        if id(pinned) in self._read:
+            await self._left.setdefault(id(pinned), asyncio.get_running_loop().create_future())
 
     # --- with the lock
 
@@ -141,25 +143,25 @@ class PagedShelf:
                     table[at] = blocks[nth][0]
         return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # keys in a wrong order
 
-    def _given(self, tables: BlockTables | list[list[int]], tokens: int) -> Run:
+    def _given(self, tables: BlockTables | list[list[int]], tokens: int) -> PinnedPrefix:
         ids = tuple(group.blocks(table, 0, tokens) for group, table in zip(self._groups, tables, strict=True))
-        run = Run(block_ids=given_block_ids(ids), num_tokens=tokens)
-        self._runs[id(run)] = run, frozenset(block for table in tables for block in table) - {NO_BLOCK}
-        return run
+        pinned = PinnedPrefix(block_ids=given_block_ids(ids), num_tokens=tokens)
+        self._read[id(pinned)] = pinned, frozenset(block for table in tables for block in table) - {NO_BLOCK}
+        return pinned
 
     def _settle(self) -> None:
-        """Put what has been computed on the shelf."""
+        """Take in what has been computed."""
         while self._coming:
             first = self._coming[0]
-            if first.event is not None and not has_happened(first.event, "shelf"):
+            if first.event is not None and not has_happened(first.event, "prefix cache"):
                 return
             self._coming.popleft()
-            for shelved in first.shelved:
-                self._put(shelved, first.gone)
+            for cached_blocks in first.cached_blocks:
+                self._put(cached_blocks, first.gone)
 
-    def _put(self, shelved: Shelved, gone: set[int]) -> None:
-        parent, entries, places = shelved.parent, self._entries, self._places
-        for key, blocks in zip(shelved.keys, zip(*shelved.block_tables, strict=True), strict=True):
+    def _put(self, cached_blocks: CachedBlocks, gone: set[int]) -> None:
+        parent, entries, places = cached_blocks.parent, self._entries, self._places
+        for key, blocks in zip(cached_blocks.keys, zip(*cached_blocks.block_tables, strict=True), strict=True):
             for nth, block in enumerate(blocks):
                 place = places.get(block)
                 if block == NO_BLOCK or block in gone or place == (key, nth):

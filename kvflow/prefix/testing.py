@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvflow.prefix.keys import prefix_keys
-from kvflow.prefix.prefix_cache import Run
+from kvflow.prefix.prefix_cache import PinnedPrefix
+
+__all__ = ["FakePrefixCache"]
 
 
-class BlockShelf:
-    """A `kvflow.Shelf` of one group of layers, filled and emptied by a test.
+class FakePrefixCache:
+    """A `PrefixCache` of one group of layers, filled and emptied by a test.
 
     Args:
         block_tokens: Tokens in a block of the cache.
@@ -26,19 +28,19 @@ class BlockShelf:
         """Questions so far."""
 
     def put(self, tokens: Sequence[int], block_ids: Sequence[int], *, salt: bytes = b"") -> None:
-        """Put the full blocks of a prompt on the shelf.
+        """Add the full blocks of a prompt.
 
         Args:
             tokens: Of the prompt, from the first one on.
             block_ids: In prompt order.
-            salt: As for `kvflow.prefix_keys`.
+            salt: As for `prefix_keys`.
         """
         keys = prefix_keys(tokens, self._block_tokens, salt=salt)
         for at, (key, _) in enumerate(zip(keys, block_ids, strict=True)):
             self._runs[key] = tuple(block_ids[: at + 1])
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Take blocks off the shelf, as before they are used for other tokens.
+        """Remove blocks, as before they are used for other tokens.
 
         Args:
             block_ids: None of them pinned.
@@ -51,15 +53,15 @@ class BlockShelf:
         assert not pinned, f"blocks {pinned} are pinned for readers"
         self._runs = {key: run for key, run in self._runs.items() if not gone & set(run)}
 
-    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | None:
-        """Find the longest run of a prefix: see `kvflow.Shelf.match`.
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
+        """Find the longest beginning of a prefix: see `PrefixCache.match`.
 
         Args:
             keys: One for each `key_tokens` tokens.
             key_tokens: A multiple of this cache's block size, or nothing is found.
 
         Returns:
-            The run, pinned; None if its first block is not there.
+            The prefix, pinned; None if its first block is not there.
         """
         self.asked += 1
         found: tuple[int, ...] = ()
@@ -68,14 +70,14 @@ class BlockShelf:
                 break
             found = self._runs[key]
         self.pins.update(found)
-        return Run(found, len(found) * self._block_tokens) if found else None
+        return PinnedPrefix(found, len(found) * self._block_tokens) if found else None
 
-    def unpin(self, run: Run) -> None:
+    def unpin(self, pinned: PinnedPrefix) -> None:
         """Take a pin off.
 
         Args:
-            run: As `match` has given it.
+            pinned: As `match` has given it.
         """
-        ids = [block_id for block_id in run.block_ids if isinstance(block_id, int)]
+        ids = [block_id for block_id in pinned.block_ids if isinstance(block_id, int)]
         self.pins.subtract(ids)
         assert all(self.pins[block_id] >= 0 for block_id in ids), f"blocks {ids} were unpinned more often than pinned"

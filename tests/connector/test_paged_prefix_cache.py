@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvflow.connector.held_prompts import PagedShelf
+from kvflow.connector.cached_prompts import CachedPrompts
 from kvflow.connector.paged_groups import PagedGroup, registered
+from kvflow.connector.paged_prefix_cache import PagedPrefixCache
 from kvflow.connector.scheduler import Scheduled
-from kvflow.connector.shelving import Shelving
-from kvflow.connector.step import NO_BLOCK, Shelved, Step
+from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.prefix.keys import prefix_keys
-from kvflow.prefix.prefix_cache import Run
+from kvflow.prefix.prefix_cache import PinnedPrefix
 from tests.support.tests_support import each
 
 SIZE = 4
@@ -24,23 +24,23 @@ WINDOW = GroupFacts(name="window", block_size=SIZE, kind=GroupKind.SLIDING, wind
 PROMPT = list(range(100, 140))
 
 
-def shelf_of(*groups: GroupFacts) -> PagedShelf:
-    return PagedShelf([PagedGroup(group) for group in groups or (FULL,)], SIZE)
+def cache_of(*groups: GroupFacts) -> PagedPrefixCache:
+    return PagedPrefixCache([PagedGroup(group) for group in groups or (FULL,)], SIZE)
 
 
-def shelved(tokens: Sequence[int], *tables: Sequence[int], first: int = 0) -> Shelved:
+def cached_blocks(tokens: Sequence[int], *tables: Sequence[int], first: int = 0) -> CachedBlocks:
     """These blocks hold the tokens from block `first` on."""
     keys = prefix_keys(tokens, SIZE)[first:]
     parent = prefix_keys(tokens, SIZE)[first - 1] if first else b""
-    return Shelved(parent=parent, keys=tuple(keys), block_tables=tuple(map(tuple, tables)))
+    return CachedBlocks(parent=parent, keys=tuple(keys), block_tables=tuple(map(tuple, tables)))
 
 
-def match(shelf: PagedShelf, tokens: Sequence[int], key_tokens: int = SIZE) -> Run | None:
-    return shelf.match(prefix_keys(tokens, key_tokens), key_tokens)
+def match(prefix_cache: PagedPrefixCache, tokens: Sequence[int], key_tokens: int = SIZE) -> PinnedPrefix | None:
+    return prefix_cache.match(prefix_keys(tokens, key_tokens), key_tokens)
 
 
-def found(shelf: PagedShelf, tokens: Sequence[int], key_tokens: int = SIZE) -> object:
-    run = match(shelf, tokens, key_tokens)
+def found(prefix_cache: PagedPrefixCache, tokens: Sequence[int], key_tokens: int = SIZE) -> object:
+    run = match(prefix_cache, tokens, key_tokens)
     return None if run is None else (run.num_tokens, run.block_ids)
 
 
@@ -51,14 +51,14 @@ class Event:
         return self.happened
 
     def synchronize(self) -> None:
-        raise AssertionError("a shelf waits for nothing")
+        raise AssertionError("a prefix cache waits for nothing")
 
 
-@pytest.fixture(name="shelf")
-def of_sixteen_tokens() -> PagedShelf:
-    shelf = shelf_of()
-    shelf.add([shelved(PROMPT[:16], [7, 5, 9, 3])], None)
-    return shelf
+@pytest.fixture(name="prefix_cache")
+def of_sixteen_tokens() -> PagedPrefixCache:
+    prefix_cache = cache_of()
+    prefix_cache.add([cached_blocks(PROMPT[:16], [7, 5, 9, 3])], None)
+    return prefix_cache
 
 
 @each(
@@ -77,185 +77,187 @@ def of_sixteen_tokens() -> PagedShelf:
     ],
 )
 def test_the_longest_run_that_is_there(
-    shelf: PagedShelf, tokens: Sequence[int], key_tokens: int, expected: int
+    prefix_cache: PagedPrefixCache, tokens: Sequence[int], key_tokens: int, expected: int
 ) -> None:
-    run = found(shelf, tokens, key_tokens)
+    run = found(prefix_cache, tokens, key_tokens)
     assert run == ((expected, (7, 5, 9, 3)[: expected // SIZE]) if expected else None)
 
 
-def test_blocks_that_are_reused_are_off_the_shelf_and_their_runs_are_named(shelf: PagedShelf) -> None:
-    short, long = match(shelf, PROMPT[:4]), match(shelf, PROMPT)
+def test_blocks_that_are_reused_are_out_and_their_readers_are_named(
+    prefix_cache: PagedPrefixCache,
+) -> None:
+    short, long = match(prefix_cache, PROMPT[:4]), match(prefix_cache, PROMPT)
     assert short is not None
     assert long is not None
-    assert shelf.take([9]) == [long]
-    assert found(shelf, PROMPT) == (8, (7, 5))
-    shelf.unpin(long)
-    assert shelf.take([9, 8]) == []
-    shelf.add([shelved([1, 2, 3, 4], [9])], None)
-    assert found(shelf, PROMPT) == (8, (7, 5))
-    assert found(shelf, [1, 2, 3, 4]) == (4, (9,))
-    assert found(shelf, PROMPT[:4]) == (4, (7,))
-    assert short in shelf.take([7])
+    assert prefix_cache.take([9]) == [long]
+    assert found(prefix_cache, PROMPT) == (8, (7, 5))
+    prefix_cache.unpin(long)
+    assert prefix_cache.take([9, 8]) == []
+    prefix_cache.add([cached_blocks([1, 2, 3, 4], [9])], None)
+    assert found(prefix_cache, PROMPT) == (8, (7, 5))
+    assert found(prefix_cache, [1, 2, 3, 4]) == (4, (9,))
+    assert found(prefix_cache, PROMPT[:4]) == (4, (7,))
+    assert short in prefix_cache.take([7])
 
 
 def test_a_prefix_that_is_there_twice_is_there_until_both_are_gone() -> None:
-    shelf = shelf_of()
-    shelf.add([shelved(PROMPT[:8], [1, 2])], None)
-    shelf.add([shelved(PROMPT[:8], [3, 4])], None)
-    shelf.take([1])
-    assert found(shelf, PROMPT) == (8, (3, 2))
-    shelf.take([3])
-    assert found(shelf, PROMPT) is None
-    shelf.take([2, 4])
-    assert repr(shelf) == "<PagedShelf 0 keys, 1 run>"
+    prefix_cache = cache_of()
+    prefix_cache.add([cached_blocks(PROMPT[:8], [1, 2])], None)
+    prefix_cache.add([cached_blocks(PROMPT[:8], [3, 4])], None)
+    prefix_cache.take([1])
+    assert found(prefix_cache, PROMPT) == (8, (3, 2))
+    prefix_cache.take([3])
+    assert found(prefix_cache, PROMPT) is None
+    prefix_cache.take([2, 4])
+    assert repr(prefix_cache) == "<PagedPrefixCache 0 keys, 1 being read>"
 
 
 def test_a_block_that_comes_to_hold_something_else_without_being_reused_is_that() -> None:
     """As when a request's tokens are changed under it."""
-    shelf = shelf_of()
-    shelf.add([shelved(PROMPT[:8], [1, 2])], None)
-    shelf.add([shelved([*PROMPT[:4], 1, 1, 1, 1], [2], first=1)], None)
-    assert found(shelf, PROMPT) == (4, (1,))
-    assert found(shelf, [*PROMPT[:4], 1, 1, 1, 1]) == (8, (1, 2))
+    prefix_cache = cache_of()
+    prefix_cache.add([cached_blocks(PROMPT[:8], [1, 2])], None)
+    prefix_cache.add([cached_blocks([*PROMPT[:4], 1, 1, 1, 1], [2], first=1)], None)
+    assert found(prefix_cache, PROMPT) == (4, (1,))
+    assert found(prefix_cache, [*PROMPT[:4], 1, 1, 1, 1]) == (8, (1, 2))
 
 
 def test_what_a_device_still_computes_is_not_there_yet() -> None:
-    shelf, first, second = shelf_of(), Event(), Event()
-    shelf.add([shelved(PROMPT[:8], [1, 2])], first)
-    shelf.add([shelved(PROMPT[:12], [3], first=2)], second)
+    prefix_cache, first, second = cache_of(), Event(), Event()
+    prefix_cache.add([cached_blocks(PROMPT[:8], [1, 2])], first)
+    prefix_cache.add([cached_blocks(PROMPT[:12], [3], first=2)], second)
     second.happened = True
-    assert found(shelf, PROMPT) is None, "in order"
-    shelf.take([2])
+    assert found(prefix_cache, PROMPT) is None, "in order"
+    prefix_cache.take([2])
     first.happened = True
-    assert found(shelf, PROMPT) == (4, (1,))
-    shelf.add([shelved(PROMPT[:8], [2], first=1)], None)
-    assert found(shelf, PROMPT) == (12, (1, 2, 3))
+    assert found(prefix_cache, PROMPT) == (4, (1,))
+    prefix_cache.add([cached_blocks(PROMPT[:8], [2], first=1)], None)
+    assert found(prefix_cache, PROMPT) == (12, (1, 2, 3))
 
 
 def test_windows_need_their_last_blocks_only() -> None:
-    shelf = shelf_of(FULL, WINDOW)
-    shelf.add([shelved(PROMPT[:20], [1, 2, 3, 4, 5], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
-    assert found(shelf, PROMPT) == (20, ((1, 2, 3, 4, 5), (14, 15)))
-    assert found(shelf, PROMPT[:16]) == (16, ((1, 2, 3, 4), (13, 14)))
-    assert found(shelf, PROMPT[:12]) is None, "the window of 12 tokens is not there"
-    shelf.take([15])
-    assert found(shelf, PROMPT) == (16, ((1, 2, 3, 4), (13, 14)))
-    shelf.take([1])
-    assert found(shelf, PROMPT) is None
-    windows = shelf_of(WINDOW)
-    windows.add([shelved(PROMPT[:20], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
+    prefix_cache = cache_of(FULL, WINDOW)
+    prefix_cache.add([cached_blocks(PROMPT[:20], [1, 2, 3, 4, 5], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
+    assert found(prefix_cache, PROMPT) == (20, ((1, 2, 3, 4, 5), (14, 15)))
+    assert found(prefix_cache, PROMPT[:16]) == (16, ((1, 2, 3, 4), (13, 14)))
+    assert found(prefix_cache, PROMPT[:12]) is None, "the window of 12 tokens is not there"
+    prefix_cache.take([15])
+    assert found(prefix_cache, PROMPT) == (16, ((1, 2, 3, 4), (13, 14)))
+    prefix_cache.take([1])
+    assert found(prefix_cache, PROMPT) is None
+    windows = cache_of(WINDOW)
+    windows.add([cached_blocks(PROMPT[:20], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
     assert found(windows, PROMPT) == (20, (14, 15)), "nothing of the beginning"
 
 
 def test_blocks_of_kernels_that_are_smaller_than_the_engine_s() -> None:
-    shelf = PagedShelf([registered(FULL, 2)], SIZE)
-    shelf.add([shelved(PROMPT[:8], [7, 5])], None)
-    assert found(shelf, PROMPT) == (8, (14, 15, 10, 11))
-    assert len(shelf.take([5])) == 1, "blocks are named as the engine names them"
+    prefix_cache = PagedPrefixCache([registered(FULL, 2)], SIZE)
+    prefix_cache.add([cached_blocks(PROMPT[:8], [7, 5])], None)
+    assert found(prefix_cache, PROMPT) == (8, (14, 15, 10, 11))
+    assert len(prefix_cache.take([5])) == 1, "blocks are named as the engine names them"
 
 
-def test_keys_in_a_wrong_order_and_forged_ones_find_nothing(shelf: PagedShelf) -> None:
+def test_keys_in_a_wrong_order_and_forged_ones_find_nothing(prefix_cache: PagedPrefixCache) -> None:
     keys = prefix_keys(PROMPT[:16], SIZE)
-    assert shelf.match([keys[3], keys[0]], SIZE) is None
-    assert shelf.match(keys[1:], SIZE) is None
+    assert prefix_cache.match([keys[3], keys[0]], SIZE) is None
+    assert prefix_cache.match(keys[1:], SIZE) is None
     rng = random.Random(1)
-    assert shelf.match([rng.randbytes(32) for _ in range(1000)], SIZE) is None
-    assert shelf.open_runs == 0
+    assert prefix_cache.match([rng.randbytes(32) for _ in range(1000)], SIZE) is None
+    assert prefix_cache.open_prefixes == 0
 
 
 async def test_who_ends_a_run_may_wait_until_it_is_left() -> None:
-    shelf = shelf_of()
-    shelf.add([shelved(PROMPT[:4], [7])], None)
-    run = match(shelf, PROMPT)
+    prefix_cache = cache_of()
+    prefix_cache.add([cached_blocks(PROMPT[:4], [7])], None)
+    run = match(prefix_cache, PROMPT)
     assert run is not None
-    waiting = asyncio.ensure_future(shelf.left(run))
+    waiting = asyncio.ensure_future(prefix_cache.left(run))
     await asyncio.sleep(0)
     assert not waiting.done()
-    shelf.unpin(run)
+    prefix_cache.unpin(run)
     await waiting
-    await shelf.left(run)
+    await prefix_cache.left(run)
 
 
 # --- what the scheduler's half tells
 
 
 class Told:
-    """A `Shelving`, its shelf, and what it watches."""
+    """A `CachedPrompts`, its prefix cache, and what it watches."""
 
     def __init__(self, groups: int = 1) -> None:
         self.watched: list[int] = []
-        self.shelving = Shelving(SIZE, self.watched.extend)
-        self.shelf = shelf_of(*(FULL,) * groups)
+        self.cached_prompts = CachedPrompts(SIZE, self.watched.extend)
+        self.prefix_cache = cache_of(*(FULL,) * groups)
 
     def step(self, *scheduled: tuple[str, int], blocks: Sequence[Sequence[int]] = ((),), **more: Sequence[str]) -> Step:
         step = Step()
         entries = [Scheduled(*entry) for entry in scheduled]
         preempted = more.get("preempted", ())
-        self.shelving.build_step(step, entries, preempted=preempted, block_ids=lambda _: blocks)
-        self.shelf.take(step.reused)
-        self.shelf.add(step.shelved, None)
+        self.cached_prompts.build_step(step, entries, preempted=preempted, block_ids=lambda _: blocks)
+        self.prefix_cache.take(step.reused)
+        self.prefix_cache.add(step.cached_blocks, None)
         return step
 
 
 def test_each_block_is_told_once_and_watched() -> None:
     told = Told()
-    told.shelving.add("r", prefix_keys(PROMPT[:14], SIZE))
+    told.cached_prompts.add("r", prefix_keys(PROMPT[:14], SIZE))
     told.step(("r", 6), blocks=[[5, 6]])
-    assert found(told.shelf, PROMPT) == (4, (5,))
+    assert found(told.prefix_cache, PROMPT) == (4, (5,))
     assert told.watched == [5]
     told.step(("r", 14), blocks=[[5, 6, 7, 8]])
-    assert found(told.shelf, PROMPT) == (12, (5, 6, 7))
+    assert found(told.prefix_cache, PROMPT) == (12, (5, 6, 7))
     assert told.watched == [5, 6, 7]
-    assert told.step(("r", 15), blocks=[[5, 6, 7, 8]]).shelved == []
-    told.shelving.add("same", prefix_keys(PROMPT[:16], SIZE))
+    assert told.step(("r", 15), blocks=[[5, 6, 7, 8]]).cached_blocks == []
+    told.cached_prompts.add("same", prefix_keys(PROMPT[:16], SIZE))
     step = told.step(("same", 16), blocks=[[5, 6, 7, 9]])
-    assert [one.block_tables for one in step.shelved] == [((9,),)], "what is known of its prefix is not told again"
-    assert found(told.shelf, PROMPT) == (16, (5, 6, 7, 9))
+    assert [one.block_tables for one in step.cached_blocks] == [((9,),)], "what is known is not told again"
+    assert found(told.prefix_cache, PROMPT) == (16, (5, 6, 7, 9))
 
 
 def test_tables_have_null_blocks_in_front_of_a_window() -> None:
     """Block 0 is one of all unless it is said to be that."""
     told, watched = Told(groups=2), list[int]()
-    told.shelving = Shelving(SIZE, watched.extend, null_block=0)
-    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
-    (first,) = told.step(("r", 8), blocks=[[1, 2], [0, 3]]).shelved
+    told.cached_prompts = CachedPrompts(SIZE, watched.extend, null_block=0)
+    told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
+    (first,) = told.step(("r", 8), blocks=[[1, 2], [0, 3]]).cached_blocks
     assert first.block_tables == ((1, 2), (NO_BLOCK, 3))
     assert watched == [1, 2, 3]
     told = Told()
-    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
+    told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
     told.step(("r", 8), blocks=[[1, 0]])
-    assert found(told.shelf, PROMPT) == (8, (1, 0))
+    assert found(told.prefix_cache, PROMPT) == (8, (1, 0))
 
 
 def test_what_is_reused_leaves_with_the_next_step() -> None:
     """And a preempted prompt is told anew."""
     told = Told()
-    told.shelving.add("r", prefix_keys(PROMPT[:8], SIZE))
+    told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
     told.step(("r", 8), blocks=[[5, 6]])
-    told.shelving.reused(6)
-    told.shelving.reused(99)
-    assert told.shelving.must_tell
+    told.cached_prompts.reused(6)
+    told.cached_prompts.reused(99)
+    assert told.cached_prompts.must_tell
     assert told.step().reused == (6,)
-    assert not told.shelving.must_tell
-    assert found(told.shelf, PROMPT) == (4, (5,))
-    told.shelving.reused(5)
+    assert not told.cached_prompts.must_tell
+    assert found(told.prefix_cache, PROMPT) == (4, (5,))
+    told.cached_prompts.reused(5)
     told.step(preempted=["r"])
-    assert found(told.shelf, PROMPT) is None
+    assert found(told.prefix_cache, PROMPT) is None
     told.step(("r", 8), blocks=[[6, 5]])
-    assert found(told.shelf, PROMPT) == (8, (6, 5))
+    assert found(told.prefix_cache, PROMPT) == (8, (6, 5))
 
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
     """Unless the prompt itself was never computed."""
     told, tokens = Told(), PROMPT[:18]
-    told.shelving.add("r", prefix_keys(PROMPT[:9], SIZE))
+    told.cached_prompts.add("r", prefix_keys(PROMPT[:9], SIZE))
     told.step(("r", 9 if complete else 4), blocks=[[1, 2, 3]])
-    told.shelving.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    told.cached_prompts.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
     told.step()
-    assert found(told.shelf, PROMPT) == ((16, (1, 2, 3, 4)) if complete else (4, (1,)))
-    told.shelving.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
-    assert told.step().shelved == []
+    assert found(told.prefix_cache, PROMPT) == ((16, (1, 2, 3, 4)) if complete else (4, (1,)))
+    told.cached_prompts.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    assert told.step().cached_blocks == []
 
 
 # --- blocks that are given to something else before the workers have heard of them
@@ -263,9 +265,9 @@ def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
 
 def answered(told: Told, name: str = "r", tokens: Sequence[int] = PROMPT[:18]) -> None:
     """End a request whose prompt of nine tokens is in blocks 1 and 2, and whose answer has filled 3 and 4."""
-    told.shelving.add(name, prefix_keys(tokens[:9], SIZE))
+    told.cached_prompts.add(name, prefix_keys(tokens[:9], SIZE))
     told.step((name, 9), blocks=[[1, 2, 3]])
-    told.shelving.finished(name, keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    told.cached_prompts.finished(name, keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("gone", [3, 4])
@@ -273,12 +275,12 @@ def test_what_an_answer_has_filled_is_not_told_of_blocks_that_are_gone_by_then(g
     """The pool gives a block to another request, whose tokens the very next step writes there."""
     told = Told()
     answered(told)
-    told.shelving.reused(gone)
-    told.shelving.add("other", prefix_keys([7] * 6, SIZE))
+    told.cached_prompts.reused(gone)
+    told.cached_prompts.add("other", prefix_keys([7] * 6, SIZE))
     step = told.step(("other", 6), blocks=[[9, gone]])
     assert step.reused == (gone,)
-    assert found(told.shelf, PROMPT) == ((8, (1, 2)) if gone == 3 else (12, (1, 2, 3)))
-    assert found(told.shelf, [7] * 6) == (4, (9,))
+    assert found(told.prefix_cache, PROMPT) == ((8, (1, 2)) if gone == 3 else (12, (1, 2, 3)))
+    assert found(told.prefix_cache, [7] * 6) == (4, (9,))
 
 
 def test_nothing_of_before_a_reset_is_told_after_it() -> None:
@@ -286,36 +288,36 @@ def test_nothing_of_before_a_reset_is_told_after_it() -> None:
     told = Told()
     answered(told)
     for block in tuple(told.watched):
-        told.shelving.reused(block)
-    assert told.shelving.must_tell, "an idle engine makes a step for it"
+        told.cached_prompts.reused(block)
+    assert told.cached_prompts.must_tell, "an idle engine makes a step for it"
     step = told.step()
-    assert step.shelved == []
+    assert step.cached_blocks == []
     assert sorted(step.reused) == [1, 2, 3, 4]
-    assert found(told.shelf, PROMPT) is None
-    assert repr(told.shelving) == "<Shelving 0 blocks of 0 requests and former ones>"
+    assert found(told.prefix_cache, PROMPT) is None
+    assert repr(told.cached_prompts) == "<CachedPrompts 0 blocks of 0 requests and former ones>"
 
 
 def test_a_block_that_is_gone_in_one_group_is_there_in_the_others() -> None:
     told = Told(groups=2)
-    told.shelving.add("r", prefix_keys(PROMPT[:4], SIZE))
+    told.cached_prompts.add("r", prefix_keys(PROMPT[:4], SIZE))
     told.step(("r", 4), blocks=[[1], [11]])
-    told.shelving.finished("r", keys=lambda: prefix_keys(PROMPT, SIZE), computed=8, block_ids=[[1, 2], [11, 12]])
-    told.shelving.reused(12)
-    (left,) = told.step().shelved
+    told.cached_prompts.finished("r", keys=lambda: prefix_keys(PROMPT, SIZE), computed=8, block_ids=[[1, 2], [11, 12]])
+    told.cached_prompts.reused(12)
+    (left,) = told.step().cached_blocks
     assert left.block_tables == ((2,), (NO_BLOCK,))
-    assert found(told.shelf, PROMPT) == (4, ((1,), (11,)))
+    assert found(told.prefix_cache, PROMPT) == (4, ((1,), (11,)))
 
 
 def test_a_block_may_be_filled_by_two_answers_before_a_step_tells_of_it() -> None:
     told = Told()
-    told.shelving.add("other", prefix_keys([7] * 4, SIZE))
+    told.cached_prompts.add("other", prefix_keys([7] * 4, SIZE))
     told.step(("other", 4), blocks=[[8]])
     answered(told)
-    told.shelving.reused(3)
-    told.shelving.finished("other", keys=lambda: prefix_keys([7] * 8, SIZE), computed=8, block_ids=[[8, 3]])
+    told.cached_prompts.reused(3)
+    told.cached_prompts.finished("other", keys=lambda: prefix_keys([7] * 8, SIZE), computed=8, block_ids=[[8, 3]])
     told.step()
-    assert found(told.shelf, PROMPT) == (8, (1, 2))
-    assert found(told.shelf, [7] * 8) == (8, (8, 3))
+    assert found(told.prefix_cache, PROMPT) == (8, (1, 2))
+    assert found(told.prefix_cache, [7] * 8) == (8, (8, 3))
 
 
 class Pool:
@@ -324,7 +326,7 @@ class Pool:
     def __init__(self, rng: random.Random, blocks: int) -> None:
         self.rng = rng
         self.told = Told()
-        self.shelving = self.told.shelving = Shelving(SIZE, self._watch)
+        self.cached_prompts = self.told.cached_prompts = CachedPrompts(SIZE, self._watch)
         self.free = list(range(blocks))
         self.watched: set[int] = set()
         self.requests: dict[str, tuple[list[int], list[int]]] = {}
@@ -339,7 +341,7 @@ class Pool:
     def _gone(self, block: int) -> None:
         if block in self.watched:
             self.watched.remove(block)
-            self.shelving.reused(block)
+            self.cached_prompts.reused(block)
 
     def _followed(self, tokens: Sequence[int], count: int) -> list[int]:
         return [*tokens, *(self.rng.randrange(3) for _ in range(count))]
@@ -353,7 +355,7 @@ class Pool:
         blocks = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(count)]
         for block in blocks:
             self._gone(block)
-        self.shelving.add(name, prefix_keys(tokens, SIZE))
+        self.cached_prompts.add(name, prefix_keys(tokens, SIZE))
         self.requests[name] = tokens, blocks
 
     def step(self) -> None:
@@ -361,11 +363,11 @@ class Pool:
         step = Step()
         scheduled = [Scheduled(name, len(tokens)) for name, (tokens, _) in self.requests.items()]
         tables = {name: [blocks] for name, (_, blocks) in self.requests.items()}
-        self.shelving.build_step(step, scheduled, preempted=(), block_ids=lambda name: tables[name])
-        self.told.shelf.take(step.reused)
+        self.cached_prompts.build_step(step, scheduled, preempted=(), block_ids=lambda name: tables[name])
+        self.told.prefix_cache.take(step.reused)
         for tokens, blocks in self.requests.values():
             self._write(tokens, blocks)
-        self.told.shelf.add(step.shelved, None)
+        self.told.prefix_cache.add(step.cached_blocks, None)
 
     def _write(self, tokens: list[int], blocks: list[int]) -> None:
         for at, block in enumerate(blocks):
@@ -378,7 +380,7 @@ class Pool:
         text = self._followed(tokens, self.rng.choice((0, 2 * SIZE)))
         self._write(text, blocks)
         computed = len(text) - 1
-        self.shelving.finished(
+        self.cached_prompts.finished(
             name, keys=lambda: prefix_keys(text[:computed], SIZE), computed=computed, block_ids=[blocks]
         )
         self.free += blocks
@@ -394,7 +396,7 @@ class Pool:
         """Everything that is found holds what it is found for; how much that is."""
         tokens = 0
         for text in self.texts:
-            run = match(self.told.shelf, text)
+            run = match(self.told.prefix_cache, text)
             for at, block in enumerate(() if run is None else run.block_ids):
                 assert self.content.get(block) == tuple(text[: (at + 1) * SIZE]), f"block {block} of {text}"
             tokens += 0 if run is None else run.num_tokens

@@ -20,9 +20,9 @@ from msgspec import structs
 
 from kvflow.checks import counted
 from kvflow.connector.engine import Scheduled
-from kvflow.connector.step import NO_BLOCK, Shelved, Step
+from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 
-__all__ = ["GroupTablesOf", "Shelving"]
+__all__ = ["CachedPrompts", "GroupTablesOf"]
 
 GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
 """Gives the block tables of a request by its id: one for each group, also if there is one group."""
@@ -36,7 +36,7 @@ class _Prompt:
     """Number of blocks that the workers know of."""
 
 
-class Shelving:
+class CachedPrompts:
     """The prompts of an engine's requests, and which of its blocks hold them.
 
     `block_tokens` is the block size of all groups; `null_block` is what tables have where a group needs no block.
@@ -52,12 +52,12 @@ class Shelving:
         self._key_of: dict[int, bytes] = {}
         """The key that each block holds, as the workers know it or will with the next step."""
         self._reused: list[int] = []
-        self._shelved: list[Shelved] = []
+        self._cached_blocks: list[CachedBlocks] = []
         """Blocks of requests that have ended since the last step; some may have been given to something else."""
 
     def __repr__(self) -> str:
         blocks, requests = counted(len(self._key_of), "block"), counted(len(self._prompts), "request")
-        return f"<Shelving {blocks} of {requests} and former ones>"
+        return f"<CachedPrompts {blocks} of {requests} and former ones>"
 
     @property
     def must_tell(self) -> bool:
@@ -82,14 +82,14 @@ class Shelving:
             if request_id in self._prompts:
                 self._prompts[request_id].told = 0
         step.reused, self._reused = tuple(self._reused), []
-        step.shelved, self._shelved = [*filter(None, map(self._still_there, self._shelved))], []
+        step.cached_blocks, self._cached_blocks = [*filter(None, map(self._still_there, self._cached_blocks))], []
         for entry in scheduled:
             prompt = self._prompts.get(entry.request_id)
             if prompt is None:
                 continue
             full = min(entry.num_computed_tokens // self._block_tokens, len(prompt.keys))
             if full > prompt.told:
-                step.shelved += self._told(prompt.keys, range(prompt.told, full), block_ids(entry.request_id))
+                step.cached_blocks += self._told(prompt.keys, range(prompt.told, full), block_ids(entry.request_id))
                 prompt.told = full
 
     def finished(
@@ -102,10 +102,10 @@ class Shelving:
         prompt = self._prompts.pop(request_id, None)
         full = computed // self._block_tokens
         if prompt is not None and full > prompt.told == len(prompt.keys):
-            self._shelved += self._told(keys()[:full], range(prompt.told, full), block_ids)
+            self._cached_blocks += self._told(keys()[:full], range(prompt.told, full), block_ids)
 
-    def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[Shelved]:
-        """A `Shelved` of these blocks, without those in front that the workers know of; none if they know all."""
+    def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
+        """A `CachedBlocks` of these blocks, without those in front that the workers know of; none if they know all."""
         rows = [tuple(self._block(table, at) for table in tables) for at in span]
         known = (
             all(self._key_of.get(one) == keys[at] for one in row if one != NO_BLOCK)
@@ -120,18 +120,20 @@ class Shelving:
         self._key_of.update(found)
         parent = keys[start - 1] if start else b""
         return [
-            Shelved(parent=parent, keys=tuple(keys[start : span.stop]), block_tables=tuple(zip(*rows, strict=True)))
+            CachedBlocks(
+                parent=parent, keys=tuple(keys[start : span.stop]), block_tables=tuple(zip(*rows, strict=True))
+            )
         ]
 
-    def _still_there(self, shelved: Shelved) -> Shelved | None:
-        """Return `shelved` without the blocks that were given to something else since; None if none is left."""
-        key_of, keys = self._key_of, shelved.keys
+    def _still_there(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
+        """Return `cached_blocks` without the blocks that were given to something else since; None if none is left."""
+        key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
             tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))
-            for table in shelved.block_tables
+            for table in cached_blocks.block_tables
         )
         left = any(one != NO_BLOCK for table in tables for one in table)
-        return structs.replace(shelved, block_tables=tables) if left else None
+        return structs.replace(cached_blocks, block_tables=tables) if left else None
 
     def _block(self, table: Sequence[int], at: int) -> int:
         return table[at] if at < len(table) and table[at] != self._null_block else NO_BLOCK

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.errors import RuntimeUnavailable
-from kvflow.prefix.prefix_cache import Run
+from kvflow.prefix.prefix_cache import PinnedPrefix
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from tests.simulator.prompts import SPAN, Path, SimPrompt
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from tests.simulator.engine import SimEngine
     from tests.simulator.work import SimRank
 
-_SLOW_SHARE = 0.2  # of shelves: they live in another process, and answer later
+_SLOW_SHARE = 0.2  # of prefix caches: they live in another process, and answer later
 _SLOW_S = 0.005  # mean time until then
 _FAILS_SHARE = 0.02
 
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """One block of a shelf: the end of a prefix."""
+    """One block of a prefix cache: the end of a prefix."""
 
     group: int
     path: Path
@@ -45,24 +45,24 @@ class Kept:
         return [self.block]
 
     def __str__(self) -> str:
-        return f"the shelf, {len(self.path[1])} tokens"
+        return f"the prefix cache, {len(self.path[1])} tokens"
 
 
 @dataclass(slots=True, eq=False)
 class SimRun:
     """A run that one rank has pinned."""
 
-    run: Run
+    run: PinnedPrefix
     blocks: list[Kept]
     told: bool
     """True once its runtime knows of it."""
 
 
 @dataclass(slots=True, eq=False)
-class RankShelf:
-    """A `kvflow.Shelf` of one rank: all ranks of an engine keep the same, and each pins for its own readers."""
+class RankPrefixCache:
+    """The `PrefixCache` of one rank: all ranks of an engine keep the same, and each pins for its own readers."""
 
-    shelf: SimShelf
+    prefix_cache: SimPrefixCache
     rank: SimRank
     slow: bool
     pins: Counter[int] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class RankShelf:
         books = self.rank.runtime._supervisor.cache
         assert books is not None, "registered before"
         vars(books.serving)["serve"] = partial(self._serve, books.serving.serve)
-        self.sharing = self.rank.runtime.share(self, pinned_blocks_max=pinned_blocks_max)
+        self.sharing = self.rank.prefixes.share(self, pinned_blocks_max=pinned_blocks_max)
 
     def _serve(self, serve: Callable[..., Lease], request: ServeRequest, *, holds: bool = True, **more: bool) -> Lease:
         """Open a lease and note it if it is of a prefix: those have no hold."""
@@ -87,32 +87,32 @@ class RankShelf:
             self.leases.append(lease)
         return lease
 
-    def match(self, keys: Sequence[bytes], key_tokens: int) -> Run | Awaitable[Run | None] | None:
-        engine = self.shelf.engine
-        if self.shelf.simulation.rng.random() < _FAILS_SHARE:
+    def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | Awaitable[PinnedPrefix | None] | None:
+        engine = self.prefix_cache.engine
+        if self.prefix_cache.simulation.rng.random() < _FAILS_SHARE:
             raise RuntimeError("simulated")
-        found = self.shelf.find(keys, key_tokens)
+        found = self.prefix_cache.find(keys, key_tokens)
         if found is None:
             return self._later(None) if self.slow else None
         tokens, tables = found
-        run = Run(given_block_ids([[kept.block for kept in table] for table in tables]), tokens)
+        run = PinnedPrefix(given_block_ids([[kept.block for kept in table] for table in tables]), tokens)
         blocks = [kept for table in tables for kept in table]
         self.pins.update(kept.block for kept in blocks)
         made = self.runs[id(run)] = SimRun(run, blocks, told=not self.slow)
-        self.shelf.simulation.on_pin(engine)
+        self.prefix_cache.simulation.on_pin(engine)
         engine.note("pins", [kept.block for kept in blocks], "of rank", self.rank.index)
         return self._later(made) if self.slow else run
 
-    async def _later(self, made: SimRun | None) -> Run | None:
-        simulation = self.shelf.simulation
+    async def _later(self, made: SimRun | None) -> PinnedPrefix | None:
+        simulation = self.prefix_cache.simulation
         await simulation.pass_time(simulation.rng.expovariate(1 / _SLOW_S))
         if made is None:
             return None
         made.told = True
         return made.run
 
-    def unpin(self, run: Run) -> None:
-        engine, made = self.shelf.engine, self.runs.pop(id(run), None)
+    def unpin(self, run: PinnedPrefix) -> None:
+        engine, made = self.prefix_cache.engine, self.runs.pop(id(run), None)
         if made is None or made.run is not run:
             engine.fail("I9", f"{run} is unpinned, but it is not pinned (any more)")
             return
@@ -128,13 +128,13 @@ class RankShelf:
         return sum(made.told for made in self.runs.values())
 
 
-class SimShelf:
+class SimPrefixCache:
     """All that an engine keeps, from one registration of its cache to the end of that."""
 
     def __init__(self, engine: SimEngine) -> None:
         self.simulation = engine.simulation
         self.engine = engine
-        self.ranks: list[RankShelf] = []
+        self.ranks: list[RankPrefixCache] = []
         self.writing = 0
         """Prompts that the device has yet to write."""
         self._kept: dict[tuple[int, Path], Kept] = {}
@@ -143,17 +143,17 @@ class SimShelf:
     # --- shared
 
     def share(self) -> None:
-        """Share the shelf on all ranks, as soon as these have their caches."""
+        """Share the prefix cache on all ranks, as soon as these have their caches."""
         rng = self.simulation.rng
         blocks = self.engine.shape.num_blocks
         slow, most = rng.random() < _SLOW_SHARE, rng.choice((None, blocks // 2, 2 * blocks))
         for rank in self.engine.ranks:
-            shelf = RankShelf(self, rank, slow)
+            cache = RankPrefixCache(self, rank, slow)
             try:
-                shelf.share(most)
+                cache.share(most)
             except RuntimeUnavailable:  # it drains, or closes
                 return
-            self.ranks.append(shelf)
+            self.ranks.append(cache)
 
     def find(self, keys: Sequence[bytes], key_tokens: int) -> tuple[int, list[list[Kept]]] | None:
         """The longest prefix of which everything is here, and its blocks by group."""
@@ -244,7 +244,7 @@ class SimShelf:
         return (group, path) in self._kept
 
     def keep(self, group: int, path: Path, block: int) -> Kept:
-        """Keep a block on the shelf from now on."""
+        """Keep a block in the prefix cache from now on."""
         kept = self._kept[group, path] = Kept(group, path, block)
         self.engine.owners[block] = kept
         return kept

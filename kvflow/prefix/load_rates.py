@@ -1,0 +1,39 @@
+"""Rates: seconds that a token of a load has taken, by the engine that it came from."""
+
+from __future__ import annotations
+
+from kvflow.core.policy.latest import Latest
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.runtime.load.requests import LoadReport
+
+_ENGINES_MAX = 1 << 10
+_NEWEST = 0.3  # weight of the last load
+_QUEUED_MOST_S = 1.0
+
+
+class LoadRates:
+    """Rates that loads have had. Of more than a thousand engines those that were read last are remembered."""
+
+    def __init__(self) -> None:
+        self._s_per_token = Latest[str, float](_ENGINES_MAX)
+
+    def learn(self, ticket: Ticket, report: LoadReport) -> None:
+        """Note a load of `ticket`, or of several tickets of which this is the first."""
+        if not report.tokens:
+            return
+        engine_id, seconds = ticket.engine_id, report.total_s
+        if report.attempts:
+            engine_id, seconds = report.attempts[-1].engine_id, report.attempts[-1].seconds
+        newest = seconds / report.tokens
+        before = self._s_per_token.get(engine_id, newest)
+        self._s_per_token[engine_id] = before + _NEWEST * (newest - before)
+
+    def expected_s(self, engine_id: str, tokens: int, queued_tokens: float) -> float | None:
+        """Return the expected seconds of a load; None for an engine that was never read from.
+
+        Tokens that other readers have yet to read from the engine delay the load, by a second at most.
+        """
+        s_per_token = self._s_per_token.get(engine_id)
+        if s_per_token is None:
+            return None
+        return s_per_token * tokens + min(s_per_token * queued_tokens, _QUEUED_MOST_S)

@@ -1,0 +1,58 @@
+"""The verbs of a `Prefixes` belong to the loop of its runtime, and a `Prefixes` to one runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from kvflow import Part, Runtime, RuntimeState
+from kvflow.errors import ConfigError, UsageError
+from kvflow.prefix import Prefixes, PrefixRequest
+from kvflow.prefix.testing import FakePrefixCache
+from tests.runtime.test_ownership import PLAIN, STATES, at_work
+from tests.support.tests_support import small_cache
+
+REQUEST = PrefixRequest("prefix", keys=[bytes(32)], key_tokens=4, block_ids=[2], peers=[])
+VERBS: dict[str, Any] = {"share": FakePrefixCache(4), "seek": REQUEST, "pull": REQUEST}
+ANYWHERE = {"learn"}
+
+
+def test_no_verb_is_forgotten() -> None:
+    of_its_runtime = {name for name in vars(Part) if not name.startswith("_")}
+    found = {name for name, _ in inspect.getmembers(Prefixes, inspect.isfunction) if not name.startswith("_")}
+    assert found - of_its_runtime == {*VERBS} | ANYWHERE
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_every_verb_refuses_another_loop_and_takes_nothing(state: RuntimeState) -> None:
+    prefixes = Prefixes()
+    async with at_work(state, [prefixes]):
+
+        async def elsewhere(verb: str) -> None:
+            found = getattr(prefixes, verb)(VERBS[verb])
+            if inspect.isawaitable(found):
+                await found
+
+        for verb in VERBS:
+            with pytest.raises(UsageError, match=r"loop that opened the runtime, and another loop runs here"):
+                await asyncio.to_thread(asyncio.run, elsewhere(verb))
+        with pytest.raises(UsageError, match="no event loop runs here"):
+            await asyncio.to_thread(prefixes.share, VERBS["share"])
+
+
+async def test_it_is_used_by_one_runtime_at_a_time_and_only_with_a_cache() -> None:
+    prefixes = Prefixes()
+    with pytest.raises(UsageError, match=r"^pull: <kvflow.prefix.Prefixes> is a part of no runtime whose KV cache"):
+        await prefixes.pull(REQUEST)
+    assert prefixes.statistics is None
+    async with Runtime(PLAIN, parts=[prefixes]) as first, Runtime(PLAIN, parts=[prefixes]) as second:
+        await first.register_kv_caches(*small_cache())
+        with pytest.raises(ConfigError, match="it is a part of another runtime"):
+            await second.register_kv_caches(*small_cache())
+        assert (await prefixes.pull(REQUEST)).num_tokens == 0
+    async with Runtime(PLAIN, parts=[prefixes]) as third:
+        await third.register_kv_caches(*small_cache())
+        assert third.statistics().parts == {"prefix": prefixes.statistics}
