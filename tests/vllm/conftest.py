@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -10,11 +12,13 @@ import pytest
 from tests.vllm.servers import MODEL, ROOT, Server, Setup, shim
 
 sys.path.append(str(shim()))  # for tests that use vLLM in this process
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that servers are stopped when the tests are
 
 TEXT = ROOT / "docs" / "architecture.md"
 
-PREFILL = Setup(role="kv_producer", core=0, blocks=64)
-DECODE = Setup(role="kv_consumer", core=1, blocks=64)
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+PREFILL = Setup(role="kv_producer", core=0, blocks=64, options=TOOLS)
+DECODE = Setup(role="kv_consumer", core=1, blocks=64, options=TOOLS)
 
 
 class Site:
@@ -37,17 +41,20 @@ class Site:
         return found
 
     def close(self) -> None:
-        for server in self._servers.values():
-            if server.alive:
-                server.stop()
+        with contextlib.ExitStack() as stack:
+            for server in self._servers.values():
+                if server.alive:
+                    stack.callback(server.stop)
 
 
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:
     assert (MODEL / "config.json").exists(), "the model is missing: run these tests with `python3 dev.py vllm`"
     made = Site()
-    yield made
-    made.close()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture

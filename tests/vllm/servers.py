@@ -201,8 +201,12 @@ class Server:
                 entry.kill()
             self.client.close()
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return self.url + path
 
 
 @contextlib.contextmanager
