@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -19,6 +20,8 @@ import kvflow.blocking
 from kvflow import Config, Limits, errors
 from kvflow.testing import InprocCluster
 
+BEGIN_WORK = ("create_task", "spawn", "carried", "Thread", "OwnerThread", "copier", "Files")
+
 
 def test_pictures_are_those_that_are_drawn_now() -> None:
     """States from the code's own tables, everything else from docs/data; each is shown on some page, light and dark."""
@@ -34,6 +37,24 @@ def test_tables_that_are_kept_are_those_of_the_code() -> None:
     generated = runpy.run_path(str(ROOT / "docs" / "site" / "tables.py"))["pages"]()
     assert len(generated) > 3
     assert [str(p) for p, text in generated.items() if p.read_text() != text] == [], "python docs/site/tables.py"
+
+
+def test_every_task_and_thread_is_described_where_its_body_is() -> None:
+    """By the names that tasks and threads are given in the code."""
+    described = runpy.run_path(str(ROOT / "docs" / "site" / "tables.py"))["runs_in"](ROOT / "kvflow")
+    known = {name.split()[0] for _, name in described}
+    begun = {}
+    for path in (ROOT / "kvflow").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rsplit(".", 1)[-1].strip("_") in BEGIN_WORK:
+                for given in (*node.args, *(keyword.value for keyword in node.keywords)):
+                    name = given.values[0] if isinstance(given, ast.JoinedStr) else given
+                    if isinstance(name, ast.Constant) and str(name.value).startswith("kvflow-"):
+                        begun[name.value.split()[0]] = path
+    assert len(begun) > 20
+    listening = {f"kvflow-listener-{name}" for name in ("requests", "connections", "files", "keys")}
+    assert begun.keys() - known == listening, "say it in the docstring of the body: Task `kvflow-NAME`: ..."
+    assert "kvflow-listener" in known
 
 
 def test_links_between_the_docs_lead_somewhere() -> None:

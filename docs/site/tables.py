@@ -231,6 +231,28 @@ def backends_table() -> str:
     return table(("backend (read from)", "style", "axes", "strides", "`kv_format`", "first"), rows)
 
 
+_RUNS = re.compile(r"^(Task|Thread) `(kvflow-[^`]+)`: (.+)", re.DOTALL)
+
+
+def runs_in(package: Path) -> dict[tuple[str, str], tuple[str, str]]:
+    """Tasks and threads: (kind, name) and where each is, and what is said of it in the docstring of its body."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
+                    if said := _RUNS.match(" ".join(paragraph.split())):
+                        place = path.relative_to(package).as_posix()
+                        found[said[1], said[2]] = (place, said[3])
+    return found
+
+
+def runs_table() -> str:
+    found = sorted(runs_in(DOCS.parent / "kvflow").items())
+    rows = [(f"{kind.lower()} `{name}`", f"`{place}`", said) for (kind, name), (place, said) in found]
+    return table(("name", "body in", "begins and ends"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "api": api_list,
     "config": config_table,
@@ -238,6 +260,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": errors_table,
     "shapes": shapes_table,
     "backends": backends_table,
+    "runs": runs_table,
 }
 
 

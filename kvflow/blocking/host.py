@@ -136,7 +136,11 @@ class LoopHost:
                 raise RuntimeBroken(f"request {held.request_id!r}: its reads were not seen to stop") from None
 
     def _serve(self) -> None:
-        """Body of the thread: run the loop until the runtime is closed, or until the loop dies."""
+        """Body of the thread: run the loop until the runtime is closed, or until the loop dies.
+
+        Thread `kvflow-loop <engine>`: begun by opening a `blocking.Runtime`. Ends when it closes, or its loop
+        dies; then waiters get `RuntimeBroken`.
+        """
         try:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._main())

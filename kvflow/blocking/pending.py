@@ -104,7 +104,11 @@ class Pending(Generic[ResultT]):
             self._task.cancel()
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> None:
-        """Body of the task: hand its result, or its error, to who waits in another thread."""
+        """Body of the task: hand its result, or its error, to who waits in another thread.
+
+        Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. Ends with its work. Whoever waits
+        gets its error.
+        """
         try:
             self._future.set_result(await work())
         except asyncio.CancelledError:

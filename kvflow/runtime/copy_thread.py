@@ -21,7 +21,11 @@ _IDLE_S = 3600.0  # nothing has to be done between jobs
 
 
 class CopyThread:
-    """Runs jobs on one thread, and tells their ends on the loop."""
+    """Runs jobs on one thread, and tells their ends on the loop.
+
+    Thread `kvflow-copy <name>`: begun by the first copy, or event to watch. Ends at closing, once no copy runs.
+    Whoever submitted a copy gets its error.
+    """
 
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
         """`make_device` makes the device of a cache, on this thread; for tests another one than the real."""

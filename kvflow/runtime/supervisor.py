@@ -311,7 +311,11 @@ class Supervisor:
             self.registration.stop(Ending.CLOSED)
 
     async def _unregister(self) -> None:
-        """End a registration, also one that is half done. It is carried."""
+        """End a registration, also one that is half done. It is carried.
+
+        Task `kvflow-unregister`: begun by `unregister`, or a registration that failed. It goes on if who
+        waits is cancelled. If it dies the runtime breaks, and `unregister` raises its error.
+        """
         registration = self.registration
         if registration is None:
             return  # another one could not even be made
@@ -337,7 +341,11 @@ class Supervisor:
         )
 
     async def _close(self) -> None:
-        """End everything. It is carried."""
+        """End everything. It is carried.
+
+        Task `kvflow-close`: begun by `aclose`, a cancelled supervisor's task, or a runtime that is dropped.
+        It goes on if who waits is cancelled; if it is cancelled itself it hurries. `aclose` raises its error.
+        """
         hurry = self._hurry
         try:
             await to_its_end(lambda: self.tasks.over("kvflow-unregister"), hurry)

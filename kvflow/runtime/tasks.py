@@ -130,6 +130,9 @@ class Tasks:
         """Body of the supervisor's task: until told to stop, or until a service dies.
 
         If a host that ends cancels it, it closes everything before it goes: nobody else may be left to do that.
+
+        Task `kvflow-supervisor`: holds the runtime's task group, from opening to closing. A host that ends
+        cancels it: then it closes everything first.
         """
         try:
             async with asyncio.TaskGroup() as group:

@@ -225,7 +225,11 @@ class KVFlowManager(CommonKVManager):
                     socket.send_multipart(wanted.frames())
 
     def _tell(self) -> None:
-        """Tell ranks of servers that have to be asked for them: the thread's body."""
+        """Tell ranks of servers that have to be asked for them: the thread's body.
+
+        Thread `kvflow-sglang-tell`: begun by SGLang's manager of a decode rank. Ends when that closes. If it
+        dies prefill servers that are not known yet are not told of requests that are given up.
+        """
         known: Latest[str, tuple[float, list[dict[str, Any]]]] = Latest(_SERVERS_MAX)
         while not self._heartbeat_shutdown.is_set():
             with contextlib.suppress(queue.Empty):
@@ -310,7 +314,11 @@ class KVFlowManager(CommonKVManager):
             self._decline(asked, "no request of its room has come to the prefill server")
 
     def _hear(self) -> None:
-        """Hear messages: the thread's body. Unreadable ones are dropped, as anybody can connect to the socket."""
+        """Hear messages: the thread's body. Unreadable ones are dropped, as anybody can connect to the socket.
+
+        Thread `kvflow-sglang-hear`: begun by SGLang's manager of a prefill rank. Ends with the process. If it
+        dies decode servers are not heard, and their requests end by SGLang's timeouts.
+        """
         while True:
             try:
                 frames = self.server_socket.recv_multipart()

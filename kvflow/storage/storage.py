@@ -20,7 +20,11 @@ from kvflow.transport.base import TransportError
 
 
 def make_files(config: Config, name: str) -> Files:
-    """Make the mover of blocks between memory and files beside the transport that `config` names, not opened yet."""
+    """Make the mover of blocks between memory and files beside the transport that `config` names, not opened yet.
+
+    Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved;
+    then its folder is free. If it dies waiters are told, and their blocks stay quarantined.
+    """
     if config.transport != "nixl":
         return Files(f"kvflow-store {name}", PlainMover)
     from kvflow.storage.posix import PosixMover

@@ -135,6 +135,9 @@ class ZmqListener:
         """Answer requests one after the other; answering never waits, so a slow peer delays nobody.
 
         A reply that takes long is promised, and sent when it is there.
+
+        Task `kvflow-listener`: from opening to closing the runtime, with a task each for `-requests`,
+        `-connections`, `-files` and, with CURVE, `-keys`. If one of them dies the runtime breaks.
         """
         if self._pid != os.getpid():
             return

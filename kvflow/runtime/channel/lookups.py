@@ -72,7 +72,11 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
 
 
 def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
-    """The thread."""
+    """The thread.
+
+    Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. Ends when the resolver
+    answers. Whoever asked gets its error.
+    """
     outcome: str | Exception
     try:
         outcome = _chosen(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))

@@ -75,7 +75,11 @@ class Poller:
         self._under_way[self._transport.post_read(agent, descriptors)] = told
 
     async def run(self) -> None:
-        """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
+        """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken.
+
+        Task `kvflow-poller`: one for a registration, to its end. If it dies, or another task cancels it,
+        waiters of posted reads are told, and the runtime breaks.
+        """
         try:
             await self._transport.run(self._dispatch)
         except BaseException as error:

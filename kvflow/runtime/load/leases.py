@@ -186,7 +186,12 @@ class RemoteLeases:
             self._spawn(work, name=f"kvflow-release {ticket.request_id}")
 
     async def _release_or_later(self, ticket: Ticket, over_s: float, paused_s: float) -> None:
-        """Body of a task, which ends with the runtime."""
+        """Body of a task, which ends with the runtime.
+
+        Task `kvflow-release <request>`: begun by `release_blocks` of a rendezvous, and by a load of several
+        tickets for those that it did not need. Ends when the leases are given back, or cannot be within their
+        time.
+        """
         limits, problems = self._config.limits, list[KVFlowError]()
         try:
             await self._release(ticket, problems)
@@ -266,7 +271,10 @@ class RemoteLeases:
         self._alarm.set(math.inf)
 
     async def _keep_for(self, owner: object, ticket: Ticket) -> None:
-        """Body of a task: keep a ticket's leases until it is cancelled."""
+        """Body of a task: keep a ticket's leases until it is cancelled.
+
+        Task `kvflow-keep <request>`: begun by `keep_leases`. Ends with its block.
+        """
         bound_s = self._config.load_deadline_s + self._opens_within_s(ticket)
         try:
             async with asyncio.timeout(bound_s):

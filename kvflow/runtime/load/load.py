@@ -314,6 +314,10 @@ class Load:
 
         Returns:
             The task, which awaiting the load awaits.
+
+        Task `kvflow-load <request>`: begun by `start_load`; `load_blocks` runs in its caller's task. Ends
+        with the load's outcome, within `cancel_grace_s` if it is cancelled. Whoever awaits the load gets its
+        error.
         """
         self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
         return self._task

@@ -159,6 +159,11 @@ class Agents:
             task.add_done_callback(lambda _: self._finish(connection.agent, change))
 
     async def _remove(self, connection: Connection) -> None:
+        """Have the transport forget a connection's agent, once no read uses it.
+
+        Task `kvflow-remove <agent>`: begun when a connection is given up. Ends when its last load has left, and the
+        transport has forgotten it.
+        """
         await connection.idle()
         await self._transport.remove_peer(connection.agent)
 

@@ -331,7 +331,12 @@ class Peers:
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
     ) -> None:
-        """Body of the handshake's task: settles its future, unless it is cancelled."""
+        """Body of the handshake's task: settles its future, unless it is cancelled.
+
+        Task `kvflow-handshake <address>`: begun by the first load that needs a peer. Ends with the answer,
+        `handshake_timeout_s` after its turn at the latest, or when nobody waits for it and others need its
+        turn. Its waiters get its error.
+        """
         try:
             shake_hands = partial(self.handshakes.connect, peer, request_id)
             connection = await self._in_turn(peer, shake_hands, handshake.begin)

@@ -175,7 +175,11 @@ class NixlTransport:
         return self._thread, self._agents
 
     def _crank(self) -> float | None:
-        """Crank on the owner thread. Once closing, it ends the thread as soon as no read is under way."""
+        """Crank on the owner thread. Once closing, it ends the thread as soon as no read is under way.
+
+        Thread `kvflow-agent <name>`: one for a registration. Ends once no read is under way. If it dies the poller
+        ends, and the runtime breaks. NIXL has a progress thread of its own beside it.
+        """
         agents = self._agents
         if agents is None:
             return None if self._ending else _OPENING_S
