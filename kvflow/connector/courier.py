@@ -181,8 +181,8 @@ class Courier:
     ) -> LoadReport:
         """Load the blocks of a request that the scheduler has asked for.
 
-        Task `kvflow-receive <request>`: one for each load of a connector's worker. Ends with its outcome. The request of
-        one that fails is reported as failed.
+        Task `kvflow-receive <request>`: one for each load of a connector's worker. Ends with its outcome. The
+        request of one that fails is reported as failed.
         """
         for lease in tuple(self.offers.withdrawn):
             await lease  # its blocks may be ours now, and are kept for a moment after its end

@@ -59,8 +59,8 @@ class Farewells:
     async def _tell(self, caller: messages.Caller, room: asyncio.Semaphore) -> None:
         """Say goodbye to one reader.
 
-        Task `kvflow-goodbye <address>`: one for each connected reader, when the runtime closes or unregisters. Ends with
-        its answer, within `limits.goodbye_timeout_s`.
+        Task `kvflow-goodbye <address>`: one for each connected reader, when the runtime closes or unregisters. Ends
+        with its answer, within `limits.goodbye_timeout_s`.
         """
         own, fingerprint = self._local.caller.target, self._local.compatibility.fingerprint()
         goodbye = messages.Goodbye(target=caller.target, sender=own, incarnation=self._incarnation)
