@@ -6,6 +6,7 @@ import ast
 import functools
 import itertools
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -230,6 +231,16 @@ def test_the_checks_see_the_house() -> None:
     )
     found = set(imports("kvflow/transport/nixl/loop.py", relative))
     assert found == {"kvflow.core.plan.topology", "kvflow.transport.nixl.mailbox", "importlib", "x.y"}
+
+
+def test_the_rings_are_drawn_as_they_are() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "site" / "pictures.py"))["RINGS"]
+    folders = {
+        ring: {name for name in names if (ROOT / "kvflow" / name / "__init__.py").is_file()}
+        for ring, names in RINGS.items()
+    }
+    folders["core"].discard("")
+    assert {ring: set(names) for ring, names in drawn.items()} == folders
 
 
 def test_imports_point_to_the_inner_rings() -> None:

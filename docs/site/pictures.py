@@ -34,6 +34,15 @@ STATES: dict[str, Mapping[tuple[Any, Any], Any]] = {
 }
 
 
+RINGS = {
+    "core": ("runtime", "transport", "core"),
+    "parts": ("failover", "growing", "prefix", "staging", "stock", "storage", "verify"),
+    "integrations": ("blocking", "connector", "observe", "ray", "sglang", "vllm"),
+    "tools": ("bench", "cli", "doctor", "testing"),
+}
+"""Folders of the package, from the inside out; tests/test_house.py compares."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theme:
     """Colours by what they stand for."""
@@ -320,6 +329,25 @@ def _axes(
 # --- states: a column for each state, a row for each way between two of them
 
 
+def rings(theme: Theme) -> str:
+    """The rings of the package, a band each; imports point down."""
+    band, gap, height, left, top = 64, 14, 34, 150, 16
+    canvas = Canvas(width=860, height=top + len(RINGS) * band + 16, theme=theme, title="The rings of the package")
+    for number, (ring, folders) in enumerate(reversed(RINGS.items())):
+        y, color = top + number * band, (theme.c, theme.b, theme.a, theme.text)[number]
+        canvas.text(16, y + 23, ring, size=16, color=color, bold=True)
+        x: float = left
+        for folder in folders:
+            width = 22 + 8.2 * len(folder)
+            canvas.box(x, y, width, height, color, hollow=True)
+            canvas.text(x + width / 2, y + 22, folder, color=theme.text, anchor="middle")
+            x += width + gap
+        if number + 1 < len(RINGS):
+            canvas.arrow(70, y + 34, 70, y + 60, theme.faint)
+            canvas.text(82, y + 53, "imports", size=12, color=theme.faint)
+    return canvas.svg()
+
+
 def states(table: Mapping[tuple[Any, Any], Any], name: str, theme: Theme) -> str:
     order = list(dict.fromkeys([*(str(state) for state, _ in table), *(str(state) for state in table.values())]))
     ways: dict[tuple[str, str], list[str]] = {}
@@ -352,6 +380,7 @@ def states(table: Mapping[tuple[Any, Any], Any], name: str, theme: Theme) -> str
 def pictures() -> Iterator[tuple[str, str]]:
     """Name and text of every file in docs/pictures."""
     drawn: dict[str, Callable[[Theme], str]] = {"handover": lanes, "stale": stale, "transfer": transfer, "fleet": fleet}
+    drawn["rings"] = rings
     for theme in THEMES:
         for name, draw in drawn.items():
             yield f"{name}-{theme.name}.svg", draw(theme)

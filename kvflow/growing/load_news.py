@@ -199,7 +199,11 @@ class Follower:
         return following
 
     async def _ask(self, ticket: Ticket, one: Followed) -> None:
-        """Body of a task: ask one rank until its lease has come to its end, or the rank fails to answer."""
+        """Body of a task: ask one rank until its lease has come to its end, or the rank fails to answer.
+
+        Task `kvflow-news <request>`: begun by a load, for each rank whose lease is not complete. Ends when
+        there is no more to tell, or with the load.
+        """
         peer, lease = one.source.peer, one.source.lease
         while True:
             known = tuple(one.known)

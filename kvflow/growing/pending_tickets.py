@@ -99,7 +99,11 @@ class Rendezvous:
             self._spawn(self._send_on(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
 
     async def _send_on(self, awaited: Ticket, reason: str, instead: bytes) -> None:
-        """Body of a task, which ends with the runtime. A rank that cannot be told has readers that find out late."""
+        """Body of a task, which ends with the runtime. A rank that cannot be told has readers that find out late.
+
+        Task `kvflow-send-on <request>`: begun by `decline` of a request whose readers wait at another engine.
+        Ends when each of its ranks has answered, within `handshake_timeout_s` after its turn.
+        """
         room = asyncio.Semaphore(VISITS_AT_ONCE_MAX)
 
         async def tell(lease: RankLease) -> None:

@@ -117,7 +117,10 @@ class PrefixQuestions:
     async def _ask(
         self, search: Search, one: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
     ) -> None:
-        """Body of a task: ask one engine."""
+        """Body of a task: ask one engine.
+
+        Task `kvflow-seek <request>`: begun by a search, for each engine that it asks. Ends with the answer.
+        """
         answer: PrefixOffer | str
         try:
             answer = await self._ask_engine(one, peer, request, question_id)

@@ -77,7 +77,11 @@ class DigestAnswers:
     async def _compute(
         self, question: messages.DigestRequest, asked: Sequence[Digesting], reply: asyncio.Future[messages.Reply]
     ) -> None:
-        """Body of a question's task."""
+        """Body of a question's task.
+
+        Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks;
+        `limits.digests_max` at once. Ends when they are computed. If it fails the question is refused.
+        """
         try:
             values = await self._shown.digests(asked)
         except Exception as error:  # noqa: BLE001 - of the memory: a reader's question must not end the runtime

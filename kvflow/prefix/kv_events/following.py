@@ -115,7 +115,11 @@ class _Follower:
         self._socket.close(0)
 
     async def follow(self) -> None:
-        """Follow until cancelled."""
+        """Follow until cancelled.
+
+        Task `kvflow-kv-events <holder>`: one for each source of a `Subscriber`, to the end of its block,
+        which raises its error.
+        """
         await self._choose_version()
         poller = zmq.asyncio.Poller()
         for socket in (self._monitor, self._socket):

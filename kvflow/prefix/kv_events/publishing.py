@@ -138,6 +138,11 @@ class Publisher:
         return number
 
     async def _answer(self, socket: zmq.asyncio.Socket) -> None:
+        """Answer followers that ask for batches which they have missed.
+
+        Task `kvflow-kv-events-replays`: begun by a `Publisher`, to the end of its block. If it dies replays are no
+        longer answered.
+        """
         while True:
             match await socket.recv_multipart():
                 case [client, b"", start] if len(start) == SEQUENCE_BYTES:
