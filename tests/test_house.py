@@ -59,7 +59,7 @@ TESTS = Trees(
 APART = Trees(path for name in OTHER_ENGINES for path in (ROOT / "tests" / name).rglob("*.py"))
 PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
-_CORE = ("", "checks", "config", "core", "errors", "extras", "hosts", "limits", "logs")
+_CORE = ("", "checks", "config", "core", "errors", "extras", "forks", "hosts", "limits", "logs")
 _CORE += ("parts", "runtime", "transport")
 RINGS = {
     "core": _CORE,
@@ -77,7 +77,7 @@ PARTS_THAT_NEED_PARTS = {
 }
 """No part imports another one, but for these."""
 
-WITHIN_RINGS = [["errors"], ["checks"], ["extras", "hosts", "limits", "logs", "parts"], ["config"], ["core"]]
+WITHIN_RINGS = [["errors"], ["checks"], ["extras", "forks", "hosts", "limits", "logs", "parts"], ["config"], ["core"]]
 WITHIN_RINGS += [["transport"], ["runtime"], [""]]
 WITHIN_RINGS += [["blocking", "observe"], ["connector"], ["ray", "sglang", "vllm"]]
 WITHIN_RINGS += [["testing"], ["bench"], ["doctor"], ["cli"]]
@@ -662,8 +662,8 @@ def plurals(tree: ast.AST) -> set[str]:
 _PLACE = re.compile(r"%(?:\.\d+)?[a-z]")
 _PLURAL = re.compile(r" (?:[a-z-]+ ){0,2}?[A-Za-z]+s\b")
 _VERBS = """
-does drains fails fits has is leads leaves needs offers overlaps puts reaches says stands takes wants was as its loads'
-ms this us whose
+belongs does drains fails fits has is leads leaves needs offers overlaps puts reaches says stands takes wants was
+as its loads' ms this us whose
 """
 _LITTLE = "after and are at bound by cannot for from have hold in nothing of on or read than though to with"
 _NO_NOUNS = set(_VERBS.split())

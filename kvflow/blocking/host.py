@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import uvloop
 
+from kvflow import forks
 from kvflow.blocking.pending import WAITS_FOR_ITSELF, Pending, ResultT, Work, bound, tell
 from kvflow.errors import KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.logs import logger_of
@@ -37,7 +37,8 @@ class LoopHost:
         self._lock = threading.Lock()
         self._pending: set[Pending[Any]] = set()
         self._ended = False
-        self._pid = os.getpid()
+        self._left_behind = False
+        """True in a forked child, where nothing of it runs."""
         self._cause: BaseException | None = None
 
     @property
@@ -52,7 +53,7 @@ class LoopHost:
         """See `Runtime.open`; `closing_s` bounds closing at the interpreter's end."""
         if self.begun or self._ended:
             raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
-        self._pid = os.getpid()
+        forks.watch(self)
         self._thread.start()
         try:
             self._opened.result()
@@ -62,10 +63,14 @@ class LoopHost:
         # A NIXL agent must not be destroyed by the interpreter's end while it reads.
         atexit.register(self.close, closing_s)
 
+    def forked(self) -> None:
+        """See `forks`. A thread that is not here may hold the lock."""
+        self._left_behind = True
+
     def stop(self) -> None:
         """Have the runtime closed and the thread end, some time soon."""
         atexit.unregister(self.close)
-        if self._forget_parent():
+        if self._left_behind:
             return
         if self.begun:
             tell(self.loop, self._stop.set)
@@ -75,7 +80,7 @@ class LoopHost:
 
     def close(self, timeout_s: float) -> None:
         """See `Runtime.close`."""
-        if self._forget_parent():
+        if self._left_behind:
             return
         if not self.begun:
             self.stop()
@@ -98,11 +103,11 @@ class LoopHost:
 
     def begin(self, pending: Pending[ResultT], work: Work[ResultT]) -> None:
         """Have `pending` run a coroutine on the loop, soon."""
+        if self._left_behind:
+            raise UsageError("the runtime belongs to the process that this one was forked from")
         with self._lock:
             if self._ended:
                 raise self._closed_error()
-            if self._pid != os.getpid():
-                raise UsageError("the runtime belongs to the process that this one was forked from")
             if not self.begun:
                 raise UsageError("the runtime is not open yet: use it as `with Runtime(config) as rt`")
             self._pending.add(pending)
@@ -177,13 +182,6 @@ class LoopHost:
         error = RuntimeBroken(f"the loop of {self.runtime.config.engine_id!r} died: {self._cause}")
         error.__cause__ = self._cause
         return error
-
-    def _forget_parent(self) -> bool:
-        """In a forked child, end without a word to the parent's loop, and return True: nothing of it runs here."""
-        if self._pid == os.getpid() or not self.begun:
-            return False
-        self._ended = True
-        return True
 
     def _require_another_thread(self) -> None:
         if threading.current_thread() is self._thread:

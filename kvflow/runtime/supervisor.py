@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib.metadata
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvflow import forks
 from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup, groups_of
 from kvflow.core.cache.layout import CacheLayout
@@ -82,7 +82,8 @@ class Supervisor:
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
         self._hurried = False
-        self._pid = os.getpid()
+        self.left_behind = False
+        """True in a child of the process that has opened it: its threads, and what they own, are the parent's."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The loop that has opened it; None before."""
 
@@ -90,10 +91,11 @@ class Supervisor:
         """Name in log lines."""
         return f"{self.config.engine_id!r} ({self.rank})"
 
-    @property
-    def forked(self) -> bool:
-        """True in a child of the process that has opened it: its threads, and what they own, are the parent's."""
-        return self._pid != os.getpid()
+    def forked(self) -> None:
+        """See `forks`."""
+        self.left_behind = True
+        self.state = RuntimeState.CLOSED
+        self.tasks.forget()
 
     @property
     def address(self) -> str:
@@ -103,7 +105,7 @@ class Supervisor:
         """Start the transport, the listener and the poller. Raises ConfigError; cancelling leaves it closed."""
         if self.state is not RuntimeState.NEW:
             raise UsageError(f"a Runtime is opened once; {self} is {self.state}")
-        self._pid = os.getpid()
+        forks.watch(self)
         self.state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
         self.loop = asyncio.get_running_loop()
         first = self.registration
@@ -142,8 +144,7 @@ class Supervisor:
 
     async def aclose(self) -> None:
         """See `Runtime.aclose`."""
-        if self.forked:
-            self.state = RuntimeState.CLOSED
+        if self.left_behind:
             return
         if self.state is RuntimeState.NEW:
             self.state = RuntimeState.CLOSED
@@ -157,7 +158,7 @@ class Supervisor:
 
         Waits up to `wait_s` for the threads. Whoever waited on the loop was settled by the loop's own end.
         """
-        if self.forked or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
+        if self.left_behind or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
             self.state = RuntimeState.CLOSED
             return
         logger.warning("runtime %s was abandoned: its event loop ended, or Python did, before it was closed", self)
@@ -213,6 +214,8 @@ class Supervisor:
                 raise UsageError(f"the runtime {self} is not open yet: use it as `async with Runtime(config) as rt`")
         if (cause := self.tasks.cause) is not None:
             raise RuntimeBroken(f"the runtime {self} broke: {cause}") from cause
+        if self.left_behind:
+            raise UsageError(f"the runtime {self} belongs to the process that this one was forked from")
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
     def require(self, what: str, *, new_work: bool) -> None:

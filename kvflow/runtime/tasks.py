@@ -126,6 +126,10 @@ class Tasks:
         self._stop.set()
         self._on_break()
 
+    def forget(self) -> None:
+        """In a forked child, let the tasks end as they are ended: nothing has broken."""
+        self._stop.set()
+
     async def _supervise(self, begin: Callable[[], None]) -> None:
         """Body of the supervisor's task: until told to stop, or until a service dies.
 

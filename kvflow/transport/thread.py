@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
-import os
 import queue
 import threading
 import weakref
@@ -33,6 +32,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from kvflow import forks
 from kvflow.errors import TransportBroken
 
 T = TypeVar("T")
@@ -52,15 +52,7 @@ def _halt_all() -> None:
         thread.join(_HALT_S)
 
 
-def _keep_all() -> None:
-    """Keep the library's objects of all threads for ever, in a forked child."""
-    for thread in list(_LIVE):
-        if thread.alive:
-            thread.keep()
-
-
 atexit.register(_halt_all)
-os.register_at_fork(after_in_child=_keep_all)
 
 
 class OwnerThread:
@@ -84,6 +76,7 @@ class OwnerThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _LIVE.add(self)
+        forks.watch(self)
 
     def called(self) -> bool:
         """True if jobs wait that the thread has not taken yet."""
@@ -150,6 +143,11 @@ class OwnerThread:
     def join(self, wait_s: float) -> None:
         """Wait up to `wait_s` for the end of the thread; from another thread."""
         self._thread.join(wait_s)
+
+    def forked(self) -> None:
+        """See `forks`: the library's objects are kept for ever."""
+        if self.alive:
+            self.keep()
 
     def keep(self) -> None:
         """Never destroy this object, nor what its crank refers to, until the process ends."""

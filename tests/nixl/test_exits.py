@@ -14,8 +14,8 @@ BOUND_S = 100
 """Bound of a script; what is tested would wait for longer."""
 
 
-def run(code: str) -> list[str]:
-    """Run a script, and return the words that it has printed."""
+def run(code: str, *, quiet: bool = False) -> list[str]:
+    """Run a script, and return the words that it has printed. With `quiet` it writes to stdout alone."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -26,6 +26,7 @@ def run(code: str) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not (quiet and done.stderr), done.stderr[-3000:]
     return done.stdout.split()
 
 
@@ -110,7 +111,85 @@ sys.exit(asyncio.run(main()))
 """
 
 
+LOOPS = {"asyncio": "asyncio.run(main())", "uvloop": "__import__('uvloop').run(main())"}
+
+
 @pytest.mark.nixl
 @pytest.mark.parametrize("transport", ["inproc", "nixl"])
-def test_a_forked_child_that_leaves_asyncio_run_ends(transport: str) -> None:
-    assert run(ASYNC.replace("TRANSPORT", transport)) == ["7", "open"]
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_a_forked_child_that_leaves_asyncio_run_ends_and_calls_nothing_broken(transport: str, loop: str) -> None:
+    code = ASYNC.replace("TRANSPORT", transport).replace("asyncio.run(main())", LOOPS[loop])
+    assert run(code, quiet=True) == ["7", "open"]
+
+
+USES = """
+import asyncio, os, sys, torch, kvflow
+
+async def main():
+    config = kvflow.Config(engine_id="p", listen="tcp://127.0.0.1:0", transport="inproc")
+    async with kvflow.Runtime(config) as runtime:
+        cache = {"layer.0": torch.rand(2, 16, 8, 16, 64)}
+        await runtime.register_kv_caches(cache, kvflow.CacheLayout.infer(cache, order="HND", block_size=16))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                runtime.serve_blocks(kvflow.ServeRequest("r", [3, 7], 32))
+            except kvflow.errors.UsageError as error:
+                print("forked" in str(error), flush=True)
+            os._exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        lease = runtime.serve_blocks(kvflow.ServeRequest("r", [3, 7], 32))
+        lease.revoke()
+        print(await lease)
+
+asyncio.run(main())
+"""
+
+
+def test_a_forked_child_is_told_that_its_parents_runtime_is_none_of_its() -> None:
+    assert run(USES, quiet=True) == ["True", "7", "revoked"]
+
+
+LOCKED = """
+import os, kvflow
+from kvflow.blocking import Runtime
+
+with Runtime(kvflow.Config(engine_id="p", listen="tcp://127.0.0.1:0", transport="inproc")) as runtime:
+    with runtime._host._lock:  # another thread calls at this moment
+        pid = os.fork()
+    if pid == 0:
+        try:
+            runtime._host._lock.acquire(blocking=False)
+            runtime.serve_blocks(kvflow.ServeRequest("r", [3, 7], 32))
+        except kvflow.errors.UsageError:
+            os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_child_that_is_forked_while_another_thread_calls_waits_for_no_lock() -> None:
+    assert run(LOCKED) == ["7"]
+
+
+EVENTS = """
+import asyncio, os, sys
+from kvflow.prefix.kv_events import EventSource, PrefixMap, Publisher, Subscriber
+
+async def main():
+    async with Publisher("tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*") as published:
+        source = EventSource(holder="h", endpoint=published.endpoint, replay_endpoint=published.replay_endpoint)
+        async with Subscriber(PrefixMap(), [source]) as subscriber:
+            while not subscriber.statistics()["h"].connected:
+                await asyncio.sleep(0.01)
+            pid = os.fork()
+            if pid == 0:
+                return 7
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            os._exit(0)
+
+sys.exit(asyncio.run(main()))
+"""
+
+
+def test_a_forked_child_that_leaves_publishers_and_subscribers_of_kv_events_ends() -> None:
+    assert run(EVENTS, quiet=True) == ["7"]

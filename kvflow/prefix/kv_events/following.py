@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from kvflow import forks
 from kvflow.checks import count, instance, text
 from kvflow.errors import ConfigError, ProtocolError, UsageError
 from kvflow.hosts import is_v6, meant_address
@@ -108,6 +109,11 @@ class _Follower:
             with self._context.socket(zmq.DEALER) as socket:  # it connects to nobody before it is used
                 found = prepare(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
                 socket.connect(found)
+
+    def silence(self) -> None:
+        """In a forked child, hear nothing more."""
+        for socket in (self._monitor, self._socket):
+            forks.silence(socket)
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -275,6 +281,8 @@ class Subscriber:
         self._followers: list[_Follower] = []
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
+        self._left_behind = False
+        """True in a forked child."""
 
     async def __aenter__(self) -> Self:
         if self._tasks or self._followers:
@@ -284,6 +292,7 @@ class Subscriber:
         except ConfigError:
             self._close()
             raise
+        forks.watch(self)
         await self._group.__aenter__()
         for follower in self._followers:
             name = f"kvflow-kv-events {follower.source.holder}"
@@ -293,6 +302,8 @@ class Subscriber:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._left_behind:
+            return
         for task in self._tasks:
             task.cancel()
         cancelled = kind is not None and issubclass(
@@ -302,6 +313,12 @@ class Subscriber:
             await self._group.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
             self._close()
+
+    def forked(self) -> None:
+        """See `forks`."""
+        self._left_behind = True
+        for follower in self._followers:
+            follower.silence()
 
     def _close(self) -> None:
         for follower in self._followers:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
+from kvflow import forks
 from kvflow.checks import counted, text, whole
 from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.prefix.kv_events.batches import BATCH_BYTES_MAX, KVEvent, encode_batch
@@ -85,7 +86,14 @@ class Publisher:
         except zmq.ZMQError as error:
             self._close()
             raise ConfigError(f"KV events: {self._endpoint!r}, {self._replay_endpoint!r}: {error}") from error
+        forks.watch(self)
         return self
+
+    def forked(self) -> None:
+        """See `forks`."""
+        if self._replays is not None:
+            forks.silence(self._replays)
+        self._socket = self._replays = self._task = None
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
         # A replay that finds no room is lost silently, so there is room for one as a whole.

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ from typing import TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvflow import forks
 from kvflow.checks import INT64_MAX
 from kvflow.core.protocol import codec
 from kvflow.limits import Limits
@@ -97,7 +97,6 @@ class KeptConnection:
         self._over = over
         self._numbers = itertools.count(1)
         self._asked = 0
-        self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.DEALER)
         try:
@@ -113,6 +112,7 @@ class KeptConnection:
         self._files = [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
         for file, look in zip(self._files, (self._look, self._look_at_monitor), strict=True):
             self._loop.add_reader(file, look)
+        forks.watch(self)
         self._loop.call_soon(self._look_at_monitor)  # the loop may not be told of messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
@@ -126,9 +126,13 @@ class KeptConnection:
         self._look()  # sending consumes the event of messages that have come
         return question
 
+    def forked(self) -> None:
+        """See `forks`."""
+        self.closed = True
+
     def close(self) -> None:
         """Close its sockets. Closing twice is fine."""
-        if self.closed or self._pid != os.getpid():
+        if self.closed:
             return
         self.closed = True
         if not self._loop.is_closed():
@@ -163,7 +167,7 @@ class KeptConnection:
     def _look(self) -> None:
         """Take all messages that have come, or look again soon: ZeroMQ tells the loop of a change once."""
         for _ in range(_TAKEN_AT_ONCE):
-            frames = None if self.closed or self._pid != os.getpid() else _received(self._socket)
+            frames = None if self.closed else _received(self._socket)
             if frames is None:
                 return
             self._take(frames)
@@ -182,7 +186,7 @@ class KeptConnection:
             self._tell(frames)
 
     def _look_at_monitor(self) -> None:
-        while not self.closed and self._pid == os.getpid() and (frames := _received(self._monitor)) is not None:
+        while not self.closed and (frames := _received(self._monitor)) is not None:
             event = zmq.Event(parse_monitor_message(frames)["event"])
             if event == zmq.Event.CONNECT_RETRIED:
                 self._tell(event)

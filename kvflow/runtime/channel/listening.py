@@ -23,8 +23,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +31,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from kvflow import forks
 from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.core.policy.rate_limit import RateLimiter
@@ -68,18 +67,6 @@ _REJECTIONS: dict[int, str] = {
 _WATCHED = sum(_REJECTIONS, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED)
 
 
-_LIVE: weakref.WeakSet[ZmqListener] = weakref.WeakSet()
-
-
-def _silence_all() -> None:
-    """Have the listeners of the parent do nothing in a forked child: ZeroMQ's calls there never return."""
-    for listener in list(_LIVE):
-        listener.silence()
-
-
-os.register_at_fork(after_in_child=_silence_all)
-
-
 class ZmqListener:
     """See `Listener`."""
 
@@ -107,7 +94,8 @@ class ZmqListener:
         self._dropping = ""
         """Why all connections are being dropped; "" while they are not."""
         self._bound = True
-        self._pid = os.getpid()
+        self._left_behind = False
+        """True in a forked child."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._context.socket(zmq.PAIR)
@@ -119,17 +107,18 @@ class ZmqListener:
             address = address_at(config.listen_host, config.listen_port)
             raise ConfigError(f"listen: cannot bind {address}: {error}") from error
         self.port = int(self._endpoint.rpartition(":")[2])
-        _LIVE.add(self)
+        forks.watch(self)
         self.strangers: AnswerStranger | None = None
 
     @property
     def statistics(self) -> ListenerStatistics:
         return ListenerStatistics(connections=self._connections, **self._counts)
 
-    def silence(self) -> None:
-        """Neither receive nor close in this process any more, which is a forked child."""
+    def forked(self) -> None:
+        """See `forks`: neither receive nor close."""
+        self._left_behind = True
         for socket in (self._monitor, self._zap, self._socket):
-            socket._handle_events = lambda *_: None
+            forks.silence(socket)
 
     async def serve(self) -> None:
         """Answer requests one after the other; answering never waits, so a slow peer delays nobody.
@@ -139,7 +128,7 @@ class ZmqListener:
         Task `kvflow-listener`: from opening to closing the runtime, with a task each for `-requests`,
         `-connections`, `-files` and, with CURVE, `-keys`. If one of them dies the runtime breaks.
         """
-        if self._pid != os.getpid():
+        if self._left_behind:
             return
         try:
             async with asyncio.TaskGroup() as group:
@@ -153,7 +142,7 @@ class ZmqListener:
 
     def close(self) -> None:
         """Close the sockets at once. Closing twice is fine."""
-        if self._pid != os.getpid():
+        if self._left_behind:
             return
         for socket in (self._monitor, self._zap, self._socket):
             socket.close(linger=0)
@@ -188,7 +177,7 @@ class ZmqListener:
         return endpoint.decode().rstrip("\0")
 
     async def _serve_requests(self) -> None:
-        while self._pid == os.getpid():
+        while not self._left_behind:
             frames = await self._socket.recv_multipart(copy=False)
             await self._handle(frames)
             await asyncio.sleep(0)  # neither receiving nor sending gives way while more messages are there
@@ -291,7 +280,7 @@ class ZmqListener:
 
     async def _check_keys(self, keyring: Keyring) -> None:
         """Tell ZeroMQ whether the owner of a key may connect."""
-        while self._pid == os.getpid():
+        while not self._left_behind:
             _, request_id, *_, key = await self._zap.recv_multipart()
             known = await keyring.engine_of(key) is not None
             verdict = (b"200", b"OK", key.hex().encode()) if known else (b"400", b"unknown key", b"")
@@ -300,7 +289,7 @@ class ZmqListener:
 
     async def _watch_connections(self) -> None:
         """Count connections, and drop all when there are too many: those that wait for an answer ask again."""
-        while self._pid == os.getpid():
+        while not self._left_behind:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             match event:
                 case zmq.Event.ACCEPTED:
@@ -321,7 +310,7 @@ class ZmqListener:
 
     async def _watch_files(self) -> None:
         """Notice that open files are used up, also while no connection can be accepted that would tell."""
-        while self._pid == os.getpid():
+        while not self._left_behind:
             await asyncio.sleep(_LOOK_S)
             if self._bound:
                 self._drop_too_many()
