@@ -120,6 +120,11 @@ def test_extra_config_goes_where_it_belongs() -> None:
     assert extra_of(given).kv_format == "plain"
 
 
+def test_a_source_that_does_not_answer_leaves_a_load_the_time_for_another() -> None:
+    config = config_of(vllm_config(), tp_rank=0, pp_rank=0)
+    assert 2 * config.handshake_timeout_s < config.load_deadline_s
+
+
 def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have() -> None:
     given = vllm_config(listen="tcp://0.0.0.0:0", advertise_host="auto:10.0.0.1")
     config = config_of(given, tp_rank=3, pp_rank=1)
