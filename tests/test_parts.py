@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from told_devices import HND, NHD, Opened, handed_over
 
-from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest, parts
+from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest, Ticket, parts
 from kvflow.errors import ConfigError, PeerRefused, RequestError
 from kvflow.testing import inproc_pair
 from kvflow.transport.device.cache_device import CacheDevice
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("failover", "prefix", "staging", "stock", "storage", "verify")
+PARTS = ("failover", "growing", "prefix", "staging", "stock", "storage", "verify")
 CORE = ("tests/core", "tests/transport", "tests/runtime/test_lifecycle.py", "tests/runtime/test_ownership.py")
 
 WITHOUT_INSTALLED = """import sys
@@ -140,6 +140,30 @@ async def test_small_pieces_are_read_one_by_one_without_staging(monkeypatch: pyt
             with pytest.raises(RequestError, match=r"^request .req.: a load through buffers needs kvflow\.staging"):
                 await consumer.runtime.load_blocks(LoadRequest("req", lease.ticket, [3]))
             lease.revoke()
+
+
+async def test_a_lease_that_grows_and_a_load_of_one_need_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is refused has taken nothing."""
+    needs = r"^request .req.: a {} needs kvflow\.growing, which is not there$"
+    async with inproc_pair() as pair:
+        producer, consumer = pair.producer.runtime, pair.consumer.runtime
+        grows = ServeRequest("req", [3], num_tokens=4, computed_tokens=0)
+        lease = producer.serve_blocks(grows)
+        monkeypatch.setattr(parts, "PARTS", {})
+        with pytest.raises(RequestError, match=needs.format("load of a lease that grows")):
+            await consumer.load_blocks(LoadRequest("req", lease.ticket, [0]))
+        rendezvous = Ticket.rendezvous(producer.introduce(), "later")
+        with pytest.raises(RequestError, match=needs.format("load of a rendezvous")):
+            await consumer.load_blocks(LoadRequest("req", rendezvous, [0]))
+        lease.revoke()
+        await lease
+        producer._supervisor.require_cache().asked._made.clear()
+        for request in (grows, ServeRequest("req", [3], num_tokens=4, payload=True)):
+            with pytest.raises(RequestError, match=needs.format("lease that grows")):
+                producer.serve_blocks(request)
+        whole = pair.offer([3])
+        await consumer.load_blocks(LoadRequest("req", whole.ticket, [0]))
+        assert await whole is LeaseOutcome.READ
 
 
 def run(folder: Path, *command: str) -> str:

@@ -69,7 +69,7 @@ class Course:
 
     def __init__(self, loader: Loader, tickets: Sequence[Ticket], load: Load, work: Work) -> None:
         self._loader = loader
-        self._read: Carry = loader.carriers.whole
+        self._read: Carry = loader.whole
         """Carrier of each attempt."""
         self._load = load
         self._work = work
@@ -118,7 +118,9 @@ class Course:
         work.ticket = self._next()
         self._begun_s, self._taken = loader.clock.now_s(), True
         try:
-            carry = loader.carriers.meeting.then(self._known) if work.ticket.awaited else self._known
+            carry: Carry = self._known
+            if work.ticket.awaited:
+                carry = loader.met(carry, f"request {self._load.request_id!r}")
             report = await carry(self._load, work)
         except _LEAD_ON as problem:
             error = problem

@@ -19,7 +19,7 @@ from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.history import History
 from kvflow.errors import COMPUTE
-from kvflow.growing.load_news import Followed, Follower
+from kvflow.growing.load_news import Followed, Follower, News
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.load.flight import Flight
@@ -59,11 +59,6 @@ class _Growing:
             self.speed = self.speed + (speed - self.speed) * _SPEED_SHARE if self.speed else speed
 
 
-def begin(cache: RegisteredCache) -> GrowingLoads:
-    """Return the part of a registration."""
-    return GrowingLoads(cache)
-
-
 class GrowingLoads:
     """Carries loads of leases that grow."""
 
@@ -81,8 +76,8 @@ class GrowingLoads:
         """Ask these ranks what becomes of their leases, for a load that needs more of them than seals say."""
         work = load.work
         assert work is not None, "it is under way"
-        work.news = self._follower.follow(work.ticket, sources, partial(_told, work))
-        for one in work.news.followed:
+        work.news = news = self._follower.follow(work.ticket, sources, partial(_told, work))
+        for one in news.followed:
             if one.source in work.sources:
                 one.attach(matched)
 
@@ -254,7 +249,7 @@ class _Carrier:
     def _take_news(self) -> None:
         """Take in the news of the leases that are read. At first any new token is of interest."""
         news = self._work.news
-        for one in news.followed if news is not None else ():
+        for one in news.followed if isinstance(news, News) else ():
             if one.source in self._growing:
                 self._growing[one.source].followed = one
                 one.want(self._tokens - 1)

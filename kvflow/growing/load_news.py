@@ -25,15 +25,12 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.load import LeaseNews, LeaseOver
 from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import LocalRank, Source, words
 from kvflow.runtime.peers.table import Peers
 
 _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
-
-
-class LeaseOver(Exception):
-    """The lease has ended, and the payload will not come."""
 
 
 class _Unknown(NamedTuple):
@@ -144,23 +141,25 @@ class Followed:
         self.known_tokens = tokens_held(groups, self.known, counts, self.num_tokens)
 
 
-class News:
+class News(LeaseNews):
     """The questions of one load, from `Follower.follow` to `close`."""
 
     def __init__(self, followed: Sequence[Followed]) -> None:
         self.followed = followed
         self.tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def failed(self) -> str:
+        """See `LeaseNews`."""
+        return next((one.failed for one in self.followed if one.failed), "")
+
     def close(self) -> None:
-        """Stop asking."""
+        """See `LeaseNews`."""
         for task in self.tasks:
             task.cancel()
 
     async def payload(self) -> bytes:
-        """Payload that comes with the end of the leases that promise it, once all of them have it.
-
-        Raises LeaseOver, or why it will not be known.
-        """
+        """See `LeaseNews`."""
         found = b""
         for one in self.followed:
             if one.source.lease.payload:

@@ -35,11 +35,10 @@ from kvflow.errors import (
     RuntimeUnavailable,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.context import RankContext
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.lease_questions import lease_told
-from kvflow.runtime.peers.peer import LocalRank, Peer, Source, check_parallelism, words
-from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX, Reach
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, words
+from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX
 
 logger = logger_of(__name__)
 
@@ -59,12 +58,12 @@ class _Offered(NamedTuple):
 class Rendezvous:
     """Waits for offers."""
 
-    def __init__(self, context: RankContext, local: LocalRank, reach: Reach, peers: Peers) -> None:
-        self._peers = peers
-        self._spawn = context.spawn
-        self._limits = context.config.limits
-        self._local = local
-        self._reach = reach
+    def __init__(self, cache: RegisteredCache) -> None:
+        self._peers = cache.peers
+        self._spawn = cache.context.spawn
+        self._limits = cache.context.config.limits
+        self._local = cache.local
+        self._reach = cache.own_reach
 
     async def meet(
         self,

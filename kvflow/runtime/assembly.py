@@ -23,8 +23,6 @@ from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.errors import ConfigError, RequestError, UsageError
-from kvflow.growing.pending_loads import Meeting
-from kvflow.growing.pending_tickets import Rendezvous
 from kvflow.logs import logger_of
 from kvflow.parts import AskedParts, part
 from kvflow.runtime.channel.protocol import Answered, refusal
@@ -33,7 +31,7 @@ from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.foreign import foreign_of
 from kvflow.runtime.load.gear import Gear, Poller, Words, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
-from kvflow.runtime.load.loader import Carriers, Loader
+from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.straight import Straight
 from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
@@ -91,19 +89,19 @@ class RegisteredCache:
         self.own_reach = Reach(context, local, self.peers)
         """The resolver of tickets of our own make; `resolver` may know others."""
         self.resolver = foreign.resolver(context, self.peers, self.own_reach)
-        self.rendezvous = Rendezvous(context, local, self.own_reach, self.peers)
-        meet = self.rendezvous.meet
-        self.remote_leases = RemoteLeases(context, local, self.peers, self.own_reach, self.resolver, telling, meet)
+        self.remote_leases = RemoteLeases(
+            context, local, self.peers, self.own_reach, self.resolver, telling, self.asked
+        )
         self.whole = Whole(
             context, local, self.peers, self.resolver, self.remote_leases, self.straight, gear, self.asked
         )
-        meeting = Meeting(local, meet, self.remote_leases, self.whole.carry)
-        carriers = Carriers(self.whole.gate, self.whole.carry, meeting)
-        self.loader = Loader(context, local, self.peers, self.resolver, self.remote_leases, gear, carriers, self.asked)
-        offered = OfferedBlocks(
+        self.loader = Loader(
+            context, local, self.peers, self.resolver, self.remote_leases, gear, self.whole, self.asked
+        )
+        self.offered = OfferedBlocks(
             local.groups, gear.ledger, context.seals, staging, gear.copy_thread, limits.slice_bytes_max
         )
-        self.serving = Serving(context, local, offered)
+        self.serving = Serving(context, local, self.offered, self.asked)
         self.strangers = foreign.service(context, local, metadata, self.serving)
         """The service that answers readers of another make."""
         self.readers = Farewells(context, local)

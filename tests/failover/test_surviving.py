@@ -389,7 +389,7 @@ async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land() -
     """Whatever an attempt ends with: this one has failed, and left a read in quarantine."""
     async with trio(replace(PATIENT, cancel_grace_s=0.05), warm=True) as made:
         loader = cache_of(made.reader.runtime).loader
-        whole = loader.carriers.whole
+        whole = loader.whole
 
         async def fails(load: kvflow.Load, work: Work) -> LoadReport:
             attempt = asyncio.ensure_future(whole(load, work))
@@ -400,7 +400,7 @@ async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land() -
                 raise work.failure(load, TransferFailed, "scripted")
             return await attempt
 
-        loader.carriers = loader.carriers._replace(whole=fails)
+        loader.whole = fails  # type: ignore[method-assign]
         leases = made.both()
         load = await made.held(leases)
         await passes(load, 1.0)

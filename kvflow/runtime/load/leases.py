@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,10 +32,11 @@ from kvflow.core.protocol.notifications import ReadDone, Renew, joined, leases_m
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
 from kvflow.logs import logger_of
+from kvflow.parts import AskedParts
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import lease_told
-from kvflow.runtime.peers.peer import LocalRank, Meet, Resolver, Source, check_parallelism
+from kvflow.runtime.peers.peer import LocalRank, Resolver, Source, check_parallelism
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import AgentName
@@ -98,7 +99,7 @@ class RemoteLeases:
         reach: Reach,
         resolver: Resolver,
         telling: LeaseIdTelling,
-        meet: Meet,
+        asked: AskedParts,
     ) -> None:
         """`reach` and `telling` are those of ranks of our own make."""
         self._config = context.config
@@ -109,7 +110,7 @@ class RemoteLeases:
         self._reach = reach
         self._resolver = resolver
         self._telling = telling
-        self._meet = meet
+        self._asked = asked
         self._kept: dict[object, list[_Kept]] = {}
         self._alarm = Alarm(context.clock, self._renew)
         self._closed = False
@@ -217,6 +218,12 @@ class RemoteLeases:
             problem = PeerUnreachable(why, peer=ticket.address, engine_id=ticket.engine_id)
             problems.append(problem.of_request(ticket.request_id, ticket.engine_id))
             return False
+
+    async def _meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
+        """Wait for the offer of a rendezvous."""
+        growing = self._asked.get("growing", f"request {ticket.request_id!r}: a rendezvous")
+        met: Ticket = await growing.rendezvous.meet(ticket, found)
+        return met
 
     def _opens_within_s(self, ticket: Ticket) -> float:
         """Seconds that an engine may take to open the lease of a rendezvous; 0 for other tickets."""

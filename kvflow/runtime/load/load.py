@@ -14,7 +14,6 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import COMPUTE, KVFlowError, LoadError, UsageError
-from kvflow.growing.load_news import News
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
 from kvflow.runtime.own_loop import require_loop
@@ -27,6 +26,35 @@ _NAME_CHARS_MAX = 512
 
 Carry: TypeAlias = "Callable[[Load, Work], Awaitable[LoadReport]]"
 """Carries a load out: from its offer, as far as that is known, to its report."""
+
+
+class LeaseOver(Exception):
+    """The lease has ended, and the payload will not come."""
+
+
+class LeaseNews:
+    """What ranks tell of leases that a load reads under, beside their seals: `kvflow.growing` asks them."""
+
+    @property
+    def failed(self) -> str:
+        """The reason in words for which a prompt could not be computed; "" if nobody has told one."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop asking."""
+        raise NotImplementedError
+
+    async def payload(self) -> bytes:
+        """Wait for the end of the leases that promise a payload.
+
+        Returns:
+            The payload; empty if none was promised.
+
+        Raises:
+            LeaseOver: a lease has ended without it.
+            PeerError: it will not be known.
+        """
+        raise NotImplementedError
 
 
 class Work:
@@ -70,7 +98,7 @@ class Work:
         self.tokens = 0
         """Tokens that are read."""
         self.flight: Flight | None = None
-        self.news: News | None = None
+        self.news: LeaseNews | None = None
         """Questions about leases that are still to come to an end."""
         self.grown: Callable[[Source], None] | None = None
         """Callback told of each answer, while what grows is read."""

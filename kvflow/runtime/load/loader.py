@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvflow import checks
 from kvflow.checks import counted
@@ -32,13 +32,12 @@ from kvflow.errors import (
     RuntimeUnavailable,
     UsageError,
 )
-from kvflow.growing.pending_loads import Meeting
 from kvflow.logs import logger_of
 from kvflow.parts import AskedParts
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.gear import Gate, Gear
+from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work, request_name, said_priority
 from kvflow.runtime.load.never_read import NeverRead
@@ -52,19 +51,12 @@ from kvflow.runtime.load.requests import (
     PeerLoad,
     Verification,
 )
+from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.peers.peer import LocalRank, Resolver, blocks_by_group
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
 logger = logger_of(__name__)
-
-
-class Carriers(NamedTuple):
-    """Carriers of loads of one ticket, by what is known of the offer when the load is accepted; and their gate."""
-
-    gate: Gate
-    whole: Carry
-    meeting: Meeting
 
 
 class Loader:
@@ -78,7 +70,7 @@ class Loader:
         resolver: Resolver,
         remote_leases: RemoteLeases,
         gear: Gear,
-        carriers: Carriers,
+        whole: Whole,
         asked: AskedParts,
     ) -> None:
         config, limits = context.config, context.config.limits
@@ -93,9 +85,10 @@ class Loader:
         self.resolver = resolver
         self.remote_leases = remote_leases
         self.gear = gear
-        self.carriers = carriers
+        self.whole = whole.carry
+        """Carrier of a load whose offer is known."""
         self._asked = asked
-        self._gate = carriers.gate
+        self._gate = whole.gate
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
         self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
@@ -215,7 +208,7 @@ class Loader:
                     tickets: tuple[Ticket, ...] = (self.resolver.read_ticket(given),)
                 except RequestError as error:
                     raise RequestError(f"{what}: {error}") from error
-                carry = self.carriers.meeting.carry if tickets[0].awaited else self.carriers.whole
+                carry = self.met(self.whole, what) if tickets[0].awaited else self.whole
             else:
                 tickets, carry = self._several(plain)
             if plain.verify and (problem := self._asked.get("verify", f"{what}: verify").problem):
@@ -257,7 +250,12 @@ class Loader:
             needing = f"{what}: a load of several tickets, or with `again`,"
             carry: Carry = self._asked.get("failover", needing).carrier(tickets)
             return tickets, carry
-        return tickets, self.carriers.meeting.carry if tickets[0].awaited else self.carriers.whole
+        return tickets, self.met(self.whole, what) if tickets[0].awaited else self.whole
+
+    def met(self, carry: Carry, what: str) -> Carry:
+        """Return a carrier that waits for the offer of a rendezvous, and then hands over to `carry`."""
+        met: Carry = self._asked.get("growing", f"{what}: a load of a rendezvous").met(carry)
+        return met
 
     def _look_at(self, when_s: float) -> None:
         """Set the timer that looks for loads past their deadline. There is one for all: most loads are quick."""

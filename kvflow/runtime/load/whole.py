@@ -21,7 +21,6 @@ from kvflow.errors import (
     RequestError,
     TransferFailed,
 )
-from kvflow.growing.load_news import LeaseOver
 from kvflow.parts import AskedParts
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.around import held, until
@@ -29,7 +28,7 @@ from kvflow.runtime.load.expected import check_offered
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import TURN_S, Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.load import LeaseOver, Load, Work
 from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.reader import Reader
 from kvflow.runtime.load.reads import CopyFailed, Read
@@ -162,7 +161,8 @@ class Whole:
         return reader.read(flight, load, work, plan)
 
     def _growing(self, load: Load) -> Any:
-        return self._asked.get("growing", f"request {load.request_id!r}: a load of a lease that grows")
+        """Return the part that carries loads of leases that grow."""
+        return self._asked.get("growing", f"request {load.request_id!r}: a load of a lease that grows").loads
 
     def buffered(self, load: Load, plan: Plan) -> Any:
         """Return the part that reads through buffers; None if all of the load goes straight into the cache."""
@@ -236,7 +236,7 @@ class Whole:
         """Error of a load whose leases have ended too early: the prompt could not be computed, or another reason."""
         if work.freshness == "deadline":
             return work.failure(load, LeaseExpired, _PAST_DEADLINE)
-        told = [one.failed for one in work.news.followed if one.failed] if work.news is not None else []
+        told = work.news.failed if work.news is not None else ""
         if told or any(source.proof.failed for source in work.sources):
-            return work.failure(load, PrefillFailed, told[0] if told else _BROKEN)
+            return work.failure(load, PrefillFailed, told or _BROKEN)
         return work.failure(load, LeaseExpired, _OVER)

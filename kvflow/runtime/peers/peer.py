@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -205,18 +205,6 @@ class Source:
     """Chunks to read, with that rank's block ids, group after group."""
     word: int = -1
     """The word of ours that its seal is fetched to."""
-
-
-class Meet(Protocol):
-    """Waits for the offer of a rendezvous: `rendezvous.Rendezvous.meet`."""
-
-    def __call__(
-        self,
-        ticket: Ticket,
-        found: Callable[[Source, float], None],
-        connected: Callable[[], None] | None = None,
-        /,
-    ) -> Awaitable[Ticket]: ...
 
 
 ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]

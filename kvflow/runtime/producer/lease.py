@@ -94,11 +94,7 @@ class LeaseKeeper(Protocol):
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None: ...
 
-    def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None: ...
-
-    def extend(self, opened: OpenLease, block_ids: object) -> None: ...
-
-    def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None: ...
+    def growing(self, request_id: str) -> Any: ...
 
 
 class Lease:
@@ -214,7 +210,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("advance()")
-        self._keeper.advance(self._opened, num_tokens, ready)
+        self._keeper.growing(self.request_id).advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
         """Add the blocks that follow, in prompt order, to a lease that was opened with fewer than its tokens need.
@@ -233,7 +229,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("extend()")
-        self._keeper.extend(self._opened, block_ids)
+        self._keeper.growing(self.request_id).extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
         """Say that all tokens are computed: once `ready` has happened, or now. Every load of the lease gets `payload`.
@@ -252,7 +248,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("complete()")
-        self._keeper.complete(self._opened, payload, ready)
+        self._keeper.growing(self.request_id).complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count the lease's time from now on, as if it were offered now with that `ttl_s`.

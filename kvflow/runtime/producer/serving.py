@@ -44,8 +44,8 @@ from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
-from kvflow.growing.growing_leases import GrowingLeases
 from kvflow.logs import logger_of
+from kvflow.parts import AskedParts
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
@@ -64,7 +64,7 @@ INTRODUCTION = "introduction"
 class Serving:
     """All open leases of a runtime."""
 
-    def __init__(self, context: RankContext, local: LocalRank, blocks: OfferedBlocks) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, blocks: OfferedBlocks, asked: AskedParts) -> None:
         self._context = context
         self._config = context.config
         self._clock = context.clock
@@ -81,8 +81,7 @@ class Serving:
         """Questions for digests by their end; counted by `digests.DigestAnswers`."""
         self._late_reads = 0
         self.news = LeaseAnswers(context, self.open_lease, self._book.served)
-        growing = GrowingLeases(blocks, self.news.tell, context.config.limits.block_ids_max)
-        self.advance, self.extend, self.complete = growing.advance, growing.extend, growing.complete
+        self._asked = asked
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -163,6 +162,8 @@ class Serving:
             if computed > tokens:
                 raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
             extends = extends or self._blocks.extends(request.block_ids, tokens, what)
+        if request.payload or extends or (computed is not None and computed < tokens):
+            self.growing(request.request_id)
         held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
         if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
             self._blocks.give_up(held)  # no reader takes such a ticket
@@ -267,6 +268,10 @@ class Serving:
             self._offers[entry].reason = reason
             logger.info("lease %s: its prompt will not be computed: %s", entry.terms.request_id, reason)
             self._end(entry, LeaseEvent.FAIL)
+
+    def growing(self, request_id: str) -> Any:
+        """Return the part that leases grow by. RequestError if it is not there."""
+        return self._asked.get("growing", f"request {request_id!r}: a lease that grows").leases
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         """See `Lease.restart`."""
