@@ -33,6 +33,7 @@ from kvflow import (
 from kvflow.errors import KVFlowError, LeaseExpired, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime.part import Part
 from kvflow.testing import InprocCluster, assert_closed, inproc_pair
+from kvflow.transport.inproc import InprocTransport
 
 HOLD = Limits(seal_hold_s=0.01)
 BRIEF = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05, limits=HOLD)
@@ -213,13 +214,18 @@ async def settle(result: object) -> None:
 
 @contextlib.asynccontextmanager
 async def at_work(state: RuntimeState, parts: Sequence[Part] = ()) -> AsyncIterator[tuple[Runtime, Lease, Load]]:
-    """A runtime, a lease that grows, and a load that waits for it; afterwards nothing has happened."""
+    """A runtime, a lease, and a load of it whose read is held; afterwards nothing has happened."""
     config = replace(PLAIN, drain_timeout_s=WAIT_S)
     async with Runtime(config, parts=parts) as runtime:
         await runtime.register_kv_caches(*small_cache())
-        lease = runtime.serve_blocks(ServeRequest("req", [3], num_tokens=8, computed_tokens=0))
+        registration = runtime._supervisor.registration
+        assert registration is not None
+        transport = registration.transport
+        assert isinstance(transport, InprocTransport)
+        transport.faults.hold = True
+        lease = runtime.serve_blocks(ServeRequest("req", [3, 4], num_tokens=8))
         load = runtime.start_load(load_request(lease, [0, 1]))
-        await until(lambda: load.work is not None and load.work.flight is not None)
+        await until(lambda: transport.statistics.open_reads)
         draining = asyncio.create_task(runtime.drain(WAIT_S) if state is RuntimeState.DRAINING else asyncio.sleep(0))
         await until(lambda: runtime.state is state)
         before = runtime.statistics()
@@ -234,6 +240,8 @@ async def at_work(state: RuntimeState, parts: Sequence[Part] = ()) -> AsyncItera
         assert (after.loading.open_loads, after.loading.refused) == (1, before.loading.refused)
         assert (lease.state, load.done) == ("offered", False)
         lease.revoke()
+        transport.faults.hold = False
+        transport.perform()
         with pytest.raises(LeaseExpired):
             await load
         await asyncio.gather(lease, draining)
