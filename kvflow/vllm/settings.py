@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 logger = logger_of("vllm.kvflow")
 
 _FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads", "role")
-# The system chooses the ports: tickets name those of all ranks. A peer that is only slow is waited for, since its failure
-# would be a request's, but no longer than leaves the load time for its next source.
+# The system chooses the ports: tickets name those of all ranks. A peer that is only slow is waited for, since its
+# failure would be a request's, but no longer than leaves the load time for its next source.
 _DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0, "handshake_timeout_s": 10.0}
 
 # A stock reader looks at nothing: what it reads late is wrong, so it is kept long, and freed when it has been read.
