@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-_ANY_NUMBER = 1 << 31  # of blocks: nothing is pinned for a run
+_ANY_NUMBER = 1 << 31  # of blocks: nothing is pinned for a reader
 
 
 @dataclass(frozen=True, slots=True)

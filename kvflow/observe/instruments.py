@@ -15,7 +15,6 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 LABELS = ("engine", *Rank._fields)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_ANSWERS = ("found", "missed", "busy", "failed", "reclaimed")
 _BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 
 
@@ -23,8 +22,10 @@ Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
 def _counts(now: RuntimeStatistics, part: str) -> Any:
-    """Counts of a part, or of what the core counts by itself; None where a runtime has no such part."""
-    return now.parts.get(part) or getattr(now, part, None)
+    """Counts of a part, those inside it after a dot, or the core's own; None where a runtime has no such part."""
+    name, _, inner = part.partition(".")
+    found = now.parts.get(name) or getattr(now, name, None)
+    return getattr(found, inner, None) if inner else found
 
 
 def _one(part: str, field: str, without: float | None = None) -> Values:
@@ -64,18 +65,9 @@ def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
     return {} if prefix is None else {"hit": prefix.hits, "miss": prefix.pulls - prefix.hits}
 
 
-def _prefix_questions(now: RuntimeStatistics) -> Mapping[str, float]:
-    shared = getattr(_counts(now, "prefix"), "sharing", None)
-    return {} if shared is None else {field: getattr(shared, field) for field in _ANSWERS}
-
-
-def _prefix_pins(now: RuntimeStatistics) -> Mapping[str, float]:
-    shared = getattr(_counts(now, "prefix"), "sharing", None)
-    return {} if shared is None else {"": shared.pinned_blocks}
-
-
 _BLOCKS = _each("blocks", "free", "leased", "in_flight", "quarantined")
 _MESSAGES = _each("listener", "answered", "refused", "dropped")
+_QUESTIONS = _each("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
 _STORED = _each("storage", "saved", "restored", "missed", "damaged", "failed")
 _LISTENERS_LOST = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
 _NEVER_READ = "Engines whose tickets come, and that no load has ever read from."
@@ -93,7 +85,12 @@ GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
     ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _store_bytes),
-    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _prefix_pins),
+    (
+        "kvflow_prefix_pinned_blocks",
+        "Blocks pinned for prefixes' readers.",
+        "",
+        _one("prefix.sharing", "pinned_blocks"),
+    ),
     ("kvflow_store_entries", "Entries stored.", "", _one("storage", "entries")),
 )
 COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
@@ -106,10 +103,10 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_load_sources_left", "Sources that loads left for their next one.", "", _one("loading", "sources_left", 0)),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),
     (
-        "kvflow_prefix_questions",
+        "kvflow_QUESTIONS",
         "Questions of peers for prefixes, and leases ended.",
         "outcome",
-        _prefix_questions,
+        _QUESTIONS,
     ),
     ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
     ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _one("prefix", "tokens")),

@@ -20,7 +20,7 @@ class FakePrefixCache:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._runs: dict[bytes, tuple[int, ...]] = {}
+        self._blocks_of: dict[bytes, tuple[int, ...]] = {}
         """The blocks of a prefix, by the key of its end."""
         self.pins: Counter[int] = Counter()
         """Pins of each block for readers."""
@@ -37,7 +37,7 @@ class FakePrefixCache:
         """
         keys = prefix_keys(tokens, self._block_tokens, salt=salt)
         for at, (key, _) in enumerate(zip(keys, block_ids, strict=True)):
-            self._runs[key] = tuple(block_ids[: at + 1])
+            self._blocks_of[key] = tuple(block_ids[: at + 1])
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Remove blocks, as before they are used for other tokens.
@@ -51,7 +51,7 @@ class FakePrefixCache:
         gone = set(block_ids)
         pinned = sorted(block_id for block_id in gone if self.pins[block_id])
         assert not pinned, f"blocks {pinned} are pinned for readers"
-        self._runs = {key: run for key, run in self._runs.items() if not gone & set(run)}
+        self._blocks_of = {key: ids for key, ids in self._blocks_of.items() if not gone & set(ids)}
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
         """Find the longest beginning of a prefix: see `PrefixCache.match`.
@@ -66,9 +66,9 @@ class FakePrefixCache:
         self.asked += 1
         found: tuple[int, ...] = ()
         for key in keys if key_tokens % self._block_tokens == 0 else ():
-            if key not in self._runs:
+            if key not in self._blocks_of:
                 break
-            found = self._runs[key]
+            found = self._blocks_of[key]
         self.pins.update(found)
         return PinnedPrefix(found, len(found) * self._block_tokens) if found else None
 

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args
 import msgspec
 
 from kvflow.checks import answer, counted, printable, refusal
-from kvflow.core.bounds import Count, Digest, Fact, Name
+from kvflow.core.bounds import Count, Digest, Name
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.protocol.messages import CoreRequest, DigestPart, ReaderRequest, Reply, Request, Target
 from kvflow.core.protocol.notifications import Notification, ReadDone
@@ -24,6 +24,7 @@ from kvflow.errors import RequestError
 PROTOCOL_VERSION = 6
 MAGIC = "kvflow"
 _ERROR_CHARS_MAX = 300
+_KIND_CHARS_MAX = 40
 
 
 class WireError(Exception):
@@ -75,10 +76,11 @@ def decode_request(frame: bytes, kinds: Any = CoreRequest) -> Request:
     try:
         message: Request = _decode(frame, kinds)
     except WireError as error:
-        tagged = answer(partial(msgspec.msgpack.decode, frame, type=_Tagged))
-        if tagged is None or tagged.type in {kind.__struct_config__.tag for kind in get_args(kinds)}:
+        raw = answer(partial(msgspec.msgpack.decode, frame))
+        tag = raw.get("type") if isinstance(raw, dict) else None
+        if not isinstance(tag, str) or tag in {kind.__struct_config__.tag for kind in get_args(kinds)}:
             raise
-        raise UnknownRequest(f"nothing here answers a question of kind {tagged.type!r}") from error
+        raise UnknownRequest(f"nothing here answers a question of kind {printable(tag, _KIND_CHARS_MAX)!r}") from error
     return message
 
 
@@ -90,12 +92,6 @@ def decode_reply(frame: bytes) -> Reply:
 def decode_notification(payload: bytes) -> Notification:
     message: Notification = _decode(payload, Notification)
     return message
-
-
-class _Tagged(msgspec.Struct):
-    """The kind of a message, whatever else is in it."""
-
-    type: Fact
 
 
 def _decode(data: bytes, kind: Any) -> Any:
