@@ -404,7 +404,9 @@ class Pool:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_a_pool_does_between_two_steps_a_shelf_names_no_block_that_holds_something_else(seed: int) -> None:
+def test_whatever_a_pool_does_no_block_is_named_that_holds_something_else(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     pool, there = Pool(rng, 30), 0
     for nth in range(100):

@@ -437,7 +437,7 @@ async def test_who_has_not_answered_is_passed_over_only_once_its_time_has_passed
         pytest.param(ZeroDivisionError("bug"), id="raises"),
     ],
 )
-async def test_a_shelf_that_lies_or_fails_costs_a_miss(them: Fleet, given: Any) -> None:
+async def test_a_prefix_cache_that_lies_or_fails_costs_a_miss(them: Fleet, given: Any) -> None:
     prefix_cache = LyingCache(given)
     sharing = them.holders[0].share(prefix_cache)
     assert (await them.pull()).num_tokens == 0
@@ -485,7 +485,7 @@ async def test_an_offer_that_cannot_be_an_answer_is_not_believed(
     assert (await them.pull()).num_tokens == len(PROMPT)
 
 
-async def test_a_run_that_a_shelf_gives_twice_ends_for_both_readers(them: Fleet) -> None:
+async def test_what_a_prefix_cache_gives_twice_ends_for_both_readers(them: Fleet) -> None:
     run = PinnedPrefix((0, 1), 2 * TOKENS)
     prefix_cache = LyingCache(run)
     sharing = them.holders[0].share(prefix_cache)
@@ -634,7 +634,7 @@ async def test_a_holder_that_has_restarted_is_pulled_from_again(them: Fleet, mon
     assert sharing.statistics.found == 1
 
 
-async def test_a_shelf_that_answers_when_its_cache_is_gone_is_unpinned(them: Fleet) -> None:
+async def test_a_prefix_cache_that_answers_when_its_kv_cache_is_gone_is_unpinned(them: Fleet) -> None:
     (holder,) = them.holders
     slow = SlowCache(holder.prefix_cache)
     holder.share(slow)
