@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ HERE = Path(__file__).parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
 if HAS_SGLANG:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that servers are stopped when the tests are
     spec = importlib.util.spec_from_file_location("standins", HERE / "standins" / "sitecustomize.py")
     assert spec is not None
     assert spec.loader is not None
@@ -47,8 +50,9 @@ if HAS_SGLANG:
             return found
 
         def close(self) -> None:
-            for server in self._servers.values():
-                server.stop()
+            with contextlib.ExitStack() as stack:
+                for server in self._servers.values():
+                    stack.callback(server.stop)
 
     @pytest.fixture(scope="session")
     def site() -> Iterator[Site]:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,10 +32,14 @@ _PAUSE = threading.Event()
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a server is started: `mode` is prefill, decode or null; `tokens` is the size of its KV cache."""
+    """How a server is started: `mode` is prefill, decode or null; `tokens` is the size of its KV cache.
+
+    With `text` it has the model's tokenizer, and takes texts and chats.
+    """
 
     mode: str
     tokens: int = 4096
+    text: bool = False
     backend: str = "kvflow"
     options: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
@@ -52,7 +56,8 @@ class Setup:
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODELS / "llama")),
             *("--host", "127.0.0.1", "--port", str(port), "--disaggregation-bootstrap-port", str(bootstrap_port)),
             *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-            *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init"),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "llguidance" if self.text else "none"),
+            *(() if self.text else ("--skip-tokenizer-init",)),
             *("--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
             *("--mem-fraction-static", "0.9", "--max-total-tokens", str(self.tokens), "--page-size", str(PAGE)),
             *("--chunked-prefill-size", "128"),
@@ -112,6 +117,7 @@ class Server:
         deadline_s = time.monotonic() + UP_WITHIN_S
         while not self.healthy():
             if self.process.poll() is not None and not self.restarted and "ReadTimeout" in self.said():
+                self.kill()
                 again = Server.start(self.setup, self.bootstrap_port)
                 self.port, self.process, self.log, self.restarted = again.port, again.process, again.log, True
             if self.process.poll() is not None or time.monotonic() > deadline_s:
@@ -157,16 +163,15 @@ class Server:
         return float(times.user + times.system)
 
     def kill(self) -> None:
-        """As a machine that fails: all of its processes at once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """As a machine that fails: all of its processes at once, also if the first one has ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
+        """Kill it, and let go of the client."""
         self.client.close()
+        self.kill()
 
 
 @dataclass(eq=False)
@@ -200,40 +205,6 @@ class Router:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def own_router(router: Router) -> Iterator[str]:
-    """SGLang's own router in front of the same two servers, and its address."""
-    port = free_port()
-    places = ["--prefill", router.prefill.url, str(router.prefill.bootstrap_port), "--decode", router.decode.url]
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *places]
-    more = [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--policy",
-        "round_robin",
-        "--prometheus-port",
-        str(free_port()),
-    ]
-    process = subprocess.Popen([*command, *more], start_new_session=True, stdout=subprocess.DEVNULL)
-    try:
-        deadline_s = time.monotonic() + 120
-        url = f"http://127.0.0.1:{port}"
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if router.decode.client.get(f"{url}/readiness", timeout=5.0).status_code == 200:
-                    break
-            assert process.poll() is None
-            assert time.monotonic() < deadline_s, "SGLang's router did not come up"
-            _PAUSE.wait(0.2)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

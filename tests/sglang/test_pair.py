@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: python3 dev.py sglang")
 
-from tests.sglang.servers import PAGE, Failed, Router, Server, Setup, own_router, prompt_of
+from tests.sglang.servers import PAGE, Failed, Router, Server, Setup, prompt_of
 
 PAUSE = threading.Event()
 
@@ -77,16 +77,6 @@ def test_prefixes_that_either_side_has(router: Router, alone: Server, kept: int)
     second = first[:kept] + prompt_of(60, seed=kept)
     for prompt in (first, second, first):
         assert router.generate(prompt) == alone.generate(prompt)
-
-
-def test_sglangs_own_router(router: Router, alone: Server) -> None:
-    pytest.importorskip("sglang_router", reason="SGLang's router is a package of its own, and not there")
-    prompt = prompt_of(90, seed=1)
-    with own_router(router) as url:
-        sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = router.decode.client.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["output_ids"] == alone.generate(prompt, 8)
 
 
 def test_a_room_is_used_twice(router: Router, alone: Server) -> None:

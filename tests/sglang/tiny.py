@@ -1,7 +1,7 @@
 """Tiny random models that SGLang can serve: `python tests/sglang/tiny.py FOLDER`.
 
-There is no tokenizer: prompts and answers are token ids. Weights are large enough that each token depends on all
-before it.
+Weights are large enough that each token depends on all before it. The tokenizer has a token for each character of
+ASCII; the ids that are left are words, so that any answer has a text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 VOCABULARY = 512
 WINDOW = 96
+SPECIAL = ("<pad>", "<bos>", "<eos>")
+CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
 def configurations() -> dict[str, Any]:
@@ -34,11 +36,29 @@ def configurations() -> dict[str, Any]:
     return {"llama": transformers.LlamaConfig(**common, num_hidden_layers=4)}
 
 
+def tokenizer() -> Any:
+    """One token a character, whose ids are those of the model's vocabulary."""
+    import tokenizers
+    import transformers
+
+    characters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last ones are a space and an end of line
+    known = [*SPECIAL, *characters]
+    known += [f"\u0120w{at}" for at in range(len(known), VOCABULARY)]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({token: at for at, token in enumerate(known)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    pad, bos, eos = SPECIAL
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=pad, bos_token=bos, eos_token=eos, chat_template=CHAT
+    )
+
+
 def make(folder: Path) -> None:
     import torch
     import transformers
 
     for name, config in configurations().items():
+        tokenizer().save_pretrained(folder / name)
         if (folder / name / "config.json").exists():
             continue
         torch.manual_seed(20)
