@@ -157,7 +157,7 @@ async def test_a_lease_that_grows_and_a_load_of_one_need_growing(monkeypatch: py
             await consumer.load_blocks(LoadRequest("req", rendezvous, [0]))
         lease.revoke()
         await lease
-        producer._supervisor.require_cache().asked._made.clear()
+        producer._supervisor.require_cache().serving._growing = None
         for request in (grows, ServeRequest("req", [3], num_tokens=4, payload=True)):
             with pytest.raises(RequestError, match=needs.format("lease that grows")):
                 producer.serve_blocks(request)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
 from kvflow.errors import RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
-from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.open_lease import OpenLease
 
 
 class GrowingLeases:
     """Takes what owners say of their leases, and tells readers that wait."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._blocks = cache.offered
-        self._tell = cache.serving.news.tell
-        self._block_ids_max = cache.context.config.limits.block_ids_max
+    def __init__(self, blocks: OfferedBlocks, tell: Callable[[str], object], block_ids_max: int) -> None:
+        """`tell`: called with a request of whose lease there is news."""
+        self._blocks = blocks
+        self._tell = tell
+        self._block_ids_max = block_ids_max
 
     def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None:
         """See `Lease.advance`."""

@@ -14,6 +14,8 @@ from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.peers.peer import Source
 
+__all__ = ["Growing", "GrowingLeases", "begin"]
+
 
 def begin(cache: RegisteredCache) -> Growing:
     """Return the part of a registration."""
@@ -24,7 +26,6 @@ class Growing:
     """Leases that grow, loads of them, and tickets whose offer is still to come."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        self.leases = GrowingLeases(cache)
         self.loads = GrowingLoads(cache)
         self.rendezvous = Rendezvous(cache)
         self._groups = cache.local.groups

@@ -98,10 +98,10 @@ class RegisteredCache:
         self.loader = Loader(
             context, local, self.peers, self.resolver, self.remote_leases, gear, self.whole, self.asked
         )
-        self.offered = OfferedBlocks(
+        offered = OfferedBlocks(
             local.groups, gear.ledger, context.seals, staging, gear.copy_thread, limits.slice_bytes_max
         )
-        self.serving = Serving(context, local, self.offered, self.asked)
+        self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving)
         """The service that answers readers of another make."""
         self.readers = Farewells(context, local)

@@ -45,7 +45,7 @@ from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.logs import logger_of
-from kvflow.parts import AskedParts
+from kvflow.parts import part
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
@@ -64,7 +64,7 @@ INTRODUCTION = "introduction"
 class Serving:
     """All open leases of a runtime."""
 
-    def __init__(self, context: RankContext, local: LocalRank, blocks: OfferedBlocks, asked: AskedParts) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, blocks: OfferedBlocks) -> None:
         self._context = context
         self._config = context.config
         self._clock = context.clock
@@ -81,7 +81,8 @@ class Serving:
         """Questions for digests by their end; counted by `digests.DigestAnswers`."""
         self._late_reads = 0
         self.news = LeaseAnswers(context, self.open_lease, self._book.served)
-        self._asked = asked
+        self._growing: Any = None
+        """The part that leases grow by, once it was asked for. It holds no tensors: handles of leases lead to it."""
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -271,7 +272,10 @@ class Serving:
 
     def growing(self, request_id: str) -> Any:
         """Return the part that leases grow by. RequestError if it is not there."""
-        return self._asked.get("growing", f"request {request_id!r}: a lease that grows").leases
+        if self._growing is None:
+            needing = part("growing", f"request {request_id!r}: a lease that grows")
+            self._growing = needing.GrowingLeases(self._blocks, self.news.tell, self._config.limits.block_ids_max)
+        return self._growing
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         """See `Lease.restart`."""
