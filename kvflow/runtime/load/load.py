@@ -67,11 +67,9 @@ class Work:
         entries: BlockIds,
         now_s: Callable[[], float],
         begun_s: float,
-        carry: Carry,
     ) -> None:
         """`entries` are the local blocks as the ledger counts them, `tables` those of each group."""
         self.ticket = ticket
-        self.carry = carry
         self.attempts: Sequence[Attempt] | None = None
         """Outcome of each of its sources, of a load that may have several."""
         self.tables = tables

@@ -134,8 +134,7 @@ class Loader:
         """See `Runtime.load_blocks`."""
         begun_s = self._now_s()
         if self._gate.at_once(begun_s):
-            load, work = self._accept(request, begun_s, waited_s=0.0)
-            return self._carry_out(load, work)
+            return self._carry_out(*self._accept(request, begun_s, waited_s=0.0))
         return self._load_in_turn(request, begun_s)
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
@@ -144,8 +143,8 @@ class Loader:
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`; raises what is wrong with the request."""
-        load, work = self._accept(request, self._now_s(), waited_s=0.0)
-        load.begin(partial(self._start_in_turn, load, work)).add_done_callback(partial(self._over, load, work))
+        load, work, carry = self._accept(request, self._now_s(), waited_s=0.0)
+        load.begin(partial(self._start_in_turn, load, work, carry)).add_done_callback(partial(self._over, load, work))
         return load
 
     def refuse(self, request: LoadRequest, error: KVFlowError) -> None:
@@ -185,17 +184,16 @@ class Loader:
 
     async def _load_in_turn(self, request: LoadRequest, begun_s: float) -> LoadReport:
         await self._gate.come(said_priority(request))
-        load, work = self._accept(request, begun_s, waited_s=self._now_s() - begun_s)
-        return await self._carry_out(load, work)
+        return await self._carry_out(*self._accept(request, begun_s, waited_s=self._now_s() - begun_s))
 
-    async def _start_in_turn(self, load: Load, work: Work) -> LoadReport:
+    async def _start_in_turn(self, load: Load, work: Work, carry: Carry) -> LoadReport:
         """Body of a load's own task."""
         if not self._gate.at_once(self._now_s()):
             await self._gate.come(load.request.priority)
-        return await self._carry_out(load, work)
+        return await self._carry_out(load, work, carry)
 
-    def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Work]:
-        """Check all that can be judged without the peer, and open the load. Its time runs already."""
+    def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Work, Carry]:
+        """Check all that can be judged without the peer, and open the load, with its carrier. Its time runs already."""
         ids_max, usual_s = self._bounds
         try:
             if self._config.role == "producer":
@@ -221,14 +219,14 @@ class Loader:
             self.refuse(request, error)
             raise
         deadline_s = usual_s if plain.deadline_s is None else plain.deadline_s
-        work = Work(tickets[0], tables, entries, self._now_s, begun_s, carry)
+        work = Work(tickets[0], tables, entries, self._now_s, begun_s)
         work.ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
         load = Load(plain, tables, work)
         self._loads[load] = work
         self._quiet.clear()
         if work.ends_s < self._look_s and not self._closed:
             self._look_at(work.ends_s)
-        return load, work
+        return load, work, carry
 
     def _several(self, request: LoadRequest) -> tuple[tuple[Ticket, ...], Carry]:
         """Read the tickets of a request that may have several, and choose the carrier of its load."""
@@ -274,7 +272,7 @@ class Loader:
                 work.end_now()
         self._look_at(next_s)
 
-    async def _carry_out(self, load: Load, work: Work) -> LoadReport:
+    async def _carry_out(self, load: Load, work: Work, carry: Carry) -> LoadReport:
         """Carry a load out to its outcome. Every load ends here."""
         task = work.task = asyncio.current_task()
         assert task is not None, "loads are carried out by tasks"
@@ -282,7 +280,7 @@ class Loader:
         try:
             if self._closed or work.ends_s <= asyncio.get_running_loop().time():
                 raise self._late(load, work)
-            report = await work.carry(load, work)
+            report = await carry(load, work)
         except asyncio.CancelledError as cancelled:
             if not work.was_late():
                 self._end(load, work, cancelled, "cancelled", CANCELLED)
