@@ -347,6 +347,24 @@ async def test_a_pull_that_is_over_reads_from_no_other_source() -> None:
         assert them.counts.failed_sources == 1
 
 
+async def test_a_holder_without_free_host_blocks_is_busy_and_reports_no_fault_of_its_cache(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of an engine whose host blocks are fewer than its readers need at once."""
+    kv_caches, _ = SIZE.make("any")
+    block_bytes = sum(tensor.nbytes for tensor in kv_caches.values()) // SIZE.num_blocks
+    async with fleet(base=replace(BASE, staging="always", host_buffer_bytes_max=5 * block_bytes)) as them:
+        (holder,) = them.holders
+        holder.prefix_cache.put(PROMPT[: 4 * TOKENS], range(4))
+        (first,) = await them.seek()
+        assert await them.seek() == ()
+        counts = holder.sharing.statistics
+        assert (counts.found, counts.busy, counts.failed) == (1, 1, 0)
+        assert await them.reader.runtime.release_blocks(first.ticket)
+        await them.assert_nothing_pinned()
+    assert [one for one in caplog.records if one.levelname == "ERROR"] == []
+
+
 async def test_what_is_pinned_is_bounded_and_each_block_counts_once() -> None:
     async with fleet(pinned_blocks_max=4) as them:
         (holder,) = them.holders

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import (
-    BlocksBusy,
     KVFlowError,
     LoadError,
     PeerError,
@@ -385,7 +384,7 @@ class SimEngine:
     def judge_refusal(self, request_id: str, error: KVFlowError) -> None:
         """Fail unless an engine that did everything right may get this error."""
         expected = isinstance(error, LoadError | PeerError | RuntimeUnavailable)
-        if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
+        if isinstance(error, RequestError):
             expected = "host_buffer_bytes_max" in str(error)
         if isinstance(error, RuntimeBroken):
             if not self.host.agent_lost:

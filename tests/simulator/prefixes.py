@@ -33,8 +33,8 @@ Ending: TypeAlias = "PrefixReport | LoadReport | BaseException"
 FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
 
 
-async def pull(engine: SimEngine, plan: PullPlan) -> int | None:
-    """Carry out a plan. Returns the tokens that all ranks have in the end; None if it has failed."""
+async def pull(engine: SimEngine, plan: PullPlan) -> list[int] | None:
+    """Carry out a plan. Returns the tokens that each rank has in the end; None if it has failed."""
     if not engine.running:
         return None
     if plan.seeks:
@@ -61,7 +61,7 @@ def _take(engine: SimEngine, plan: PullPlan) -> list[list[int]] | None:
 # --- asked, and then loaded
 
 
-async def _seek_and_load(engine: SimEngine, plan: PullPlan) -> int | None:
+async def _seek_and_load(engine: SimEngine, plan: PullPlan) -> list[int] | None:
     simulation = engine.simulation
     request = replace(_request(engine, plan, given_block_ids([[] for _ in engine.facts])), every_rank=True)
     try:
@@ -101,7 +101,7 @@ async def _release(engine: SimEngine, plan: PullPlan, offer: PrefixOffer) -> Non
 # --- on all ranks
 
 
-async def _fill(pull: SimPull, fill_on: FillOn) -> int | None:
+async def _fill(pull: SimPull, fill_on: FillOn) -> list[int] | None:
     engine, plan = pull.engine, pull.plan
     engine.own(pull)
     engine.loads[pull] = None
@@ -116,7 +116,7 @@ async def _fill(pull: SimPull, fill_on: FillOn) -> int | None:
     if counts is not None and plan.use_s and await _use(pull, counts):
         _adopt(pull, counts)
     engine.give_back(pull)
-    return None if counts is None else min(counts)
+    return counts
 
 
 async def _pull_on(rank: SimRank, pull: SimPull) -> Ending:

@@ -153,7 +153,7 @@ async def produce(producer: SimEngine, reader: SimEngine, plan: PullPlan) -> Non
     await offering.offer(producer, plan.number, tokens, ttl_s, hand_out, content=content)
 
 
-def pull_one(number: int, holder: SimEngine, reader: SimEngine) -> asyncio.Task[int | None] | None:
+def pull_one(number: int, holder: SimEngine, reader: SimEngine) -> asyncio.Task[list[int] | None] | None:
     """Have one engine compute a prompt of a block for both, and another pull it; None if either does not run."""
     if not holder.running or not reader.running:
         return None
@@ -161,7 +161,7 @@ def pull_one(number: int, holder: SimEngine, reader: SimEngine) -> asyncio.Task[
     prompt = SimPrompt(b"", tuple(range(number, number + tokens)))
     plan = PullPlan(number=number, prompt=prompt, key_tokens=tokens, holders=[holder], deadline_s=5.0)
 
-    async def compute_and_pull() -> int | None:
+    async def compute_and_pull() -> list[int] | None:
         await simulation.spawn(holder.life, holder.prefix_cache.compute(prompt), f"compute {number}")
         return await prefixes.pull(reader, plan)
 

@@ -247,10 +247,11 @@ class Simulation:
         return producing.done() and producing.result()  # else its process has died
 
     async def _shares(self, holder: SimEngine, reader: SimEngine, number: int) -> bool:
-        """True if the reader can pull what the holder keeps."""
+        """True if the reader can pull what the holder keeps: each of its ranks, where host blocks are not too few."""
         pulling = sharing.pull_one(number, holder, reader)
         await self._settle()
-        return pulling is not None and pulling.done() and bool(pulling.result())
+        counts = pulling.result() if pulling is not None and pulling.done() else None
+        return counts is not None and (any if holder.shape.staged else all)(counts)
 
     async def _close(self) -> None:
         for engine in self.engines:
