@@ -11,6 +11,7 @@ it has a `quarantine`, the load whose bytes may still land.
     |  |- LayoutError            caller   do not retry   safe      tensors do not match the described cache
     |  |- RequestError           caller   do not retry   safe      a request or ticket that cannot be right
     |  |  |- BlocksBusy          caller   do not retry   safe      blocks that another request is using
+    |  |  |- HostBlocksBusy      caller   do not retry   safe      too few host blocks are free for another lease
     |  |  `- PromptMismatch      caller   do not retry   safe      a ticket used for another prompt than its own
     |  `- UsageError             caller   do not retry   safe      a verb called in the wrong state, loop or thread
     |- RuntimeUnavailable        engine   retry          ask       this runtime is being taken out of service
@@ -207,6 +208,10 @@ class RequestError(InvalidInput):
 
 class BlocksBusy(RequestError):
     """Blocks are in use by another request in a way that excludes this one."""
+
+
+class HostBlocksBusy(RequestError):
+    """A lease needs more host blocks than are free: once others have ended it may be opened."""
 
 
 class PromptMismatch(RequestError):

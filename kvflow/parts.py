@@ -3,11 +3,12 @@
 A part is whole in its folder. Without the folder, its tests and its row here everything else works, and a request that
 needs the part says so. Parts with settings or state of their own have no row: they are given to `Runtime(parts=[...])`.
 
-The module of a part has `begin(cache)`, which makes the part of one registration.
+The module of a part that one registration keeps has `begin(cache)`, which makes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
@@ -44,6 +45,17 @@ def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> Module
         if isinstance(error, ModuleNotFoundError) and not PARTS[name].startswith(error.name or PARTS[name]):
             raise  # the part is there, and something that it imports is not
         raise kind(f"{what} needs kvflow.{name}, which is not there") from error
+
+
+def preload(*names: str) -> None:
+    """Import parts now, so that no loop waits for that at the first request that needs one; missing ones are left out.
+
+    Args:
+        names: of parts in `PARTS`.
+    """
+    for name in names:
+        with contextlib.suppress(RequestError):
+            part(name, "preload")
 
 
 class AskedParts:

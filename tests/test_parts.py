@@ -108,14 +108,11 @@ async def test_a_producer_without_verify_refuses_digests(monkeypatch: pytest.Mon
 
 
 async def test_a_share_that_is_verified_needs_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks are free again."""
+    """It says so at the registration, before any load is drawn."""
     monkeypatch.setattr(parts, "PARTS", {})
-    async with inproc_pair(config=Config(engine_id="any", verify_share=1.0)) as pair:
-        with pytest.raises(RequestError, match=r"^request .req.: a load that is verified needs kvflow\.verify"):
-            await pair.consumer.runtime.load_blocks(LoadRequest("req", pair.offer([3]).ticket, [0]))
-        blocks = pair.consumer.runtime.statistics().blocks
-        assert blocks is not None
-        assert blocks.in_flight == blocks.quarantined == 0
+    with pytest.raises(ConfigError, match=r"^Config\.verify_share needs kvflow\.verify, which is not there$"):
+        async with inproc_pair(config=Config(engine_id="any", verify_share=1.0)):
+            pass
 
 
 async def test_a_cache_that_peers_cannot_read_needs_staging(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from kvflow.connector.step import Found, Step
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch, UsageError
+from kvflow.parts import preload
 
 if TYPE_CHECKING:
     from kvflow.connector.prefix_peers import PrefixPeers
@@ -62,6 +63,7 @@ class ConnectorWorker:
     """
 
     def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
+        preload("growing", "staging", "verify")  # on the engine's thread, not on the loop
         self._runtime = runtime
         self._courier = Courier(peers)
         self._shared: dict[str, int] = {}

@@ -31,7 +31,6 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.load import Carry, Load, Work
@@ -48,20 +47,9 @@ _LEAD_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMism
 _OVER = (LeaseExpired, PrefillFailed)
 
 
-def begin(cache: RegisteredCache) -> SeveralTickets:
-    """Return the part of a registration."""
-    return SeveralTickets(cache.loader)
-
-
-class SeveralTickets:
-    """Carriers of loads of several tickets."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def carrier(self, tickets: Sequence[Ticket]) -> Carry:
-        """Return the carrier of a load of these tickets, the best first."""
-        return lambda load, work: Course(self._loader, tickets, load, work).carry()
+def carrier(loader: Loader, tickets: Sequence[Ticket]) -> Carry:
+    """Return the carrier of a load of these tickets, the best first."""
+    return lambda load, work: Course(loader, tickets, load, work).carry()
 
 
 class Course:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.protocol import messages
-from kvflow.errors import BlocksBusy, KVFlowError, RequestError, UsageError
+from kvflow.errors import HostBlocksBusy, KVFlowError, RequestError, UsageError
 from kvflow.logs import logger_of
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.prefix_cache import PinnedPrefix, PrefixCache, SharingStatistics
@@ -257,7 +257,7 @@ class SharedPrefixes:
             self._check(pinned, len(keys), question.key_tokens)
             request = ServeRequest(request_id, pinned.block_ids, pinned.num_tokens, ttl_s=self._ttl_s)
             self._serving.serve(request, holds=False, alone=question.alone)
-        except BlocksBusy:  # or the host blocks that would stand for them
+        except HostBlocksBusy:
             self._unpin(pinned)
             return self._counted("busy")
         except KVFlowError as error:
@@ -307,7 +307,7 @@ class SharedPrefixes:
         return messages.NOTHING_YET
 
     def _failed(self, question: SeekRequest, error: BaseException | None) -> messages.Reply:
-        """Answer with a miss, since the cache has failed, which is a bug of its engine."""
+        """Answer with a miss, since the cache has failed: a bug of its engine, or a block that is being written."""
         why = "it was cancelled" if error is None else checks.said(error)
         logger.error(
             "prefix question %s: what the prefix cache has found could not be leased: %s", question.request_id, why

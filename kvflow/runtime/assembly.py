@@ -180,6 +180,8 @@ async def register(
         registered = await _register(context, gear, memory, parts)
         if memory.filled.eager and registered.straight.scratch and config.role != "producer":
             await registered.asked.get("staging", "Config.scratch", ConfigError).prepare()
+        if config.verify_share:  # now, not when the first load is drawn
+            registered.asked.get("verify", "Config.verify_share", ConfigError)
     except (TransportError, RuntimeError) as error:
         layers = counted(sum(len(one.caches) for one in sets), "layer")
         raise ConfigError(f"cannot register {layers}: {error}") from error

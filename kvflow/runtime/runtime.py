@@ -202,7 +202,8 @@ class Runtime:
             The lease. Its ticket goes to the consumer, and awaiting it gives its outcome.
 
         Raises:
-            RequestError: it cannot be right; BlocksBusy if a block is being loaded.
+            RequestError: it cannot be right; BlocksBusy if a block is being loaded, HostBlocksBusy if too few host
+                blocks are free (Config.host_buffer_bytes_max).
             RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
         """
         return self._require_cache("serve_blocks").serving.serve(request)

@@ -39,6 +39,7 @@ from kvflow.errors import ConfigError, KVFlowError, PeerIncompatible
 from kvflow.hosts import address_at
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
+from kvflow.parts import preload
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, items_named, kv_buffers, state_buffers
@@ -79,6 +80,7 @@ class KVFlowManager(CommonKVManager):
     supports_deferred_decode_kv_release = True
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
+        preload("growing", "staging")  # on SGLang's thread, not on a loop
         self._prepare(args, mode, server_args, bool(is_mla_backend))
         super().__init__(args, mode, server_args, is_mla_backend)
         if mode == DisaggregationMode.PREFILL:

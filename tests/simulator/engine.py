@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import (
+    HostBlocksBusy,
     KVFlowError,
     LoadError,
     PeerError,
-    RequestError,
     RuntimeBroken,
     RuntimeUnavailable,
 )
@@ -384,8 +384,8 @@ class SimEngine:
     def judge_refusal(self, request_id: str, error: KVFlowError) -> None:
         """Fail unless an engine that did everything right may get this error."""
         expected = isinstance(error, LoadError | PeerError | RuntimeUnavailable)
-        if isinstance(error, RequestError):
-            expected = "host_buffer_bytes_max" in str(error)
+        if isinstance(error, HostBlocksBusy):
+            expected = True
         if isinstance(error, RuntimeBroken):
             if not self.host.agent_lost:
                 self.fail("I7", f"{request_id}: the runtime broke by itself: {error}")

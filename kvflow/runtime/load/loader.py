@@ -33,7 +33,7 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.logs import logger_of
-from kvflow.parts import AskedParts
+from kvflow.parts import AskedParts, part
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.flight import Flight
@@ -246,7 +246,7 @@ class Loader:
             check_alike(tickets[0], other, what)
         if len(tickets) > 1 or request.again is not None:
             needing = f"{what}: a load of several tickets, or with `again`,"
-            carry: Carry = self._asked.get("failover", needing).carrier(tickets)
+            carry: Carry = part("failover", needing).carrier(self, tickets)
             return tickets, carry
         return tickets, self.met(self.whole, what) if tickets[0].awaited else self.whole
 

@@ -24,7 +24,7 @@ from kvflow.core.policy.events import DeviceEvent, Watch
 from kvflow.core.policy.history import History
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.proof import FAILED, SealTable
-from kvflow.errors import BlocksBusy, RequestError
+from kvflow.errors import HostBlocksBusy, RequestError
 from kvflow.runtime.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 
@@ -294,14 +294,14 @@ class OfferedBlocks:
             self._free(held, on_free)
 
     def _take_host_blocks(self, what: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
-        """Host blocks for a lease; BlocksBusy if there are not enough now."""
+        """Host blocks for a lease; HostBlocksBusy if there are not enough now."""
         found = []
         for ids, buffers in zip(tables, self._staging, strict=True):
             host_ids = buffers.pool.take_nowait(len(ids)) if len(ids) else ids
             if host_ids is None:
                 free, size = buffers.pool.size - buffers.pool.used, buffers.pool.size
                 room = f"{free} of {size} are free (host_buffer_bytes_max)"
-                raise BlocksBusy(f"{what}: needed: {counted(len(ids), 'host block')}, {room}")
+                raise HostBlocksBusy(f"{what}: needed: {counted(len(ids), 'host block')}, {room}")
             if len(ids):
                 undo.callback(buffers.pool.give_back, host_ids)
             found.append(host_ids)
