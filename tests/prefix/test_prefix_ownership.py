@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from typing import Any
 
@@ -12,7 +11,7 @@ from kvflow import Part, Runtime, RuntimeState
 from kvflow.errors import ConfigError, UsageError
 from kvflow.prefix import Prefixes, PrefixRequest
 from kvflow.prefix.testing import FakePrefixCache
-from tests.runtime.test_ownership import PLAIN, STATES, at_work
+from tests.runtime.test_ownership import PLAIN, STATES, assert_only_on_its_loop
 from tests.support.tests_support import small_cache
 
 REQUEST = PrefixRequest("prefix", keys=[bytes(32)], key_tokens=4, block_ids=[2], peers=[])
@@ -28,19 +27,7 @@ def test_no_verb_is_forgotten() -> None:
 
 @pytest.mark.parametrize("state", STATES)
 async def test_every_verb_refuses_another_loop_and_takes_nothing(state: RuntimeState) -> None:
-    prefixes = Prefixes()
-    async with at_work(state, [prefixes]):
-
-        async def elsewhere(verb: str) -> None:
-            found = getattr(prefixes, verb)(VERBS[verb])
-            if inspect.isawaitable(found):
-                await found
-
-        for verb in VERBS:
-            with pytest.raises(UsageError, match=r"loop that opened the runtime, and another loop runs here"):
-                await asyncio.to_thread(asyncio.run, elsewhere(verb))
-        with pytest.raises(UsageError, match="no event loop runs here"):
-            await asyncio.to_thread(prefixes.share, VERBS["share"])
+    await assert_only_on_its_loop(Prefixes(), state, VERBS, "share")
 
 
 async def test_it_is_used_by_one_runtime_at_a_time_and_only_with_a_cache() -> None:

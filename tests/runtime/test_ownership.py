@@ -10,10 +10,11 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pairs import EnginePair, load_request, open_pair
@@ -380,3 +381,20 @@ async def test_a_load_that_is_ended_is_not_safe_before_its_bytes_have_stopped(ho
         assert load.safe
         if how != "cancel":
             await ending
+
+
+async def assert_only_on_its_loop(part: Part, state: RuntimeState, verbs: Mapping[str, Any], at_once: str) -> None:
+    """Check that the verbs of a part refuse other loops and threads without one, and take nothing.
+
+    `verbs` has what each is called with; `at_once` is one that is no coroutine.
+    """
+    async with at_work(state, [part]):
+
+        async def elsewhere(verb: str) -> None:
+            await settle(getattr(part, verb)(verbs[verb]))
+
+        for verb in verbs:
+            with pytest.raises(UsageError, match=r"loop that opened the runtime, and another loop runs here"):
+                await asyncio.to_thread(asyncio.run, elsewhere(verb))
+        with pytest.raises(UsageError, match="no event loop runs here"):
+            await asyncio.to_thread(getattr(part, at_once), verbs[at_once])

@@ -9,17 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +25,7 @@ import httpx
 from tests.sglang.servers import PAGE, Server, Setup, prompt_of
 from tests.sglang.test_pair import settle
 from tests.sglang.tiny import tokenizer
-from tests.support.ports import free_port
+from tests.support.running_router import running_router
 from tests.support.traffic import Traffic
 
 PAGE_MB = 4 * 2 * PAGE * 2 * 32 * 4 / 2**20
@@ -99,44 +93,12 @@ def fleet() -> Iterator[Fleet]:
         yield made
 
 
-@contextlib.contextmanager
-def router(fleet: Fleet, *options: str) -> Iterator[httpx.Client]:
-    """A client of SGLang's router, with its log where a failure shows it."""
-    port, log = free_port(), Path(tempfile.mkstemp(prefix="sglang-router-", suffix=".log")[1])
+def router(fleet: Fleet, *options: str) -> contextlib.AbstractContextManager[httpx.Client]:
+    """A client of SGLang's router."""
     places = [word for one in fleet.prefills for word in ("--prefill", one.url, str(one.bootstrap_port))]
     places += [word for one in fleet.decodes for word in ("--decode", one.url)]
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "sglang_router.launch_router",
-            "--pd-disaggregation",
-            *places,
-            "--policy",
-            "round_robin",
-        ),
-        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()), *options),
-    ]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, start_new_session=True, stdout=sink, stderr=subprocess.STDOUT)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0) as client:
-            deadline_s = time.monotonic() + UP_WITHIN_S
-            while not _ready(client):
-                assert process.poll() is None, f"the router has ended:\n{log.read_text(errors='replace')[-3000:]}"
-                assert time.monotonic() < deadline_s, f"the router does not listen ({log})"
-                PAUSE.wait(0.2)
-            yield client
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-
-
-def _ready(client: httpx.Client) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return client.get("/readiness", timeout=5.0).status_code == 200
-    return False
+    words = ("--pd-disaggregation", *places, *options)
+    return running_router("sglang_router.launch_router", words, ready="/readiness")
 
 
 @pytest.fixture(scope="module")

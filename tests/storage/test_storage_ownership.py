@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 
 from kvflow import Part, RuntimeState
-from kvflow.errors import UsageError
 from kvflow.storage import RestoreRequest, SaveRequest, Storage
-from tests.runtime.test_ownership import STATES, at_work
+from tests.runtime.test_ownership import STATES, assert_only_on_its_loop
 
 VERBS: dict[str, Any] = {
     "save": SaveRequest("save", "key", [2], 4),
@@ -30,16 +28,4 @@ def test_no_verb_is_forgotten() -> None:
 
 @pytest.mark.parametrize("state", STATES)
 async def test_every_verb_refuses_another_loop_and_takes_nothing(state: RuntimeState, tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    async with at_work(state, [storage]):
-
-        async def elsewhere(verb: str) -> None:
-            found = getattr(storage, verb)(VERBS[verb])
-            if inspect.isawaitable(found):
-                await found
-
-        for verb in VERBS:
-            with pytest.raises(UsageError, match=r"loop that opened the runtime, and another loop runs here"):
-                await asyncio.to_thread(asyncio.run, elsewhere(verb))
-        with pytest.raises(UsageError, match="no event loop runs here"):
-            await asyncio.to_thread(storage.has, "key")
+    await assert_only_on_its_loop(Storage(tmp_path), state, VERBS, "has")

@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.ports import free_port
+from tests.support.running_router import running_router
 from tests.vllm.conftest import DECODE, PREFILL, Site
-from tests.vllm.servers import HOME, NAME, UP_WITHIN_S, Server
+from tests.vllm.servers import HOME, NAME, Server
 from tests.vllm.test_hand_over import ENDED, FAILED, REFUSED, received_tokens
 
 ROUTER = Path(os.environ.get("KVFLOW_VLLM_ROUTER", HOME / "vllm-router"))
@@ -39,38 +36,16 @@ TOOL = {
 MESSAGES = [{"role": "user", "content": "What is the capital of France, and how is the weather there? " * 20}]
 
 
-@contextlib.contextmanager
-def router(prefills: Sequence[Server], decodes: Sequence[Server], *options: str) -> Iterator[httpx.Client]:
-    """A client of the router, with its log where a failure shows it."""
+def router(
+    prefills: Sequence[Server], decodes: Sequence[Server], *options: str
+) -> contextlib.AbstractContextManager[httpx.Client]:
+    """A client of the router."""
     assert (ROUTER / "vllm_router").is_dir(), "vllm-router is missing: run these tests with `python3 dev.py vllm`"
-    port, log = free_port(), Path(tempfile.mkstemp(prefix="vllm-router-", suffix=".log")[1])
     sides = [("--prefill", server) for server in prefills] + [("--decode", server) for server in decodes]
     places = [word for side, server in sides for word in (side, f"http://127.0.0.1:{server.port}")]
-    command = [
-        *(sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
-        *("--port", str(port), "--prometheus-port", str(free_port()), "--policy", "round_robin", *places, *options),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROUTER)}
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0) as client:
-            deadline_s = time.monotonic() + UP_WITHIN_S
-            while not _ready(client):
-                assert process.poll() is None, f"the router has ended:\n{log.read_text(errors='replace')[-3000:]}"
-                assert time.monotonic() < deadline_s, f"the router does not listen ({log})"
-                time.sleep(0.2)
-            yield client
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.HTTPError:
-        return False
+    kind = ("--vllm-pd-disaggregation", "--kv-connector", "nixl")
+    words = (*kind, *places, *options)
+    return running_router("vllm_router.launch_router", words, ready="/health", environment={"PYTHONPATH": str(ROUTER)})
 
 
 @pytest.fixture(scope="module")
