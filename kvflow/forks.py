@@ -11,17 +11,17 @@ import weakref
 from typing import Any, Protocol
 
 
-class LeftBehind(Protocol):
-    """What a forked child must not touch any more."""
+class Inherited(Protocol):
+    """An object that a forked child inherits and must not use: it has threads, sockets or a loop of the parent."""
 
     def forked(self) -> None:
-        """Do nothing in this process from now on: called in a child, on its one thread."""
+        """Called in a child, on its one thread: from now on every method returns at once, or raises UsageError."""
 
 
-_LIVE: weakref.WeakSet[LeftBehind] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
-def watch(one: LeftBehind) -> None:
+def watch(one: Inherited) -> None:
     """Have an object told if this process is forked, in the child, for as long as the object lives."""
     _LIVE.add(one)
 

@@ -37,7 +37,7 @@ class LoopHost:
         self._lock = threading.Lock()
         self._pending: set[Pending[Any]] = set()
         self._ended = False
-        self._left_behind = False
+        self._inherited = False
         """True in a forked child, where nothing of it runs."""
         self._cause: BaseException | None = None
 
@@ -65,12 +65,12 @@ class LoopHost:
 
     def forked(self) -> None:
         """See `forks`. A thread that is not here may hold the lock."""
-        self._left_behind = True
+        self._inherited = True
 
     def stop(self) -> None:
         """Have the runtime closed and the thread end, some time soon."""
         atexit.unregister(self.close)
-        if self._left_behind:
+        if self._inherited:
             return
         if self.begun:
             tell(self.loop, self._stop.set)
@@ -80,7 +80,7 @@ class LoopHost:
 
     def close(self, timeout_s: float) -> None:
         """See `Runtime.close`."""
-        if self._left_behind:
+        if self._inherited:
             return
         if not self.begun:
             self.stop()
@@ -103,7 +103,7 @@ class LoopHost:
 
     def begin(self, pending: Pending[ResultT], work: Work[ResultT]) -> None:
         """Have `pending` run a coroutine on the loop, soon."""
-        if self._left_behind:
+        if self._inherited:
             raise UsageError("the runtime belongs to the process that this one was forked from")
         with self._lock:
             if self._ended:

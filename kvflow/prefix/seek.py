@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ import msgspec
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupKind
+from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.rank_lease import RankLease
@@ -69,7 +69,7 @@ class PrefixQuestions:
         self._remote_leases = cache.remote_leases
         self._rates = rates
         self._asking: set[asyncio.Task[None]] = set()
-        self._names: OrderedDict[str, PeerAddress] = OrderedDict()
+        self._names: Latest[str, PeerAddress] = Latest(_NAMES_MAX)
         """Engines by the addresses at which they were found."""
         self._unanswered: dict[str, tuple[float, float]] = {}
         """The oldest question that each peer, as it was given, has not answered: when it was put, and the seconds that
@@ -250,8 +250,6 @@ class PrefixQuestions:
             raise kind(f"{given}: it does not say who it is: {checks.printable(said, 300)}", peer=address)
         ranks = {"dp_rank": known.dp_rank, "pp_rank": known.pp_rank, "tp_rank": known.tp_rank}
         found = self._names[given] = PeerAddress(engine_id=known.engine_id, address=address, **ranks)
-        if len(self._names) > _NAMES_MAX:
-            self._names.popitem(last=False)
         return found
 
 

@@ -132,7 +132,7 @@ class Runtime:
             UsageError: called on another loop than its own.
         """
         loop = self._supervisor.loop
-        if self._supervisor.left_behind and loop is not None:
+        if self._supervisor.inherited and loop is not None:
             self._drop.detach()
             await self._supervisor.aclose()
         elif loop is not None and loop.is_closed():
@@ -466,7 +466,7 @@ def _checked(parts: Sequence[Part]) -> tuple[Part, ...]:
 def _dropped(supervisor: Supervisor) -> None:
     """Close a runtime whose handle is gone, unless it was closed: on its loop, if that is still there."""
     loop = supervisor.loop
-    if loop is None or supervisor.left_behind:
+    if loop is None or supervisor.inherited:
         return
     warnings.warn(f"runtime {supervisor} was dropped without being closed", ResourceWarning, stacklevel=2)
     if loop.is_closed():

@@ -82,7 +82,7 @@ class Supervisor:
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
         self._hurried = False
-        self.left_behind = False
+        self.inherited = False
         """True in a child of the process that has opened it: its threads, and what they own, are the parent's."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The loop that has opened it; None before."""
@@ -93,7 +93,7 @@ class Supervisor:
 
     def forked(self) -> None:
         """See `forks`."""
-        self.left_behind = True
+        self.inherited = True
         self.state = RuntimeState.CLOSED
         self.tasks.forget()
 
@@ -144,7 +144,7 @@ class Supervisor:
 
     async def aclose(self) -> None:
         """See `Runtime.aclose`."""
-        if self.left_behind:
+        if self.inherited:
             return
         if self.state is RuntimeState.NEW:
             self.state = RuntimeState.CLOSED
@@ -158,7 +158,7 @@ class Supervisor:
 
         Waits up to `wait_s` for the threads. Whoever waited on the loop was settled by the loop's own end.
         """
-        if self.left_behind or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
+        if self.inherited or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
             self.state = RuntimeState.CLOSED
             return
         logger.warning("runtime %s was abandoned: its event loop ended, or Python did, before it was closed", self)
@@ -214,7 +214,7 @@ class Supervisor:
                 raise UsageError(f"the runtime {self} is not open yet: use it as `async with Runtime(config) as rt`")
         if (cause := self.tasks.cause) is not None:
             raise RuntimeBroken(f"the runtime {self} broke: {cause}") from cause
-        if self.left_behind:
+        if self.inherited:
             raise UsageError(f"the runtime {self} belongs to the process that this one was forked from")
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
@@ -316,8 +316,8 @@ class Supervisor:
     async def _unregister(self) -> None:
         """End a registration, also one that is half done. It is carried.
 
-        Task `kvflow-unregister`: begun by `unregister`, or a registration that failed. It goes on if who
-        waits is cancelled. If it dies the runtime breaks, and `unregister` raises its error.
+        Task `kvflow-unregister`: begun by `unregister`, or a registration that failed. It continues if
+        the caller is cancelled. If it dies the runtime breaks, and `unregister` raises its error.
         """
         registration = self.registration
         if registration is None:
@@ -347,7 +347,8 @@ class Supervisor:
         """End everything. It is carried.
 
         Task `kvflow-close`: begun by `aclose`, a cancelled supervisor's task, or a runtime that is dropped.
-        It goes on if who waits is cancelled; if it is cancelled itself it hurries. `aclose` raises its error.
+        It continues if the caller is cancelled; if it is cancelled itself it no longer waits for leases and loads.
+        `aclose` raises its error.
         """
         hurry = self._hurry
         try:

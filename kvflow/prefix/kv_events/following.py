@@ -281,7 +281,7 @@ class Subscriber:
         self._followers: list[_Follower] = []
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
-        self._left_behind = False
+        self._inherited = False
         """True in a forked child."""
 
     async def __aenter__(self) -> Self:
@@ -302,7 +302,7 @@ class Subscriber:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._left_behind:
+        if self._inherited:
             return
         for task in self._tasks:
             task.cancel()
@@ -316,7 +316,7 @@ class Subscriber:
 
     def forked(self) -> None:
         """See `forks`."""
-        self._left_behind = True
+        self._inherited = True
         for follower in self._followers:
             follower.silence()
 

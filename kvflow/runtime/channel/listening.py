@@ -94,7 +94,7 @@ class ZmqListener:
         self._dropping = ""
         """Why all connections are being dropped; "" while they are not."""
         self._bound = True
-        self._left_behind = False
+        self._inherited = False
         """True in a forked child."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -116,7 +116,7 @@ class ZmqListener:
 
     def forked(self) -> None:
         """See `forks`: neither receive nor close."""
-        self._left_behind = True
+        self._inherited = True
         for socket in (self._monitor, self._zap, self._socket):
             forks.silence(socket)
 
@@ -128,7 +128,7 @@ class ZmqListener:
         Task `kvflow-listener`: from opening to closing the runtime, with a task each for `-requests`,
         `-connections`, `-files` and, with CURVE, `-keys`. If one of them dies the runtime breaks.
         """
-        if self._left_behind:
+        if self._inherited:
             return
         try:
             async with asyncio.TaskGroup() as group:
@@ -142,7 +142,7 @@ class ZmqListener:
 
     def close(self) -> None:
         """Close the sockets at once. Closing twice is fine."""
-        if self._left_behind:
+        if self._inherited:
             return
         for socket in (self._monitor, self._zap, self._socket):
             socket.close(linger=0)
@@ -177,7 +177,7 @@ class ZmqListener:
         return endpoint.decode().rstrip("\0")
 
     async def _serve_requests(self) -> None:
-        while not self._left_behind:
+        while not self._inherited:
             frames = await self._socket.recv_multipart(copy=False)
             await self._handle(frames)
             await asyncio.sleep(0)  # neither receiving nor sending gives way while more messages are there
@@ -280,7 +280,7 @@ class ZmqListener:
 
     async def _check_keys(self, keyring: Keyring) -> None:
         """Tell ZeroMQ whether the owner of a key may connect."""
-        while not self._left_behind:
+        while not self._inherited:
             _, request_id, *_, key = await self._zap.recv_multipart()
             known = await keyring.engine_of(key) is not None
             verdict = (b"200", b"OK", key.hex().encode()) if known else (b"400", b"unknown key", b"")
@@ -289,7 +289,7 @@ class ZmqListener:
 
     async def _watch_connections(self) -> None:
         """Count connections, and drop all when there are too many: those that wait for an answer ask again."""
-        while not self._left_behind:
+        while not self._inherited:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             match event:
                 case zmq.Event.ACCEPTED:
@@ -310,7 +310,7 @@ class ZmqListener:
 
     async def _watch_files(self) -> None:
         """Notice that open files are used up, also while no connection can be accepted that would tell."""
-        while not self._left_behind:
+        while not self._inherited:
             await asyncio.sleep(_LOOK_S)
             if self._bound:
                 self._drop_too_many()
