@@ -54,6 +54,7 @@ class SimFlight:
     """Portions that land before it fails."""
     pause_s: float
     lives: tuple[Life, Life]
+    posted_s: float
 
 
 class Network:
@@ -163,6 +164,7 @@ class Network:
             portions=portions,
             fails_after=rng.randrange(len(portions)) if self.chance(weather.failed_share) else None,
             pause_s=duration_s / (len(portions) + 1),
+            posted_s=self.loop.time(),
         )
         self._flights[flight] = None
         self._next(flight)

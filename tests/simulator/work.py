@@ -239,15 +239,23 @@ class RankLoad:
     """Time at which bytes came to its blocks last."""
     flipped: bool = False
     """True if one of the bytes was flipped on its way."""
-    hosts: dict[int, list[SimHost]] = field(default_factory=dict)
-    """Hosts whose bytes have come, in the order of the first ones: of each block if side by side, else of all."""
+    turns: dict[int, list[tuple[SimHost, float]]] = field(default_factory=dict)
+    """Hosts whose bytes have come, each with the time of the first ones: of each block if side by side, else of all."""
 
-    def came_late(self, host: SimHost, block: int) -> SimHost | None:
-        """Note bytes of a host for a block. Returns the host that came after that one had come before, if any."""
-        seen = self.hosts.setdefault(block if self.side_by_side else 0, [])
-        if host not in seen:
-            seen.append(host)
-        return seen[-1] if host is not seen[-1] else None
+    def came_late(self, host: SimHost, block: int, posted_s: float, now_s: float) -> SimHost | None:
+        """Note bytes of a host for a block. Returns the host that came after that one had come before, if any.
+
+        If it reads side by side a host may have a second turn, once its prefix and that of others are lost, in which it
+        is read for all of the prompt: then bytes are late whose read was posted before another host's came.
+        """
+        turns = self.turns.setdefault(block if self.side_by_side else 0, [])
+        if not turns or turns[-1][0] is not host:
+            current, since_s = turns[-1] if turns else (host, now_s)
+            again = any(host is one for one, _ in turns)
+            if again and (posted_s <= since_s or not self.side_by_side):
+                return current
+            turns.append((host, now_s))
+        return None
 
 
 class SimRank:
