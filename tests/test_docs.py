@@ -74,8 +74,7 @@ def test_decisions_are_short_and_in_their_index() -> None:
 
 
 def test_readme_is_read_in_a_minute() -> None:
-    """Its snippet is code, and not counted."""
-    assert len(re.sub(r"```python.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL).split()) < 480
+    assert len((ROOT / "README.md").read_text().split()) <= 600
 
 
 def test_messages_quoted_in_troubleshooting_are_those_of_the_code() -> None:

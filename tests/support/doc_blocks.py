@@ -214,6 +214,8 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_command([Path(command).name, *rest])
         case ["python" | ".venv/bin/python", script, *rest]:  # the second is what dev.py makes
             check_script(script, rest)
+        case ["pip", "install", "torch", "--index-url", "https://download.pytorch.org/whl/cpu"]:
+            pass
         case ["pip", "install", project]:
             check_extras(project)
         case ["serve", "deploy", config]:

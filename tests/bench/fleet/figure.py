@@ -1,4 +1,4 @@
-"""The curves of `python3 dev.py bench fleet` as an SVG file; needs the extra `kvflow[figures]`."""
+"""The curves of `python3 dev.py bench fleet` as an SVG file; needs matplotlib (`pip install --group figures`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def curves(results: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[tup
 def draw(results: Mapping[str, Sequence[Any]], path: Path) -> None:
     """Write the curves. Raises SettingsError where matplotlib is missing, OSError for a file that cannot be written."""
     if find_spec("matplotlib") is None:
-        raise SettingsError("figure: needs matplotlib; install it with: pip install '.[figures]'")
+        raise SettingsError("figure: needs matplotlib; install it with: pip install --group figures")
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,14 @@ MANIFESTS = [
 ]
 CUSTOM = ("leaderworkerset.x-k8s.io/v1", "ray.io/v1")
 SERVICE = ROOT / "examples" / "ray_server" / "service.yaml"
+
+
+def docker_error() -> str:
+    """Return why no image can be built here; empty if one can."""
+    if not shutil.which("docker"):
+        return "not installed"
+    done = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=60, check=False)
+    return done.stderr.strip() if done.returncode else ""
 
 
 def check(manifest: Manifest) -> None:
@@ -128,20 +139,31 @@ def test_the_ray_service_deploys_what_the_example_deploys() -> None:
     assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > longest_s
 
 
-def test_the_containerfile_takes_what_there_is() -> None:
-    """Its instructions are known ones; it copies what a checkout has, or the wheel's folder; it names one version."""
-    text = (DEPLOY / "Containerfile").read_text("utf-8")
+def test_the_dockerfile_copies_what_a_checkout_has() -> None:
+    """Its instructions are known ones; it copies files of a checkout or of an earlier stage; it names one version."""
+    text = (DEPLOY / "Dockerfile").read_text("utf-8")
     lines = [line for line in re.sub(r"\\\n", " ", text).splitlines() if line and not line.startswith("#")]
     instructions = [line.split(maxsplit=1) for line in lines]
-    names = [name for name, _ in instructions]
-    assert set(names) <= {"ARG", "FROM", "COPY", "RUN", "ENV", "ENTRYPOINT"}
-    assert names.count("FROM") == 2
+    assert {name for name, _ in instructions} <= {"ARG", "FROM", "COPY", "RUN", "ENV", "ENTRYPOINT"}
+    stages = [value.split(" AS ") for name, value in instructions if name == "FROM"]
+    assert [stage for _, stage in stages] == ["wheel", "vllm", "ray"]
     declared = {value.split("=")[0] for name, value in instructions if name == "ARG"}
-    assert {used for line in lines if line.startswith("FROM") for used in re.findall(r"\$\{(\w+)\}", line)} == declared
+    assert {used for image, _ in stages for used in re.findall(r"\$\{(\w+)\}", image)} == declared
     for name, value in instructions:
         if name == "COPY":
-            source = value.split()[0]
-            assert source == "dist/" or (ROOT / source).is_dir(), source
+            *sources, _ = value.split()
+            assert sources[0] == "--from=wheel" or all((ROOT / source).exists() for source in sources), value
         if name == "ENTRYPOINT":
             assert all(isinstance(word, str) for word in json.loads(value))
-    assert set(re.findall(r"kvflow\[[\w,]+\]==([\d.]+)", text)) == {kvflow.__version__}
+    assert set(re.findall(r"kvflow(?:\[[\w,]+\])?==([\d.]+)", text)) == {kvflow.__version__}
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["dependency-groups"]
+    assert set(re.findall(r"pyproject\.toml:(\w+)", text)) <= groups.keys()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(bool(docker_error()), reason=f"docker: {docker_error()}")
+def test_the_image_for_ray_is_built() -> None:
+    """Its fast sibling is `test_the_dockerfile_copies_what_a_checkout_has`."""
+    file = str(DEPLOY / "Dockerfile")
+    subprocess.run(["docker", "build", "--file", file, "--target", "ray", str(ROOT)], check=True, timeout=1100)
