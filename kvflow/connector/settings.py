@@ -1,25 +1,24 @@
-"""Configuration from JSON: what a plugin's user sets, checked as fields of kvflow's dataclasses; classes by name.
+"""Settings that a plugin's user writes as JSON: fields of `kvflow.Config` and the plugin's own, in one dict.
 
-Engines hand connectors a dict that a user has written. The fields' types say what it may hold; a value of another type
-is a ConfigError that names its key, before anything is made of it.
+`Config` checks its fields, the types of a msgspec struct those of the plugin. Whatever is refused is a ConfigError that
+names the place and the key.
 """
 
 from __future__ import annotations
 
 import importlib
-import types
-import typing
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
-from os import PathLike
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvflow.checks import check_known, refusal
+from kvflow import checks
 from kvflow.config import Config
 from kvflow.errors import ConfigError
+
+OwnT = TypeVar("OwnT", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +31,23 @@ class PluginSettings:
     """Name of the engine, for errors."""
     from_engine: Collection[str]
     """Fields of Config that follow from the engine."""
-    others: Collection[str] = ()
-    """PluginSettings in the same place that are no fields of Config."""
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Fields of Config that a user can set."""
-        return tuple(entry.name for entry in fields(Config) if entry.name not in self.from_engine)
+    own: Collection[str] = ()
+    """Settings in the same place that are no fields of Config."""
 
     def check_known(self, given: Mapping[str, Any]) -> None:
         """ConfigError for a setting that nobody knows, or that follows from the engine."""
+        known = {entry.name for entry in fields(Config)}.difference(self.from_engine)
         listed = ", ".join(self.from_engine)
         hint = f" ({listed} come from {self.engine})" if given.keys() & {*self.from_engine} else ""
-        check_known(given, (*self.fields, *self.others), where=self.where, hint=hint)
+        checks.check_known(given, known.union(self.own), where=self.where, hint=hint)
+
+    def own_settings(self, given: Mapping[str, Any], kind: type[OwnT]) -> OwnT:
+        """Return the plugin's own settings. ConfigError names the place, and what is unknown or cannot be."""
+        self.check_known(given)
+        try:
+            return msgspec.convert({name: given[name] for name in given if name in self.own}, kind)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self.where}: {checks.refusal(error, given)}") from error
 
     def config(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
         """Return the Config that a user's settings make.
@@ -60,58 +63,24 @@ class PluginSettings:
             ConfigError: names the place and the setting that is unknown, of another type, or cannot be.
         """
         self.check_known(given)
-        checked = checked_fields({name: given[name] for name in given if name in self.fields}, Config, where=self.where)
+        ours = {name: checks.without_doubles(given[name]) for name in given if name not in self.own}
         try:
-            return Config(**{**values, **checked})
+            return Config(**{**values, **ours})
         except ConfigError as error:
-            named = str(error).partition(":")[0].split(", ")
-            if checked.keys().isdisjoint(named):
+            if ours.keys().isdisjoint(str(error).partition(":")[0].split(", ")):
                 raise
             raise ConfigError(f"{self.where}: {error}") from error
 
 
-def checked_fields(given: Mapping[str, Any], kind: type, *, where: str) -> dict[str, Any]:
-    """The values of `given` that are fields of `kind`, each of its type. `where` names the dict in errors.
-
-    Keys that are no fields are left alone, but for those of a field that is a dataclass itself: its dict has no others.
-    """
-    return {
-        name: _checked(given[name], wanted, f"{where}: {name}")
-        for name, wanted in _json_types(kind).items()
-        if name in given
-    }
-
-
-def _checked(value: Any, wanted: Any, where: str) -> Any:
-    of = typing.get_args(wanted)[0] if typing.get_origin(wanted) is tuple else None
-    if isinstance(of, type) and is_dataclass(of) and isinstance(value, list | tuple):
-        return tuple(_checked(one, of, f"{where}: {nth}") for nth, one in enumerate(value))
-    nested = isinstance(wanted, type) and is_dataclass(wanted)
+@contextmanager
+def needing(part: str, what: str) -> Iterator[None]:
+    """Import modules that need a part. If its folder is not there, ConfigError says that `what` needs it."""
     try:
-        given = msgspec.convert(value, dict[str, Any] if nested else wanted)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {refusal(error, value)}") from error
-    if not nested:
-        return given
-    check_known(given, _json_types(wanted), where=where)
-    plain = checked_fields(given, wanted, where=where)
-    try:
-        return wanted(**plain)
-    except (TypeError, ConfigError) as error:  # a field without a default; a value that cannot be
-        raise ConfigError(f"{where}: {error}") from error
-
-
-@lru_cache(maxsize=16)
-def _json_types(kind: type) -> dict[str, Any]:
-    """A dataclass's fields, with the types that JSON has for them: a path is a text."""
-    return {name: _without_paths(hint) for name, hint in typing.get_type_hints(kind).items()}
-
-
-def _without_paths(hint: Any) -> Any:
-    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
-        return hint
-    kept = [member for member in typing.get_args(hint) if typing.get_origin(member) is not PathLike]
-    return typing.Union[tuple(kept)]  # noqa: UP007 - there is no other way to write a union of a list
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != f"kvflow.{part}":
+            raise  # the part is there, and something that it imports is not
+        raise ConfigError(f"{what} needs kvflow.{part}, which is not there") from error
 
 
 def load_connector(name: str, module_path: str) -> Callable[..., Any]:

@@ -39,6 +39,7 @@ from kvflow.checks import counted
 from kvflow.connector.paged_groups import registered
 from kvflow.connector.parameters import OWN_DIALECT
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
+from kvflow.connector.settings import needing
 from kvflow.connector.step import Found, Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.cache.regions import Device
@@ -75,6 +76,7 @@ logger = logger_of("vllm.kvflow")
 
 # vLLM 0.33 and later tell workers before other memory is mapped where the cache lies, and after.
 _TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
+_PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -165,15 +167,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._spreads_samples = spreads_samples(vllm_config)
             dialect = OWN_DIALECT
             if extra.stock_peers:
-                from kvflow.vllm import stock
+                with needing("stock", "stock_peers"):
+                    from kvflow.vllm import stock
 
                 config = config_of(vllm_config, tp_rank=0, pp_rank=0)
                 dialect = stock.dialect_of(extra, config, self._scheduling)
             self._scheduler = ConnectorScheduler(
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
-            if extra.share_prefixes or extra.pulls_prefixes:
-                from kvflow.vllm.prefix import RequestPrefixes
+            if extra.uses_prefixes:
+                with needing("prefix", _PREFIX_SETTINGS):
+                    from kvflow.vllm.prefix import RequestPrefixes
 
                 self._prefixes = RequestPrefixes(extra, self._scheduler, self._groups, vllm_config, kv_cache_config)
             return
@@ -182,14 +186,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
         parts, self._late_reads = list[Part](), deque[str]()
         if extra.stock_peers:
-            from kvflow.vllm import stock
+            with needing("stock", "stock_peers"):
+                from kvflow.vllm import stock
 
             stock_peers = stock.peers_of(vllm_config, extra, self._late_reads.append)
             self._ranks = stock_peers.ranks
             parts.append(stock_peers)
         peers = None
-        if extra.share_prefixes or extra.pulls_prefixes:
-            from kvflow.vllm import prefix
+        if extra.uses_prefixes:
+            with needing("prefix", _PREFIX_SETTINGS):
+                from kvflow.vllm import prefix
 
             peers = prefix.prefix_peers_of(vllm_config, extra)
             parts.append(peers.prefixes)

@@ -8,9 +8,11 @@ step that may write there. The pool's own bookkeeping is as it would be without:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from kvflow import checks
 from kvflow.connector.cached_prompts import CachedPrompts, GroupTablesOf
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import Asking, source_in
@@ -18,9 +20,11 @@ from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.step import Found, Step
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError, RequestError
+from kvflow.hosts import plain_address
 from kvflow.logs import logger_of
 from kvflow.prefix import Prefixes, prefix_keys
 from kvflow.prefix.kv_events import EventSource
+from kvflow.prefix.prefix_requests import PEERS_MAX
 from kvflow.vllm.asked import Asked
 from kvflow.vllm.layout import Group
 from kvflow.vllm.settings import Extra
@@ -46,14 +50,20 @@ def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
     return ""
 
 
+def known_peers(extra: Extra) -> tuple[str, ...]:
+    """Return `prefix_peers` as plain addresses. ConfigError for what is none, or if there are too many."""
+    checks.count(extra.prefix_peers or (), "prefix_peers", most=PEERS_MAX, error=ConfigError)
+    return tuple(plain_address(peer, what="prefix_peers") for peer in extra.prefix_peers or ())
+
+
 def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
-    """The peers that a worker asks."""
+    """Return the peers that a worker asks. ConfigError if they cannot be."""
     parallel = vllm_config.parallel_config
     return PrefixPeers(
         prefixes=Prefixes(),
         wait_s=extra.prefix_wait_s,
-        events=tuple(EventSource(**asdict(one)) for one in extra.prefix_events),
-        known=(*(extra.prefix_peers or ()), *(source.holder for source in extra.prefix_events)),
+        events=tuple(EventSource(**msgspec.structs.asdict(one)) for one in extra.prefix_events),
+        known=(*known_peers(extra), *(source.holder for source in extra.prefix_events)),
         recompute_s_per_token=extra.recompute_s_per_token,
         every_rank=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
     )
@@ -86,7 +96,7 @@ class RequestPrefixes:
         self._cached_prompts: CachedPrompts | None = None
         self._pulls = extra.pulls_prefixes and not why
         self._asking = Asking(
-            extra.prefix_peers or (),
+            known_peers(extra),
             block_tokens=self._block_tokens,
             tokens_min=extra.prefix_tokens_min,
             hinted=bool(extra.prefix_events),

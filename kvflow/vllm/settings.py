@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.platforms import current_platform
 
-from kvflow import checks
+from kvflow.checks import Seconds, Size
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
-from kvflow.connector.settings import PluginSettings, checked_fields
+from kvflow.connector.settings import PluginSettings
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
-from kvflow.hosts import plain_address
 from kvflow.logs import logger_of
 from kvflow.vllm.layout import Group
 
@@ -37,9 +36,8 @@ _DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0, "handshake_t
 _STOCK_DEFAULTS = {"lease_ttl_s": 120.0}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockExtra:
-    """PluginSettings of `stock_peers`: see docs/stock.md. Times are seconds."""
+class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `stock_peers`: see docs/stock.md. Times are seconds."""
 
     hashes: tuple[str, ...] = ()
     """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
@@ -54,9 +52,8 @@ class StockExtra:
     router_s: float = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventsExtra:
-    """PluginSettings of one of `prefix_events`: see `kvflow.prefix.kv_events.EventSource`."""
+class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one of `prefix_events`: see `kvflow.prefix.kv_events.EventSource`."""
 
     holder: str
     endpoint: str
@@ -64,11 +61,10 @@ class EventsExtra:
     topic: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
-    """PluginSettings beside those of kvflow.Config."""
+class Extra(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings beside those of kvflow.Config."""
 
-    fetch_tokens_min: int = 1
+    fetch_tokens_min: Size = 1
     full_blocks_only: bool = False
     release_failed_loads: bool = True
     """True if the offer of a load that has failed is given back; False where a router uses its parameters again."""
@@ -76,7 +72,7 @@ class Extra:
     """Meaning of the cache's bytes, for attention backends with several formats (see `layout_for_backend`)."""
     stock_peers: bool = False
     """True if engines with vLLM's own NixlConnector are read from, and served."""
-    stock: StockExtra = field(default_factory=StockExtra)
+    stock: StockExtra = StockExtra()
     share_prefixes: bool = False
     """True if peers may read prefixes out of this engine's cache."""
     prefix_peers: tuple[str, ...] | None = None
@@ -84,25 +80,17 @@ class Extra:
     an empty list only those are asked that a router names, with None nobody."""
     prefix_events: tuple[EventsExtra, ...] = ()
     """Engines whose KV events say who is to be asked; each `holder` is the engine's address, as in `prefix_peers`."""
-    prefix_tokens_min: int = 256
+    prefix_tokens_min: Size = 256
     """With fewer tokens than this that are not cached, nobody is asked."""
-    prefix_wait_s: float = 0.05
+    prefix_wait_s: Seconds = 0.05
     """Longest time that a question may take."""
-    recompute_s_per_token: float | None = None
+    recompute_s_per_token: Seconds | None = None
     """Time to compute a token here: whatever takes longer to pull is computed. With None, all that is found is
     pulled."""
 
-    def __post_init__(self) -> None:
-        checks.whole(self.prefix_tokens_min, "prefix_tokens_min", least=1, error=ConfigError)
-        checks.seconds(self.prefix_wait_s, "prefix_wait_s", error=ConfigError)
-        if self.recompute_s_per_token is not None:
-            checks.seconds(self.recompute_s_per_token, "recompute_s_per_token", error=ConfigError)
-        if self.prefix_peers is not None:
-            from kvflow.prefix.prefix_requests import PEERS_MAX
-
-            checks.count(self.prefix_peers, "prefix_peers", most=PEERS_MAX, error=ConfigError)
-            plain = tuple(plain_address(peer, what="prefix_peers") for peer in self.prefix_peers)
-            object.__setattr__(self, "prefix_peers", plain)
+    @property
+    def uses_prefixes(self) -> bool:
+        return self.share_prefixes or self.pulls_prefixes
 
     @property
     def pulls_prefixes(self) -> bool:
@@ -114,15 +102,13 @@ _SETTINGS = PluginSettings(
     where="kv_connector_extra_config",
     engine="vLLM",
     from_engine=_FROM_VLLM,
-    others=tuple(entry.name for entry in fields(Extra)),
+    own=Extra.__struct_fields__,
 )
 
 
 def extra_of(vllm_config: VllmConfig) -> Extra:
     """The keys that kvflow.Config does not know. Raises ConfigError for any key that nobody knows."""
-    given = vllm_config.kv_transfer_config.kv_connector_extra_config
-    _SETTINGS.check_known(given)
-    return Extra(**checked_fields(given, Extra, where=_SETTINGS.where))
+    return _SETTINGS.own_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, Extra)
 
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
@@ -184,7 +170,7 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
-    """PluginSettings of the scheduler's half. Raises ConfigError."""
+    """Return the settings of the scheduler's half. Raises ConfigError."""
     _check_outputs(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     recycles = any(group.recycles for group in groups)

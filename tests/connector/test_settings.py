@@ -1,95 +1,74 @@
-"""Configuration from JSON: every field of Config can be given, and nothing of another type."""
+"""Settings from JSON: every field of Config can be given, a plugin's own beside them, and nothing of another type."""
 
 from __future__ import annotations
 
 import collections
+import importlib
 import json
-from dataclasses import MISSING, dataclass, fields
+import sys
+from dataclasses import MISSING, fields
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvflow import Config, Limits
-from kvflow.connector.settings import PluginSettings, checked_fields, load_connector
+from kvflow.connector.settings import PluginSettings, load_connector, needing
 from kvflow.errors import ConfigError
 from tests.support.tests_support import each
 
-FIELDS = [entry.name for entry in fields(Config)]
+FIELDS = [entry.name for entry in fields(Config) if entry.name not in ("engine_id", "role")]
+
+
+class Own(msgspec.Struct, frozen=True):
+    other: int = 1
+
+
+PLUGIN = PluginSettings(where="extra", engine="an engine", from_engine=("engine_id", "role"), own=("other",))
 
 
 def default_of(name: str) -> Any:
     entry = next(entry for entry in fields(Config) if entry.name == name)
-    if entry.default_factory is not MISSING:
-        return entry.default_factory()
-    return "engine" if entry.default is MISSING else entry.default
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
 
 @each("name", FIELDS)
 def test_every_field_of_config_can_be_given(name: str) -> None:
     given = json.loads(msgspec.json.encode(default_of(name)))
-    assert checked_fields({name: given}, Config, where="extra") == {name: default_of(name)}
-
-
-def test_limits_are_a_dict_of_their_own() -> None:
-    given = {"limits": {"peers_max": 7, "peer_idle_s": 5}}
-    assert checked_fields(given, Config, where="extra") == {"limits": Limits(peers_max=7, peer_idle_s=5.0)}
-    for name in (entry.name for entry in fields(Limits)):
-        with pytest.raises(ConfigError, match=f"^extra: limits: {name}: Expected `(int|float)`, got `str`"):
-            checked_fields({"limits": {name: "7"}}, Config, where="extra")
-    with pytest.raises(ConfigError, match=r"^extra: limits: unknown: peer_max; did you mean 'peers_max'"):
-        checked_fields({"limits": {"peer_max": 7}}, Config, where="extra")
-
-
-@dataclass(frozen=True)
-class Holds:
-    several: tuple[Limits, ...] = ()
-
-
-def test_several_of_a_kind_are_a_list_of_dicts() -> None:
-    given = {"several": [{"peers_max": 7}, {}]}
-    assert checked_fields(given, Holds, where="extra") == {"several": (Limits(peers_max=7), Limits())}
-    with pytest.raises(ConfigError, match=r"^extra: several: 1: unknown: peer_max; did you mean 'peers_max'"):
-        checked_fields({"several": [{}, {"peer_max": 7}]}, Holds, where="extra")
-    with pytest.raises(ConfigError, match=r"^extra: several: Expected `array`, got `int`"):
-        checked_fields({"several": 7}, Holds, where="extra")
+    assert PLUGIN.config({name: given}, {"engine_id": "e"}) == Config(engine_id="e")
 
 
 @each("name", FIELDS)
 def test_no_field_takes_anything(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^extra: {name}: Expected `.*, got `array`"):
-        checked_fields({name: [[]]}, Config, where="extra")
+    with pytest.raises(ConfigError, match=f"^extra: {name}: expected .*, got "):
+        PLUGIN.config({name: [[]]}, {"engine_id": "e"})
 
 
-@dataclass
-class Some:
-    seconds_s: float
-    path: str | None = None
-
-
-def test_whole_numbers_are_numbers_and_other_keys_are_left_alone() -> None:
-    checked = checked_fields({"seconds_s": 5, "other": object()}, Some, where="extra")
-    assert checked == {"seconds_s": 5.0}
-    assert isinstance(checked["seconds_s"], float)
-
-
-def test_a_connector_is_found_by_name() -> None:
-    assert load_connector("OrderedDict", "collections") is collections.OrderedDict
-    with pytest.raises(ConfigError, match=r"^connector 'A': not found in module kvflow\.no_such_module: No module"):
-        load_connector("A", "kvflow.no_such_module")
-    with pytest.raises(ConfigError, match=r"^connector 'B': not found in module collections: .*'B'"):
-        load_connector("B", "collections")
-
-
-PLUGIN = PluginSettings(where="extra", engine="an engine", from_engine=("engine_id", "role"), others=("other",))
+def test_limits_are_a_dict_of_their_own() -> None:
+    given = {"limits": {"peers_max": 7, "peer_idle_s": 5}}
+    assert PLUGIN.config(given, {"engine_id": "e"}).limits == Limits(peers_max=7, peer_idle_s=5.0)
+    for name in (entry.name for entry in fields(Limits)):
+        with pytest.raises(ConfigError, match=f"^extra: limits: {name}: expected .*, got '7'"):
+            PLUGIN.config({"limits": {name: "7"}}, {"engine_id": "e"})
+    with pytest.raises(ConfigError, match=r"^extra: limits: .*unknown: peer_max; did you mean 'peers_max'"):
+        PLUGIN.config({"limits": {"peer_max": 7}}, {"engine_id": "e"})
 
 
 def test_settings_of_a_plugin_make_a_config() -> None:
     values = {"engine_id": "e", "role": "producer", "listen": "tcp://127.0.0.1:0"}
     given = {"lease_ttl_s": 60, "listen": "tcp://127.0.0.2:0", "limits": {"peers_max": 7}, "other": object()}
-    config = PLUGIN.config(given, values)
+    config = PLUGIN.config(given | {"loads_waiting_max": 5.0}, values)  # JSON of a gateway that has no whole numbers
     assert (config.engine_id, config.role, config.listen) == ("e", "producer", "tcp://127.0.0.2:0")
-    assert (config.lease_ttl_s, config.limits) == (60.0, Limits(peers_max=7))
+    assert (config.lease_ttl_s, config.limits, config.loads_waiting_max) == (60.0, Limits(peers_max=7), 5)
+
+
+def test_settings_of_the_plugin_itself_stand_beside_them() -> None:
+    assert PLUGIN.own_settings({"lease_ttl_s": 60}, Own) == Own()
+    assert PLUGIN.own_settings({"lease_ttl_s": 60, "other": 7}, Own) == Own(7)
+    with pytest.raises(ConfigError, match=r"^extra: Expected `int`, got `str` - at `\$\.other`, got '7'$"):
+        PLUGIN.own_settings({"other": "7"}, Own)
+    with pytest.raises(ConfigError, match=r"^extra: unknown: others; did you mean 'other'"):
+        PLUGIN.own_settings({"others": 7}, Own)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +90,20 @@ def test_what_a_plugin_cannot_take_is_named_with_its_place(given: dict[str, obje
 def test_what_the_engine_says_wrong_is_not_blamed_on_the_place() -> None:
     with pytest.raises(ConfigError, match=r"^tp_rank: "):
         PLUGIN.config({"lease_ttl_s": 60}, {"engine_id": "e", "tp_rank": 3})
+
+
+def test_a_setting_whose_part_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvflow.stock", None)  # as if the folder were deleted
+    needs = pytest.raises(ConfigError, match=r"^stock_peers needs kvflow\.stock, which is not there$")
+    with needs, needing("stock", "stock_peers"):
+        importlib.import_module("kvflow.stock")
+    with pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"), needing("stock", "stock_peers"):
+        importlib.import_module("kvflow_of_nowhere")
+
+
+def test_a_connector_is_found_by_name() -> None:
+    assert load_connector("OrderedDict", "collections") is collections.OrderedDict
+    with pytest.raises(ConfigError, match=r"^connector 'A': not found in module kvflow\.no_such_module: No module"):
+        load_connector("A", "kvflow.no_such_module")
+    with pytest.raises(ConfigError, match=r"^connector 'B': not found in module collections: .*'B'"):
+        load_connector("B", "collections")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -136,21 +137,29 @@ def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have()
     [
         ({"lease_ttl": 5}, "unknown: lease_ttl; did you mean 'lease_ttl_s'"),
         ({"tp_rank": 5}, r"unknown: tp_rank \(engine_id, tp_rank.*come from vLLM\)"),
-        ({"lease_ttl_s": "5"}, "kv_connector_extra_config: lease_ttl_s: Expected `float`, got `str`"),
-        ({"fetch_tokens_min": 1.5}, "kv_connector_extra_config: fetch_tokens_min: Expected `int`, got `float`"),
-        ({"limits": {"peer_max": 5}}, "kv_connector_extra_config: limits: unknown: peer_max; did you mean 'peers_max'"),
-        ({"limits": {"peers_max": "5"}}, "kv_connector_extra_config: limits: peers_max: Expected `int`, got `str`"),
+        ({"lease_ttl_s": "5"}, "kv_connector_extra_config: lease_ttl_s: expected seconds above 0.*got '5'"),
+        (
+            {"fetch_tokens_min": 1.5},
+            r"kv_connector_extra_config: Expected `int`, got `float` - at `\$\.fetch_tokens_min`, got 1.5",
+        ),
+        (
+            {"limits": {"peer_max": 5}},
+            "kv_connector_extra_config: limits: .*unknown: peer_max; did you mean 'peers_max'",
+        ),
+        ({"limits": {"peers_max": "5"}}, "kv_connector_extra_config: limits: peers_max: expected .* got '5'"),
         ({"lease_ttl_s": -1}, "lease_ttl_s: expected seconds above 0"),
-        ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected a whole number from 1 on"),
+        ({"fetch_tokens_min": 0}, r"Expected `int` >= 1 - at `\$\.fetch_tokens_min`, got 0"),
         ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),
-        ({"prefix_peers": "tcp://a:1"}, "kv_connector_extra_config: prefix_peers: Expected `array.*, got `str`"),
-        ({"prefix_peers": ["a:1"]}, "prefix_peers: .*'a:1'"),
-        ({"prefix_peers": ["tcp://a:1"] * 65}, "prefix_peers: expected at most 64 entries, got 65"),
-        ({"prefix_tokens_min": 0}, "prefix_tokens_min: expected a whole number from 1 on"),
-        ({"prefix_wait_s": 0}, "prefix_wait_s: expected seconds above 0"),
-        ({"recompute_s_per_token": -1.0}, "recompute_s_per_token: expected seconds above 0"),
-        ({"prefix_events": [{"holder": "tcp://a:1"}]}, "prefix_events: 0: .*endpoint"),
-        ({"prefix_events": [{"at": "tcp://a:1"}]}, "prefix_events: 0: unknown: at"),
+        (
+            {"prefix_peers": "tcp://a:1"},
+            r"kv_connector_extra_config: Expected `array.*, got `str` - at `\$\.prefix_peers`",
+        ),
+        ({"prefix_tokens_min": 0}, r"Expected `int` >= 1 - at `\$\.prefix_tokens_min`"),
+        ({"prefix_wait_s": 0}, r"Expected `float` > 0.0 - at `\$\.prefix_wait_s`"),
+        ({"recompute_s_per_token": -1.0}, r"Expected `float` > 0.0 - at `\$\.recompute_s_per_token`"),
+        ({"prefix_events": [{"holder": "tcp://a:1"}]}, r"missing required field `endpoint` - at `\$\.prefix_events"),
+        ({"prefix_events": [{"at": "tcp://a:1"}]}, r"unknown field `at` - at `\$\.prefix_events\[0\]`"),
+        ({"stock": {"hash": "a"}}, r"unknown field `hash` - at `\$\.stock`"),
     ],
 )
 def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> None:
@@ -198,6 +207,30 @@ def test_prefixes_are_pulled_only_where_a_failed_pull_is_computed() -> None:
         prefixes(policy="fail", prefix_peers=[])
     with pytest.raises(ConfigError, match="prefix_peers: kv_role is 'kv_producer'"):
         prefixes("kv_producer", prefix_events=[{"holder": "tcp://a:1", "endpoint": "tcp://a:2"}])
+
+
+@pytest.mark.parametrize(
+    ("part", "extra"),
+    [("stock", {"stock_peers": True}), ("prefix", {"share_prefixes": True}), ("prefix", {"prefix_peers": []})],
+)
+def test_a_setting_whose_part_is_not_there_names_it(
+    part: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"kvflow.vllm.{part}")
+    monkeypatch.delattr(sys.modules["kvflow.vllm"], part)
+    monkeypatch.setitem(sys.modules, f"kvflow.{part}", None)  # as if its folder were deleted
+    config = vllm_config(**extra)
+    config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    config.model_config.multimodal_config = None
+    with pytest.raises(ConfigError, match=rf"{next(iter(extra))}.* needs kvflow\.{part}, which is not there$"):
+        KVFlowConnector(config, KVConnectorRole.SCHEDULER, cache_of(FullAttentionSpec(**HEADS)))
+
+
+def test_addresses_of_peers_are_checked_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"prefix_peers: .*'a:1'"):
+        prefixes(prefix_peers=["a:1"])
+    with pytest.raises(ConfigError, match="prefix_peers: expected at most 64 entries, got 65"):
+        prefixes(prefix_peers=["tcp://a:1"] * 65)
 
 
 def test_who_shares_also_serves(caplog: pytest.LogCaptureFixture) -> None:
