@@ -1,7 +1,7 @@
 """The consumers' book: requests with tickets, and requests that a peer has offered a prefix to.
 
 A request is added, matched, gets blocks and waits for its load, or goes on without. Its tickets' leases are kept
-while it has no blocks (`Keep`); whatever becomes of it, their producers hear once that nobody needs them any more
+while it has no blocks (`Step.keep`); whatever becomes of it, their producers hear once that nobody needs them any more
 (`Release`), or the load tells them.
 
 A ticket is used once: by one request, or by samples of its prompt that share it. Then the first sample's load serves
@@ -21,7 +21,7 @@ from kvflow.connector.engine import EngineRequest, GivenTables, Matched, Sharing
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, others_in
 from kvflow.connector.scheduling_config import SchedulingConfig
-from kvflow.connector.step import Keep, Receive, Release, Step
+from kvflow.connector.step import Receive, Release, Step
 from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, fire, knows, request_blocks_held
 from kvflow.core.protocol.prompts import check_alike, check_prompt, marks_of
@@ -174,7 +174,7 @@ class ConsumerBook:
             much = ticket.num_tokens > most
             self._computed_here.note(f"its ticket offers {'more tokens than the prompt has' if much else 'no blocks'}")
             return
-        self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
+        self._next.keep[request_id] = tickets
 
     def _refuse(self, request: EngineRequest, ticket: Ticket, prompt: Sequence[int], error: PromptMismatch) -> None:
         """Take a request that may have lost its pictures on the way: it fails, and the ticket stays unused."""
@@ -201,7 +201,7 @@ class ConsumerBook:
             raise UsageError(f"request {request_id!r}: it has a ticket already")
         consumer = self._expect(request_id, tickets, _Use(shared=False))
         consumer.offered_tokens = consumer.ticket.num_tokens
-        self._next.keep.append(Keep(request_id=request_id, tickets=tickets))
+        self._next.keep[request_id] = tickets
 
     def reject(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         """Give back the ticket of a request that is refused, unless one has had it; see `ConnectorScheduler.reject`."""
@@ -255,7 +255,7 @@ class ConsumerBook:
     def add_to(self, step: Step) -> None:
         """Put into a step what its workers have to do for consumers."""
         ours, self._next = self._next, Step()
-        step.keep = [keep for keep in ours.keep if self._still_waits(keep)]
+        step.keep = {name: tickets for name, tickets in ours.keep.items() if self._still_waits(name, tickets)}
         step.receive, step.release = ours.receive, ours.release
         step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
 
@@ -294,10 +294,10 @@ class ConsumerBook:
         request = self._requests.get(request_id)
         return request if request is not None and request.state is ConsumerState.EXPECTED else None
 
-    def _still_waits(self, keep: Keep) -> bool:
+    def _still_waits(self, request_id: str, tickets: tuple[Ticket, ...]) -> bool:
         """True if the request has no blocks yet, and is no other one of the same name."""
-        request = self._expected(keep.request_id)
-        return request is not None and request.tickets is keep.tickets
+        request = self._expected(request_id)
+        return request is not None and request.tickets is tickets
 
     def _fire(self, request: _Consumer, event: ConsumerEvent) -> None:
         before, request.state = request.state, fire(CONSUMER_TABLE, request.state, event)

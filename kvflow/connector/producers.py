@@ -22,7 +22,7 @@ from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Schedu
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, awaited_in, name_of, rendezvous_in
 from kvflow.connector.scheduling_config import SchedulingConfig
-from kvflow.connector.step import Decline, Grow, Save, Send, SendOn, Step
+from kvflow.connector.step import Decline, Grow, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import PRODUCER_TABLE, ProducerEvent, ProducerState, fire, knows, request_blocks_held
@@ -111,7 +111,7 @@ class ProducerBook:
                 reason,
             )
         instead = Ticket.rendezvous(ours, awaited.request_id, ttl_s=awaited.ttl_s)
-        self._next.send_on.append(SendOn(reason=reason, awaited=awaited, instead=instead))
+        self._next.decline.append(Decline(serve_id=awaited.request_id, reason=reason, at=awaited, instead=instead))
 
     def build_step(self, scheduled: Iterable[Scheduled], preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """A step with what its workers have to do for producers; see `ConnectorScheduler.build_step`."""
@@ -168,7 +168,7 @@ class ProducerBook:
 
     def _send(self, request: _Producer) -> None:
         self._fire(request, ProducerEvent.SEND)
-        self._next.send.append(Send(request_id=request.request_id))
+        self._next.send.append(request.request_id)
 
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
         """End a prompt that is not offered to the router.

@@ -1,7 +1,7 @@
 """The step that an engine's scheduler hands its workers: messages that any executor can carry.
 
 `connector.scheduler` makes a `Step`, each worker carries it out. The workers tell the engine which requests have been
-received and sent, and one of them tells what peers have answered (`Found`); nothing else comes back.
+received and sent, and one of them tells what peers have answered; nothing else comes back.
 """
 
 from __future__ import annotations
@@ -15,14 +15,6 @@ from kvflow.core.protocol.ticket import Ticket
 
 BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
 """Block ids for each group of the cache's layers; one table if there is one group."""
-
-
-class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """Keep the tickets' leases open for a request that waits for blocks, until it is received or released."""
-
-    request_id: str
-    tickets: tuple[Ticket, ...]
-    """Tickets of one prompt: each is for when the source of the one before fails."""
 
 
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +41,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
     """Open a lease under `serve_id`: its blocks hold a whole prompt once this step has been computed.
 
     The lease is open before its ticket is out, so it keeps no reader waiting. Nobody can read it before: its `serve_id`
-    is a secret until then. Its `ttl_s` begins with `Send`, however long the step takes.
+    is a secret until then. Its `ttl_s` begins with `Step.send`, however long the step takes.
     """
 
     request_id: str
@@ -75,26 +67,14 @@ class Grow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decline(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell those who wait for this name that nothing will be offered under it."""
+    """Tell those who wait for this name that nothing will be offered under it here."""
 
     serve_id: str
     reason: str
-
-
-class SendOn(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell the engine that a prompt's readers wait at that the prompt has come here, and where they find it."""
-
-    reason: str
-    awaited: Ticket
-    """The rendezvous of the readers."""
-    instead: Ticket
-    """The same with this engine."""
-
-
-class Send(msgspec.Struct, frozen=True, kw_only=True):
-    """Begin the time of a lease whose ticket is out. The engine waits until the request is reported as sent."""
-
-    request_id: str
+    at: Ticket | None = None
+    """The rendezvous of readers that wait at another engine: they are told there."""
+    instead: Ticket | None = None
+    """With `at`, the same with this engine: there they go on."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,29 +113,23 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """True if engines whose KV events show that they have some of it are asked as well."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a `Question`."""
-
-    request_id: str
-    tickets: tuple[Ticket, ...] = ()
-    """Leased offers of peers, as much by each, the best first; none if nobody has anything that is worth its load."""
-
-
 class Step(msgspec.Struct, kw_only=True):
     """One step's work, in the order in which a worker has to begin it."""
 
     reused: tuple[int, ...] = ()
     """Blocks that will hold something else from this step on: no peer may read there any more."""
 
-    send: list[Send] = []
-    keep: list[Keep] = []
+    send: list[str] = []
+    """Requests whose tickets are out: the time of their leases begins. The engine waits until they are sent."""
+    keep: dict[str, tuple[Ticket, ...]] = {}
+    """Tickets of each request that waits for blocks: their leases are kept until it is received or released. Several
+    are of one prompt, each for when the source of the one before fails."""
     withdraw: list[str] = []
     """Requests whose leases end now: their blocks may be used for something else."""
     recall: list[str] = []
     """Requests whose leases end although they may be being read: the step's own work begins when no read can succeed
     any more."""
     decline: list[Decline] = []
-    send_on: list[SendOn] = []
     receive: list[Receive] = []
     abandon: list[str] = []
     """Requests whose loads nobody wants any more. Each is reported as received once no byte can land."""

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvflow.blocking import Runtime as BlockingRuntime
-from kvflow.connector.courier import Answered, Courier, Happening, Loaded, LoadFailed
-from kvflow.connector.offers import OfferEnded
 from kvflow.connector.paged_groups import PagedGroup
-from kvflow.connector.step import Found, Step
+from kvflow.connector.step import Step
+from kvflow.connector.transfers import Answered, Happening, Loaded, LoadFailed, OfferEnded, WorkerTransfers
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch, UsageError
@@ -38,8 +37,8 @@ class Results:
     """Loads that have ended, those that failed included."""
     failed: Mapping[str, LoadFailed]
     sent: frozenset[str]
-    found: tuple[Found, ...]
-    """Answers of peers."""
+    found: Mapping[str, tuple[Ticket, ...]]
+    """What peers offer to each request that they were asked for, which waits for that; see `Answered.tickets`."""
     happenings: tuple[Happening, ...]
     """All that has happened, in order: for metrics and logs."""
 
@@ -65,7 +64,7 @@ class ConnectorWorker:
     def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
         preload("growing", "staging", "verify")  # on the engine's thread, not on the loop
         self._runtime = runtime
-        self._courier = Courier(peers)
+        self._transfers = WorkerTransfers(peers)
         self._shared: dict[str, int] = {}
         """Counts that `shared` has told."""
 
@@ -91,13 +90,13 @@ class ConnectorWorker:
             UsageError: this registration is shared already, or the worker was given no `peers`.
             RuntimeUnavailable: no cache is registered.
         """
-        peers = self._courier.peers
+        peers = self._transfers.peers
         if peers is None:
             raise UsageError("share: the worker was given no peers (PrefixPeers)")
         from kvflow.connector.paged_prefix_cache import PagedPrefixCache
 
         cache, self._shared = PagedPrefixCache(groups, block_tokens), {}
-        self._runtime.start(lambda _: self._courier.share(peers, cache)).result(_RECALL_S)
+        self._runtime.start(lambda _: self._transfers.share(peers, cache)).result(_RECALL_S)
 
     def meet(self, *, follows: bool) -> None:
         """Begin to connect to the known peers, once a cache is registered; returns at once.
@@ -105,7 +104,7 @@ class ConnectorWorker:
         Args:
             follows: whether KV events are followed as well; one rank of an engine does, the one that asks.
         """
-        self._runtime.start(lambda runtime: self._courier.meet(runtime, follows))
+        self._runtime.start(lambda runtime: self._transfers.meet(runtime, follows))
 
     def shared(self) -> Iterator[str]:
         """Tell the outcomes of peers' questions since the last call.
@@ -113,8 +112,8 @@ class ConnectorWorker:
         Returns:
             A word for each: the name of a field of `SharingStatistics`.
         """
-        if self._courier.sharing is not None:
-            now = asdict(self._courier.sharing.statistics)
+        if self._transfers.sharing is not None:
+            now = asdict(self._transfers.sharing.statistics)
             for what in ("found", "missed", "busy", "failed", "reclaimed"):
                 yield from [what] * (now[what] - self._shared.get(what, 0))
             self._shared = now
@@ -133,12 +132,12 @@ class ConnectorWorker:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
             TimeoutError: a lease has not ended within 60 s.
         """
-        cache = self._courier.prefix_cache
+        cache = self._transfers.prefix_cache
         read = cache.take(step.reused) if cache is not None and step.reused else []
         if step.recall or read:
-            self._runtime.start(lambda _: self._courier.recall(step, read)).result(_RECALL_S)
+            self._runtime.start(lambda _: self._transfers.recall(step, read)).result(_RECALL_S)
         if step.questions:
-            self._runtime.start(lambda runtime: self._courier.ask(runtime, step.questions))
+            self._runtime.start(lambda runtime: self._transfers.ask(runtime, step.questions))
 
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
         """Start a step's work, once it has been prepared (`prepare`); returns at once.
@@ -153,10 +152,10 @@ class ConnectorWorker:
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
         """
-        if step.cached_blocks and self._courier.prefix_cache is not None:
-            self._courier.prefix_cache.add(step.cached_blocks, ready)
+        if step.cached_blocks and self._transfers.prefix_cache is not None:
+            self._transfers.prefix_cache.add(step.cached_blocks, ready)
         if step != _NOTHING:
-            self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, ready, after))
+            self._runtime.start(lambda runtime: self._transfers.carry_out(runtime, step, ready, after))
 
     def collect(self) -> Results:
         """Take what has ended meanwhile; returns at once.
@@ -167,9 +166,9 @@ class ConnectorWorker:
         Raises:
             BaseException: an error in kvflow itself, from then on with every call.
         """
-        if self._courier.problem is not None:
-            raise self._courier.problem
-        told = self._courier.happened
+        if self._transfers.problem is not None:
+            raise self._transfers.problem
+        told = self._transfers.happened
         happened = tuple(told.popleft() for _ in range(len(told)))
         failed = {entry.request_id: entry for entry in happened if isinstance(entry, LoadFailed)}
         loaded = {entry.request_id for entry in happened if isinstance(entry, Loaded)}
@@ -178,6 +177,6 @@ class ConnectorWorker:
             received=frozenset(loaded | failed.keys()),
             failed=failed,
             sent=frozenset(sent),
-            found=tuple(entry.found for entry in happened if isinstance(entry, Answered)),
+            found={entry.request_id: entry.tickets for entry in happened if isinstance(entry, Answered)},
             happenings=happened,
         )

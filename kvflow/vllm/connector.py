@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -40,7 +40,7 @@ from kvflow.connector.paged_groups import registered
 from kvflow.connector.parameters import OWN_DIALECT
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.settings import needing
-from kvflow.connector.step import Found, Step
+from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent
@@ -105,8 +105,8 @@ class KVFlowNews(KVConnectorWorkerMetadata):
     tickets: tuple[Ticket, ...] = ()
     """Their introductions, after they have registered their caches anew."""
     cards: tuple[bytes, ...] = ()
-    found: tuple[Found, ...] = ()
-    """Answers of peers."""
+    found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
+    """What peers offer to each request that they were asked for."""
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
     """Requests whose prompts differ from what was offered in more than tokens, and must not be computed."""
 
@@ -115,7 +115,7 @@ class KVFlowNews(KVConnectorWorkerMetadata):
         return KVFlowNews(
             self.tickets + others.tickets,
             self.cards + others.cards,
-            self.found + others.found,
+            {**self.found, **others.found},
             self.refused + others.refused,
         )
 
@@ -140,8 +140,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """True for the rank that asks peers for all ranks; a worker's."""
     _pulls = False
     """True if peers are asked for prefixes; a worker's."""
-    _found: tuple[Found, ...] = ()
-    """Answers of peers that have not left with a step's results; a worker's."""
+    _found: Mapping[str, tuple[Ticket, ...]] = {}
+    """As `KVFlowNews.found`, until they leave with a step's results; a worker's."""
     _refused: tuple[tuple[str, PromptMismatch], ...] = ()
     """As `KVFlowNews.refused`, until they leave with a step's results; a worker's."""
     _records = False
@@ -406,7 +406,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._register()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        found, self._found = self._found, ()
+        found, self._found = self._found, {}
         refused, self._refused = self._refused, ()
         if self.has_connector_metadata() and self._step.introduce:
             return KVFlowNews((self._worker.introduction(),), (self._card,), found, refused)
@@ -453,7 +453,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
-        self._found += found.found
+        self._found = {**self._found, **found.found}
         self._refused += found.refused
         self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
         self._stats.data["prefix_runs"] += self._worker.shared()

@@ -18,9 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from kvflow.connector.courier import Answered, Happening, Loaded, LoadFailed
-from kvflow.connector.offers import OfferEnded
 from kvflow.connector.prefix_questions import PrefixOutcome
+from kvflow.connector.transfers import Answered, Happening, Loaded, LoadFailed, OfferEnded
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 
 _SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]

@@ -7,7 +7,7 @@ step that may write there. The pool's own bookkeeping is as it would be without:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,8 +17,9 @@ from kvflow.connector.cached_prompts import CachedPrompts, GroupTablesOf
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import Asking, source_in
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
-from kvflow.connector.step import Found, Step
+from kvflow.connector.step import Step
 from kvflow.core.cache.groups import GroupKind
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError
 from kvflow.hosts import plain_address
 from kvflow.logs import logger_of
@@ -160,12 +161,12 @@ class RequestPrefixes:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
         step.questions = self._asking.take()
 
-    def answered(self, found: Iterable[Found]) -> None:
+    def answered(self, found: Mapping[str, tuple[Ticket, ...]]) -> None:
         """Take answers of peers: what they offer is a request's ticket, or is given back."""
-        for one in found:
-            waits = self._asking.answered(one.request_id, found=bool(one.tickets))
-            if one.tickets:
-                (self._scheduler.adopt if waits else self._scheduler.give_back)(one.request_id, one.tickets)
+        for request_id, tickets in found.items():
+            waits = self._asking.answered(request_id, found=bool(tickets))
+            if tickets:
+                (self._scheduler.adopt if waits else self._scheduler.give_back)(request_id, tickets)
 
     def over(self, request_ids: Iterable[str]) -> None:
         """Give the turns of requests on whose loads have ended, or will not be made."""

@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvflow.connector.cached_prompts import CachedPrompts
-from kvflow.connector.courier import Answered, Happening, Loaded, LoadFailed
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import Asking, PrefixOutcome, source_in
 from kvflow.connector.scheduler import Matched, PagedGroup
-from kvflow.connector.step import CachedBlocks, Found, Question, Step
+from kvflow.connector.step import CachedBlocks, Question, Step
+from kvflow.connector.transfers import Answered, Happening, Loaded, LoadFailed
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.policy.states import ProducerState
 from kvflow.core.protocol.ticket import Ticket
@@ -57,7 +57,7 @@ def share(holder: Engine, blocks: tuple[int, ...]) -> None:
 
 
 def peers_of(engine: Engine) -> PrefixPeers:
-    peers = engine.worker._courier.peers
+    peers = engine.worker._transfers.peers
     assert peers is not None
     return peers
 
@@ -85,9 +85,9 @@ def adopted(reader: Engine, *holders: Engine, cached: int = 0) -> tuple[Ticket, 
     """The request "d" asks these for 8 tokens, and takes what they offer."""
     answer = ask(reader, question(*holders, cached=cached))
     assert answer.outcome is PrefixOutcome.FOUND
-    assert answer.found.tickets
-    reader.scheduler.adopt("d", answer.found.tickets)
-    return answer.found.tickets
+    assert answer.tickets
+    reader.scheduler.adopt("d", answer.tickets)
+    return answer.tickets
 
 
 @pytest.mark.parametrize("cached", [0, 4])
@@ -117,9 +117,9 @@ def test_what_is_reused_before_it_was_read_is_a_miss(pair: Pair) -> None:
     assert reader.scheduler.num_new_matched_tokens("d", 0) == Matched(0, False)
     reader.scheduler.request_finished("d", completed=True)
     again = ask(reader, question(holder, request_id="e"))
-    assert again.found.tickets
-    assert again.found.tickets[0].num_tokens == 4, "the other block is there still"
-    reader.scheduler.give_back("e", again.found.tickets)
+    assert again.tickets
+    assert again.tickets[0].num_tokens == 4, "the other block is there still"
+    reader.scheduler.give_back("e", again.tickets)
     reader.step()
 
 
@@ -297,7 +297,7 @@ def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
     peers.wait_s = 60.0
     answers = (ask(reader, at) for _ in steps())
     answer = next(answer for answer in answers if answer.outcome is PrefixOutcome.FOUND)
-    reader.scheduler.give_back("d", answer.found.tickets)
+    reader.scheduler.give_back("d", answer.tickets)
     reader.step()
 
 
@@ -566,4 +566,3 @@ def test_what_cannot_be_a_source(given: object) -> None:
 def test_what_is_said_of_them(made: Asking) -> None:
     assert repr(made) == "<Asking 0 requests>"
     assert repr(CachedPrompts(BLOCK_SIZE, lambda _: None)) == "<CachedPrompts 0 blocks of 0 requests and former ones>"
-    assert Found(request_id="r").tickets == ()

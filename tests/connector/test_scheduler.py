@@ -216,7 +216,7 @@ def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPa
     connector.update_after_alloc("b", [0, 1, 2], 0)
     connector.request_finished("b", completed=True)
     step = step_of(connector)
-    assert [keep.request_id for keep in step.keep] == ["a", "c", "d", "f"]
+    assert [*step.keep] == ["a", "c", "d", "f"]
     assert step.release == []
 
 
@@ -268,7 +268,7 @@ def test_a_request_that_has_lost_its_picture_is_neither_loaded_nor_computed(ours
     assert list(carried) == prompt[:8]
     with pytest.raises(PromptMismatch):
         check_prompt(receive.tickets[0], carried, "load")
-    assert [keep.request_id for keep in step.keep] == ["right"]
+    assert [*step.keep] == ["right"]
     assert connector.request_finished("r", completed=False) == Finished(True, None)
     step = step_of(connector)
     assert (step.release, step.abandon) == ([], ["r"])
@@ -320,8 +320,8 @@ def test_only_readers_that_wait_elsewhere_are_sent_on() -> None:
         connector, rendezvous = scheduler(), Ticket.rendezvous(known, "name", ttl_s=7.0)
         connector.add(Request("r", 10, producer_params(rendezvous), range(10)))
         step = step_of(connector, ("r", 4))
-        assert [one.awaited for one in step.send_on] == [rendezvous] * sent_on
-        assert [one.instead for one in step.send_on] == [Ticket.rendezvous(INTRODUCTION, "name", ttl_s=7.0)] * sent_on
+        assert [one.at for one in step.decline] == [rendezvous] * sent_on
+        assert [one.instead for one in step.decline] == [Ticket.rendezvous(INTRODUCTION, "name", ttl_s=7.0)] * sent_on
         assert [save.serve_id for save in step.save] == ["name"]
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step) == step
 
@@ -334,7 +334,7 @@ def test_who_is_awaited_has_to_be_a_rendezvous_of_the_prompt(awaited: Any) -> No
     named = {**params, "kvflow": {"rendezvous": "name"}}
     connector = scheduler()
     connector.add(Request("r", 10, named, range(10)))
-    assert step_of(connector, ("r", 10)).send_on == []
+    assert step_of(connector, ("r", 10)).decline == []
 
 
 WAIT, ALL, REST, NOTHING = Matched(None, False), Matched(10, True), Matched(2, True), Matched(0, False)
@@ -368,7 +368,7 @@ def test_samples_wait_for_the_first_load_and_read_what_it_has_left(computed: int
     assert matched(connector) == [NOTHING, WAIT, WAIT]
     step = step_of(connector)
     assert [(receive.request_id, receive.shared) for receive in step.receive] == [("a", True)]
-    assert [keep.request_id for keep in step.keep] == ["b", "c"], "each keeps the lease until it has read"
+    assert [*step.keep] == ["b", "c"], "each keeps the lease until it has read"
     connector.update_from_workers(received=["a"])
     assert matched(connector, computed=computed) == [NOTHING, *[REST if computed else ALL] * 2]
     for name in "bc":
@@ -524,7 +524,7 @@ def test_a_prompt_is_saved_when_complete_and_sent_when_finished() -> None:
     ticket = Ticket.from_params(finished.params)
     assert (ticket.request_id, ticket.block_ids, ticket.num_tokens) == (save.serve_id, (4, 5, 6), 10)
     assert (ticket.engine_id, ticket.ttl_s, ticket.first.lease_id) == ("prefill", 10.0, "")
-    assert [send.request_id for send in step_of(connector).send] == ["r"]
+    assert step_of(connector).send == ["r"]
     connector.withdraw_all()
     assert step_of(connector).withdraw == ["r"], "nobody has the other's ticket"
     assert connector.blocks_held("r")
@@ -874,9 +874,8 @@ class Engine(RuleBasedStateMachine):
             self.out.discard(request_id)
         self.names -= {decline.serve_id for decline in step.decline}
         self.kept -= {release.request_id for release in step.release}
-        for keep in step.keep:
-            assert keep.request_id not in self.kept | self.loads.keys()
-            self.kept.add(keep.request_id)
+        assert not step.keep.keys() & (self.kept | self.loads.keys())
+        self.kept |= step.keep.keys()
         for request_id in step.withdraw:
             self.leases.pop(request_id, None)
         for receive in step.receive:
@@ -912,9 +911,8 @@ class Engine(RuleBasedStateMachine):
                 self.out.add(save.request_id)
         for grow in step.grow:
             self.grow(grow)
-        for send in step.send:
-            assert send.request_id in self.out | {*step.recall, *step.withdraw}
-            self.awaited.add(send.request_id)
+        assert {*step.send} <= self.out | {*step.recall, *step.withdraw}
+        self.awaited.update(step.send)
 
     def grow(self, grow: Grow) -> None:
         lease, request = self.leases.get(grow.request_id), self.alive[grow.request_id].request
@@ -1209,7 +1207,7 @@ def test_a_whole_prompt_is_of_use_where_its_last_token_can_be_computed_again(
     assert connector.num_new_matched_tokens("longer", 0) == Matched(13, True)
     connector.update_after_alloc("r", tables_of(13)[:2], expected.tokens)
     step = step_of(connector)
-    assert [keep.request_id for keep in step.keep] == ["longer"]
+    assert [*step.keep] == ["longer"]
     assert [release.request_id for release in step.release] == ([] if expected.tokens else ["r"])
 
 
@@ -1273,8 +1271,7 @@ def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
     connector = ConnectorScheduler(config, new_secret=lambda: "secret", dialect=dialect)
     connector.introduce(grouped_ticket((), 0, "introduction"))
     connector.add(Request("r", 10, {"do_remote_prefill": True}))
-    (keep,) = step_of(connector).keep
-    assert keep.tickets == (theirs,)
+    assert step_of(connector).keep == {"r": (theirs,)}
     assert connector.num_new_matched_tokens("r", 0) == Matched(10, True)
     with pytest.raises(RequestError, match="odd"):
         connector.add(Request("odd", 10, {"do_remote_prefill": True, "odd": 1}))
@@ -1318,7 +1315,7 @@ def test_tickets_whose_numbers_have_become_doubles_are_taken() -> None:
     params = producer_params(Ticket.rendezvous(INTRODUCTION, "name"))
     connector = scheduler()
     connector.add(Request("r", 8, doubled(params), range(8)))
-    assert step_of(connector, ("r", 8)).send_on == []
+    assert step_of(connector, ("r", 8)).decline == []
     for wrong in (8.5, 2.0**60, float("nan"), float("inf")):
         with pytest.raises(RequestError):
             Ticket.from_params({**ticket.to_params(), "remote_port": wrong})

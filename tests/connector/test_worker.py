@@ -17,12 +17,11 @@ from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache,
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
-from kvflow.connector.courier import Happening, Loaded, LoadFailed
-from kvflow.connector.offers import OfferEnded
 from kvflow.connector.parameters import name_of, params_of_several, producer_params
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
+from kvflow.connector.transfers import Happening, Loaded, LoadFailed, OfferEnded
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.prompts import marked_by_keys
@@ -350,7 +349,7 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt(flows: bool) -> None:
     with settled_afterwards(prefill, decode):
         decode.scheduler.add(Request("d", 7, prefill.flow() if flows else prefill.prefill()))
         if flows:
-            assert [keep.request_id for keep in decode.step().keep] == ["d"]
+            assert [*decode.step().keep] == ["d"]
             prefill.step(("r", 3), blocks=[1])
             prefill.step(("r", 7))
             prefill.complete()
@@ -369,7 +368,7 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
     """However long the step takes that completes the prompt: nobody can have read it before."""
     prefill = pair.prefill
     prefill.compute()
-    offer = next(found for _ in steps() if (found := prefill.worker._courier.offers.get("r")))
+    offer = next(found for _ in steps() if (found := prefill.worker._transfers.saved.get("r")))
     assert offer.lease is not None
     entry = offer.lease._entry
     next(None for _ in steps() if entry.expires_s > entry.offered_s + 3 * CONFIG.limits.seal_hold_s + 3 * 0.3)

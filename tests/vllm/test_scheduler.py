@@ -103,9 +103,9 @@ class Site:
         for grow in step.grow:
             assert grow.request_id in self.offered, f"{grow.request_id} grows, and its lease is over"
             self.offered[grow.request_id] += grow.block_tables[0]
-        for send in step.send:
-            self.offered.pop(send.request_id, None)
-            self.sent.add(send.request_id)
+        for name in step.send:
+            self.offered.pop(name, None)
+            self.sent.add(name)
 
     def _complete(self, name: str) -> bool:
         request = self.scheduler.requests[name]
