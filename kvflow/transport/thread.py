@@ -8,7 +8,7 @@ once. Progress therefore does not depend on the event loop.
 The thread gets Python's lock as any thread does, and nothing on the loop or in the host's process is changed for it.
 Where it waits for the lock is where Python's own calls, and NIXL's, have let go of it; so what a thread does for one
 read is kept to few calls, and it tells what has ended before it lets go of the lock again. Beside a loop that is never
-idle each wait may take a second: docs/decisions/0033-one-thread.md.
+idle each wait may take a second: docs/decisions/0033-bursts-and-threads.md.
 
 The loop side belongs to one event loop. The thread ends when the crank returns None, or raises; then every waiter is
 told, and later calls raise TransportBroken.

@@ -1,4 +1,4 @@
-"""The bench `never-idle`: what an event loop that is never idle costs a load (docs/decisions/0033-one-thread.md).
+"""The bench `never-idle`: what a loop that is never idle costs a load (docs/decisions/0033-bursts-and-threads.md).
 
 A task of the reader's loop computes for as long as a turn takes, lets others run, and begins anew; loads go one after
 the other beside it. For each length of a turn and each switch interval of Python's lock (`sys.setswitchinterval`, the
