@@ -92,7 +92,7 @@ _PURE_OF_CONNECTORS += ("scheduler", "scheduling_config", "cached_prompts", "ste
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
     "prefix": ("keys", "kv_events/batches", "kv_events/prefix_map"),
-    "stock": ("deadline", "hashing", "params", "shape", "texts", "versions", "wire"),
+    "stock": ("deadline", "params", "shape", "texts", "versions", "wire"),
     "storage": ("entry", "index", "placing"),
     "staging": ("whole_blocks",),
     "verify": ("digests",),

@@ -8,6 +8,7 @@ from kvflow.stock.deadline import Arrival, Terms
 from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.metadata import ask_rank
 from kvflow.stock.params import StockTicket
-from kvflow.stock.stock_peers import StockPeers, arrival
+from kvflow.stock.stock_leases import arrival
+from kvflow.stock.stock_peers import StockPeers
 
 __all__ = ["Arrival", "EngineRanks", "StockPeers", "StockTicket", "Terms", "arrival", "ask_rank"]

@@ -65,17 +65,24 @@ class Terms:
 
 
 class DeadlineProof:
-    """Proof of one load's read from a stock producer: it stands where `SealProof` stands for one with a seal.
-
-    `unsent` tells how many messages could not be sent so far.
-    """
+    """Proof of what is read of one rank of a stock producer for one request, where others have a `SealProof`."""
 
     kind = "deadline"
     grows = looking = over = failed = False
     """False, ever: there is nothing to look at, and nothing is told before the end."""
-    __slots__ = ("_beats", "_now_s", "_settled_s", "_terms", "_unsent", "_unsent_before", "asked", "bound_s", "seen_s")
 
-    def __init__(self, arrived_s: float, terms: Terms, now_s: Callable[[], float], unsent: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        arrived_s: float,
+        terms: Terms,
+        now_s: Callable[[], float],
+        unsent: Callable[[], int],
+        *,
+        request_id: str = "",
+        agent: str = "",
+    ) -> None:
+        """`unsent` returns how many messages could not be sent so far; `agent` is the rank's, of its present life."""
+        self.request_id, self.agent = request_id, agent
         self.asked = True
         """True: there is no seal to fetch."""
         self.seen_s = -math.inf

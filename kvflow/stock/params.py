@@ -22,7 +22,7 @@ from kvflow.limits import REQUEST_ID_CHARS_MAX
 from kvflow.stock.deadline import Arrival
 from kvflow.stock.shape import expanded
 from kvflow.stock.texts import can_be_told
-from kvflow.stock.versions import UnknownLine, least_line, line_of
+from kvflow.stock.versions import least_line, line_of
 
 _BLOCK_MAX = (1 << 31) - 1
 
@@ -81,10 +81,7 @@ def read_stock(
     given = checks.mapping(params, "stock params")
     if isinstance(given.get("remote_port"), float):
         given = checks.without_doubles(given)
-    try:
-        line = least_line([key for key in given if isinstance(key, str)])
-    except UnknownLine as error:
-        raise RequestError(f"stock params: {error}") from error
+    line = least_line(given)
     if given.get("do_remote_prefill") is not True:
         raise RequestError("stock params: do_remote_prefill is not true: they do not ask for a load")
     mode = given.get("transfer_mode", "pull")

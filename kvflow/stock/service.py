@@ -8,9 +8,7 @@ it is in every ticket whose ranks are asked for their leases.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from kvflow.checks import counted
 from kvflow.core.bounds import LEASE_ID_CHARS
@@ -26,69 +24,54 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.producer.serving import Serving
 from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.shape import OurCache
-from kvflow.stock.texts import Heartbeat, ReadText, decode_text, is_text
+from kvflow.stock.texts import decode_text, is_text
 from kvflow.stock.versions import Line
 from kvflow.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
 
+if TYPE_CHECKING:
+    from kvflow.stock.stock_peers import StockPeers
+
 logger = logger_of(__name__)
 
-_TALLIES_MAX = 1 << 14
+_TOLD_MAX = 1 << 14
 _NAME_CHARS_SHOWN = 200
 _WARN_AGAIN_S = 1.0
 _NOBODYS = "f" * LEASE_ID_CHARS
 _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
-class Pose(NamedTuple):
-    """Facts about this rank that stock readers are shown."""
-
-    compatibility_hash: str
-    line: Line
-    attn_backend_name: str
-    region_names: tuple[str, ...]
-    ranks: EngineRanks
-    on_late_read: Callable[[str], None] | None
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Readers that have told that they have read, of so many."""
-
-    readers: int
-    told: int = 0
-
-
 class StockService:
     """See `runtime.foreign.Service`: answers for all ranks of its engine, and hears what is told to its own."""
 
     def __init__(
-        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Serving, pose: Pose
+        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Serving, stock: StockPeers
     ) -> None:
+        """ConfigError for a cache that stock readers cannot read."""
         self._clock = context.clock
         self._leases = leases
-        self._pose = pose
+        self._hash = stock.hashes[0]
+        self._ranks = EngineRanks() if stock.ranks is None else stock.ranks
+        self._on_late_read = stock.on_late_read
         self._late_reads = 0
         self._warned_s = -math.inf
-        config, shown = context.config, encode_metadata(shown_of(ours, metadata, pose), pose.line)
-        pose.ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
-        self._tallies = Latest[str, _Tally](_TALLIES_MAX)
-        """Tallies of leases that have been read by some of their readers, by lease id."""
+        config, shown = context.config, encode_metadata(shown_of(ours, metadata, stock), stock.serve_line)
+        self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
+        self._told = Latest[str, tuple[int, int]](_TOLD_MAX)
+        """How many readers there are, and have told, of leases that some of them have read, by lease id."""
         self.refused = 0
         """Questions that had no answer, and texts that said nothing."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
         try:
-            asked = decode_question(question)
-            metadata = None if asked.pp_rank else self._pose.ranks.metadata_of(asked.tp_rank)
+            pp_rank, tp_rank = decode_question(question)
+            metadata = None if pp_rank else self._ranks.metadata_of(tp_rank)
             if metadata is None:
-                raise WireError(
-                    f"pp_rank {asked.pp_rank}, tp_rank {asked.tp_rank}: {self._pose.ranks} has no such rank"
-                )
+                raise WireError(f"pp_rank {pp_rank}, tp_rank {tp_rank}: {self._ranks} has no such rank")
         except WireError as error:
             self.refused += 1
             logger.info("a stock reader's question has no answer: %s", error)
             return None
-        return encode_answer(self._pose.compatibility_hash, metadata, self._clock.now_s())
+        return encode_answer(self._hash, metadata, self._clock.now_s())
 
     def hears(self, payload: bytes) -> bool:
         if not is_text(payload):
@@ -99,10 +82,10 @@ class StockService:
             self.refused += 1
             logger.info("dropped a stock reader's notification: %s", error)
             return True
-        if isinstance(heard, Heartbeat):
-            self._renew(heard.request_ids)
+        if heard.readers:
+            self._read(heard.request_ids[0], heard.readers)
         else:
-            self._read(heard)
+            self._renew(heard.request_ids)
         return True
 
     def _renew(self, request_ids: tuple[str, ...]) -> None:
@@ -111,24 +94,20 @@ class StockService:
         for lease_id in leased:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
-    def _read(self, heard: ReadText) -> None:
+    def _read(self, request_id: str, readers: int) -> None:
         """Count one reader's report. Readers do not say who they are, so only their number is known."""
-        lease_id = self._leases.lease_id_of(heard.request_id)
-        tally = _Tally(heard.readers)
+        lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:
-            self._note_late(heard.request_id)
-        else:
-            tally = self._tallies.setdefault(lease_id, tally)
-        if tally.readers != heard.readers:
+            self._note_late(request_id)
+        known, told = self._told.pop(lease_id or "", (readers, 0))
+        told += known == readers
+        if lease_id is not None and told < known:
+            self._told[lease_id] = known, told
+        if known != readers:
             self.refused += 1
-            logger.info("stock readers of one request say that they are %s, and %s", tally.readers, heard.readers)
+            logger.info("stock readers of one request say that they are %s, and %s", known, readers)
             return
-        tally.told += 1
-        if lease_id is not None and tally.told >= tally.readers:
-            del self._tallies[lease_id]
-        message = ReadDone(
-            lease_ids=(lease_id or _NOBODYS,), reader=f"stock {tally.told}", numerator=1, denominator=heard.readers
-        )
+        message = ReadDone(lease_ids=(lease_id or _NOBODYS,), reader=f"stock {told}", numerator=1, denominator=readers)
         self._leases.on_notification(codec.encode(message))
 
     def _note_late(self, request_id: str) -> None:
@@ -147,16 +126,16 @@ class StockService:
                 request_id[:_NAME_CHARS_SHOWN],
                 counted(self._late_reads, "such read"),
             )
-        if self._pose.on_late_read is not None:
+        if self._on_late_read is not None:
             try:
-                self._pose.on_late_read(request_id)
+                self._on_late_read(request_id)
             except Exception as error:
                 if says:
                     logger.error("on_late_read failed", exc_info=error)
 
 
-def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMetadata:
-    """Our rank as a stock reader expects one. ConfigError for a cache that it cannot read."""
+def shown_of(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
+    """Return our rank as a stock reader expects one. ConfigError for a cache that it cannot read."""
     for one in ours.sets:
         if one.regions.parts not in (("KV",), ("latent",)):
             parts = one.regions.parts
@@ -164,11 +143,11 @@ def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMe
     if len(counts := {one.regions.num_blocks for one in ours.sets}) > 1:
         raise ConfigError(f"stock serve_version: blocks by group: {sorted(counts)}: stock readers take one number")
     regions, layers = ours.regions, sorted(ours.layers)
-    if pose.region_names and len(pose.region_names) != len(layers):
+    if stock.region_names and len(stock.region_names) != len(layers):
         raise ConfigError(
-            f"stock region_names: {len(pose.region_names)}, expected one for each of {counted(len(layers), 'layer')}"
+            f"stock region_names: {len(stock.region_names)}, expected one for each of {counted(len(layers), 'layer')}"
         )
-    names = dict(zip(layers, pose.region_names, strict=False))
+    names = dict(zip(layers, stock.region_names, strict=False))
     tables = [ours.sets[which].regions for which, _ in (region.at for region in regions)]
     first = ours.sets[0].regions
     return StockMetadata(
@@ -179,10 +158,10 @@ def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMe
         num_blocks=first.num_blocks,
         block_lens=[table.block_size_bytes for table in tables],
         block_strides=[int(table.strides[region.at[1]]) for table, region in zip(tables, regions, strict=True)],
-        kv_cache_layout=_layout_name(first, pose.line),
+        kv_cache_layout=_layout_name(first, stock.serve_line),
         block_size=first.block.tokens,
         ssm_sizes=(0, 0),
-        attn_backend_name=pose.attn_backend_name,
+        attn_backend_name=stock.attn_backend_name,
         physical_blocks_per_logical_kv_block=1,
         region_num_blocks=[first.num_blocks] * len(regions),
         region_group_ids=[region.group for region in regions],

@@ -24,11 +24,13 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX
-from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.messages import RegionTable, SealLocation
+from kvflow.errors import ConfigError, PeerIncompatible
 from kvflow.limits import SEAL_HOLD_S_MAX
-from kvflow.stock.wire import Shown, StockMetadata
+from kvflow.stock.wire import StockMetadata
 
 HEADS_FIRST = ("LBHNC", "HND")
 TOKENS_FIRST = ("LBNHC", "NHD")
@@ -38,10 +40,6 @@ _LAYOUTS = (*HEADS_FIRST, *TOKENS_FIRST)
 _MEMORY = {"DRAM": "cpu", "VRAM": "cuda"}
 _NUMBER = re.compile(r"\d+")
 _NO_SEALS = SealLocation(address=1, count=1, hold_s=SEAL_HOLD_S_MAX)
-
-
-class Unfit(Exception):
-    """A stock rank whose cache we cannot read, or that cannot read ours: what, ours and theirs."""
 
 
 class OurSet(NamedTuple):
@@ -115,28 +113,30 @@ def _stock_order(layer: tuple[int, int, int]) -> tuple[bool, int, int]:
 
 
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
-    """Unfit if our cache is not one that is exchanged with stock engines."""
+    """Return our cache as stock ones are compared with it. ConfigError if it is not exchanged with stock engines."""
+    what = "stock peers: our cache"
     if any(share.part for share in shares) or any(group.kind is GroupKind.STATE for group in groups):
-        raise Unfit("our cache: state per request is not exchanged with stock engines, attention is")
+        raise ConfigError(f"{what}: state per request is not exchanged with stock engines, attention is")
     if len(sizes := {group.block_size for group in groups}) > 1:
-        raise Unfit(f"our cache: groups with block sizes {sorted(sizes)}: stock engines say one size")
+        raise ConfigError(f"{what}: groups with block sizes {sorted(sizes)}: stock engines say one size")
     if shares[0].pp_size != 1:
-        raise Unfit(f"our cache: pp_size {shares[0].pp_size}: only 1 is exchanged with stock engines")
+        raise ConfigError(f"{what}: pp_size {shares[0].pp_size}: only 1 is exchanged with stock engines")
     return OurCache(tuple(map(OurSet, shares, regions)), tuple(groups))
 
 
-def metadata_of(shown: Shown, agent: str, ours: OurCache, *, rank: Rank, sizes: tuple[int, int]) -> messages.Metadata:
-    """A stock rank as `messages.Metadata`, to be judged as any other. Unfit, or WireError, names what cannot be.
+def metadata_of(
+    at: Address, found: StockMetadata, agent: str, ours: OurCache, *, sizes: tuple[int, int]
+) -> messages.Metadata:
+    """Return a stock rank's metadata as a rank of ours tells it, to be judged like that. Raises PeerIncompatible.
 
-    `sizes` are how many tensor-parallel ranks and pipeline stages its engine has.
+    `sizes`: how many tensor-parallel ranks and pipeline stages its engine has.
     """
     tp_size, pp_size = sizes
-    found = shown.metadata
     if problems := unread(found):
-        raise Unfit("; ".join(problems))
-    place_of = _places(found, ours, whole=pp_size == 1)
-    device_kind, device_index = _device(found, ours)
-    num_blocks, strides = _num_blocks(found), found.block_strides or found.block_lens
+        raise at.failure(PeerIncompatible, "; ".join(problems))
+    place_of = _places(at, found, ours, whole=pp_size == 1)
+    device_kind, device_index = _device(at, found, ours)
+    num_blocks, strides = _num_blocks(at, found), found.block_strides or found.block_lens
     shares: list[CacheShare] = []
     tables: list[RegionTable] = []
     for which, one in enumerate(ours.sets):
@@ -148,13 +148,13 @@ def metadata_of(shown: Shown, agent: str, ours: OurCache, *, rank: Rank, sizes: 
         if not held:
             continue
         places = [place for _, place in held]
-        heads = _heads(found, one, places)
+        heads = _heads(at, found, one, places)
         shares.append(
             msgspec.structs.replace(
                 one.share,
-                tp_rank=rank.tp,
+                tp_rank=at.rank.tp,
                 tp_size=tp_size,
-                pp_rank=rank.pp,
+                pp_rank=at.rank.pp,
                 pp_size=pp_size,
                 layers=tuple(layer for layer, _ in held),
                 kv_heads=heads,
@@ -185,10 +185,10 @@ def metadata_of(shown: Shown, agent: str, ours: OurCache, *, rank: Rank, sizes: 
     )
 
 
-def check_tp_size(share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
-    """Unfit unless an engine of whose first rank this is a share has, or may well have, as many ranks as it says.
+def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
+    """Raise PeerIncompatible unless the first rank's `share` proves how many ranks its engine is said to have.
 
-    `known` are the sizes that this engine was told of: heads that are on several ranks prove none.
+    Sizes in `known`, which this engine was told of, need no proof: heads that are on several ranks prove none.
     """
     mine = next(one for one in ours.sets if not {*one.share.layers}.isdisjoint(share.layers))
     kv_heads, tp_size, model = share.kv_heads, share.tp_size, mine.model_kv_heads
@@ -197,18 +197,20 @@ def check_tp_size(share: CacheShare, ours: OurCache, known: Collection[int]) -> 
     if not share.latent and model and kv_heads * tp_size == model:
         return
     proof = f"a rank with {counted(kv_heads, 'head')} of {model or 'so many'} does not prove it"
-    raise Unfit(f"tp_size: the parameters say {tp_size}, {proof}: name it among the known ones (stock_tp_sizes)")
+    why = f"tp_size: the parameters say {tp_size}, {proof}: name it among the known ones (stock_tp_sizes)"
+    raise at.failure(PeerIncompatible, why)
 
 
-def check_stage(pp_rank: int, pp_size: int, held: Collection[int], ours: OurCache) -> None:
-    """Unfit unless an engine whose stages before this one hold these layers has another stage; or none, as the last.
+def stage_problem(pp_rank: int, pp_size: int, held: Collection[int], ours: OurCache) -> str:
+    """Return why an engine cannot have `pp_size` stages if those before `pp_rank` hold the layers `held`; "" if it can.
 
-    `pp_rank` is `pp_size` for the stage behind the last one, which is not to be there.
+    If `pp_rank` is `pp_size`, no layer may be missing.
     """
     missing = sorted(ours.layers - set(held))
     if bool(missing) != (pp_rank < pp_size):
         found = f"{pp_rank} of its stages have all but {missing[:8]}" if missing else f"{pp_rank} have all layers"
-        raise Unfit(f"pp_size: the parameters say {pp_size}, {found}")
+        return f"pp_size: the parameters say {pp_size}, {found}"
+    return ""
 
 
 def expanded(ids: Sequence[int], split: int) -> tuple[int, ...]:
@@ -231,38 +233,41 @@ def unread(found: StockMetadata) -> list[str]:
     return [problem for problem, found_so in problems.items() if found_so]
 
 
-def _places(found: StockMetadata, ours: OurCache, *, whole: bool) -> dict[int, int]:
-    """Regions of theirs by the address of ours. Unfit unless they are laid out alike.
+def _places(at: Address, found: StockMetadata, ours: OurCache, *, whole: bool) -> dict[int, int]:
+    """Return their regions by the address of ours. Raises PeerIncompatible unless they are laid out alike.
 
     A stage of several (not `whole`) has some of the layers.
     """
-    regions = _regions_of(found, ours.regions, whole=whole)
+    regions = _regions_of(at, found, ours.regions, whole=whole)
     groups = [region.group for region in regions]
     shown = found.region_group_ids
     if shown is None and set(groups) != {0}:
-        raise Unfit(f"groups: ours {len(ours.groups)}, theirs are not said (vLLM before 0.30)")
+        why = f"groups: ours {len(ours.groups)}, theirs are not said (vLLM before 0.30)"
+        raise at.failure(PeerIncompatible, why)
     if shown is not None and shown != groups:
-        raise Unfit(f"groups of regions: ours {_text(groups)}, theirs {_text(shown)}")
+        raise at.failure(PeerIncompatible, f"groups of regions: ours {_text(groups)}, theirs {_text(shown)}")
     return {ours.base_of(*region.at): place for place, region in enumerate(regions)}
 
 
-def _regions_of(found: StockMetadata, regions: Sequence[OurRegion], *, whole: bool) -> Sequence[OurRegion]:
-    """Our region for each of theirs: they name their first layers, or are in our order where they have no names."""
+def _regions_of(at: Address, found: StockMetadata, regions: Sequence[OurRegion], *, whole: bool) -> Sequence[OurRegion]:
+    """Return our region for each of theirs, which name their first layers or, without names, are in our order."""
     count = len(found.kv_caches_base_addr)
     if whole and count != len(regions):
-        raise Unfit(f"layers: ours {len(regions)}, theirs {counted(count, 'region')}")
+        raise at.failure(PeerIncompatible, f"layers: ours {len(regions)}, theirs {counted(count, 'region')}")
     if found.region_names is None:
         if not whole:
-            raise Unfit("layers: a pipeline stage has to name its layers (vLLM 0.30 and later)")
+            why = "layers: a pipeline stage has to name its layers (vLLM 0.30 and later)"
+            raise at.failure(PeerIncompatible, why)
         return regions
     names = [_NUMBER.findall(name) for name in found.region_names]
     if any(len(one) != 1 for one in names):
-        raise Unfit(f"layers: {found.region_names[0][:80]!a} and others have not one number each")
+        why = f"layers: {found.region_names[0][:80]!a} and others have not one number each"
+        raise at.failure(PeerIncompatible, why)
     numbers, by_number = [int(one[0]) for one in names], {region.number: region for region in regions}
     twice = len(by_number) < len(regions) or len(set(numbers)) < len(numbers)
     if twice or not set(numbers) <= by_number.keys() or (whole and len(numbers) < len(regions)):
         what = f"ours {_text([region.number for region in regions])}, theirs {_text(numbers)}"
-        raise Unfit(f"layers: {what}: regions are named by their first layers")
+        raise at.failure(PeerIncompatible, f"layers: {what}: regions are named by their first layers")
     return [by_number[number] for number in numbers]
 
 
@@ -270,16 +275,17 @@ def _text(numbers: Collection[int]) -> str:
     return f"{len(numbers)} ({few(numbers, 16)})"
 
 
-def _heads(found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:
-    """KV heads of one rank, for these of its regions. Unfit if they differ, or have no whole number of heads."""
+def _heads(at: Address, found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:
+    """Return the KV heads of a rank by its regions at `places`. PeerIncompatible if they differ, or are not whole."""
     sizes = {found.block_lens[place] for place in places}
     if len(sizes) > 1:
-        raise Unfit(f"block_lens: theirs {sorted(sizes)[:8]} for layers that are alike here")
+        why = f"block_lens: theirs {sorted(sizes)[:8]} for layers that are alike here"
+        raise at.failure(PeerIncompatible, why)
     (size,) = sizes
     heads, rest = divmod(size, found.block_size * ours.head_bytes)
     if rest or not heads:
         what = f"ours {counted(ours.head_bytes, 'byte')} for a head of a token, theirs {size} for a block"
-        raise Unfit(f"block_len: {what} of {counted(found.block_size, 'token')}")
+        raise at.failure(PeerIncompatible, f"block_len: {what} of {counted(found.block_size, 'token')}")
     return heads
 
 
@@ -290,17 +296,18 @@ def _block(found: StockMetadata, ours: OurSet, heads: int) -> BlockShape:
     return BlockShape(tokens, heads, run, heads * run, run)
 
 
-def _num_blocks(found: StockMetadata) -> int:
+def _num_blocks(at: Address, found: StockMetadata) -> int:
     counts = set(found.region_num_blocks or [found.num_blocks])
     if len(counts) != 1:
-        raise Unfit(f"region_num_blocks: theirs {sorted(counts)[:8]}: all are equal where they are read")
+        why = f"region_num_blocks: theirs {sorted(counts)[:8]}: all are equal where they are read"
+        raise at.failure(PeerIncompatible, why)
     return counts.pop()
 
 
-def _device(found: StockMetadata, ours: OurCache) -> tuple[str, int]:
+def _device(at: Address, found: StockMetadata, ours: OurCache) -> tuple[str, int]:
     here = ours.sets[0].regions.device.kind
     kinds = {_MEMORY.get(kind, kind[:20]) for kind in found.region_mem_types or ()} or {here}
     if len(kinds) != 1:
-        raise Unfit(f"regions in several kinds of memory: {sorted(kinds)}")
+        raise at.failure(PeerIncompatible, f"regions in several kinds of memory: {sorted(kinds)}")
     kind = kinds.pop()
     return kind, found.device_id if kind == "cuda" else 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from time import CLOCK_BOOTTIME, clock_gettime
+from functools import partial
 
 from kvflow import checks
 from kvflow.config import RANKS_MAX
-from kvflow.core.cache.tensors import NAME_CHARS_MAX
+from kvflow.core.cache.tensors import NAME_CHARS_MAX, NAMED_LAYERS_MAX
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
@@ -19,34 +18,13 @@ from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.producer.serving import Serving
-from kvflow.stock.deadline import Arrival, Terms
+from kvflow.stock.deadline import Terms
 from kvflow.stock.engine_ranks import EngineRanks
-from kvflow.stock.hashing import HASH
-from kvflow.stock.service import Pose, StockService
-from kvflow.stock.shape import OurCache, Unfit, our_cache
-from kvflow.stock.sights import Sights
-from kvflow.stock.stock_handshake import Known, StockHandshakes
+from kvflow.stock.service import StockService
+from kvflow.stock.shape import our_cache
+from kvflow.stock.stock_handshake import StockHandshakes
 from kvflow.stock.stock_resolver import StockResolver
-from kvflow.stock.versions import Line, UnknownLine, line_of
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def machine_id() -> str:
-    """Name of this run of this machine: processes that have the same one have the same clock."""
-    try:
-        return _BOOT_ID.read_text("ascii").strip()
-    except OSError:
-        return ""
-
-
-def arrival() -> Arrival:
-    """The moment at which parameters have come, for `StockTicket.arrived`.
-
-    Returns:
-        Now, on this machine's clock.
-    """
-    return Arrival(machine_id(), clock_gettime(CLOCK_BOOTTIME))
+from kvflow.stock.versions import HASH, Line, line_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,37 +57,31 @@ class StockPeers(Foreign):
     """Called, on the runtime's loop, with each request that a reader says to have read when its lease was over."""
 
     def __post_init__(self) -> None:
+        listed = partial(checks.instances, least=0, most=NAMED_LAYERS_MAX, error=ConfigError)
         checks.flag(self.learn_hash, "stock learn_hash", error=ConfigError)
-        needed = not self.learn_hash or self.serve_version != ""
-        if not isinstance(self.hashes, tuple) or (needed and not self.hashes):
-            raise ConfigError(f"stock hashes: expected one or more, got {checks.shown(self.hashes)}")
-        for one in self.hashes:
-            if not isinstance(one, str) or not HASH.fullmatch(one):
-                raise ConfigError(f"stock hashes: expected 64 hexadecimal digits, got {checks.shown(one)}")
         checks.instance(self.terms, Terms, "stock terms", error=ConfigError)
-        for name in ("tp_sizes", "region_names"):
-            if not isinstance(getattr(self, name), tuple | list):
-                raise ConfigError(f"stock {name}: expected a tuple, got {checks.shown(getattr(self, name))}")
-        for size in self.tp_sizes:
+        for name in ("serve_version", "attn_backend_name"):
+            checks.text(getattr(self, name), f"stock {name}", most=NAME_CHARS_MAX, error=ConfigError)
+        for one in listed(self.hashes, "stock hashes", kind=str):
+            if not HASH.fullmatch(one):
+                raise ConfigError(f"stock hashes: expected 64 hexadecimal digits, got {checks.shown(one)}")
+        if not self.hashes and (self.serve_version or not self.learn_hash):
+            raise ConfigError("stock hashes: expected one or more, got none")
+        for size in listed(self.tp_sizes, "stock tp_sizes", kind=int):
             checks.whole(size, "stock tp_sizes", least=1, most=RANKS_MAX, error=ConfigError)
+        for name in listed(self.region_names, "stock region_names", kind=str):
+            checks.text(name, "stock region_names", most=NAME_CHARS_MAX, error=ConfigError)
         if self.ranks is not None:
             checks.instance(self.ranks, EngineRanks, "stock ranks", error=ConfigError)
         if self.on_late_read is not None and not callable(self.on_late_read):
             raise ConfigError(f"stock on_late_read: expected a function, got {checks.shown(self.on_late_read)}")
-        for name in ("serve_version", "attn_backend_name"):
-            checks.text(getattr(self, name), f"stock {name}", most=NAME_CHARS_MAX, error=ConfigError)
-        for name in self.region_names:
-            checks.text(name, "stock region_names", most=NAME_CHARS_MAX, error=ConfigError)
         if self.serve_version:
-            _ = self.serve_line
+            line_of(self.serve_version, ConfigError)
 
     @property
     def serve_line(self) -> Line:
-        """Line of versions whose readers are served. ConfigError if they are not spoken with."""
-        try:
-            return line_of(self.serve_version)
-        except UnknownLine as error:
-            raise ConfigError(f"stock serve_version: {error}") from error
+        """Line of versions whose readers are served."""
+        return line_of(self.serve_version, ConfigError)
 
     def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> StockHandshakes:
         """For the runtime: see `runtime.foreign.Foreign`.
@@ -125,9 +97,7 @@ class StockPeers(Foreign):
         Raises:
             ConfigError: the cache is not exchanged with stock engines.
         """
-        known = Known(frozenset(self.hashes), self.learn_hash, frozenset(self.tp_sizes))
-        sights = Sights(self.terms, machine_id(), context)
-        return StockHandshakes(context, local, own, _our_cache(local), known, sights)
+        return StockHandshakes(context, local, own, self)
 
     def resolver(self, context: RankContext, peers: Peers, own: Reach) -> StockResolver:
         """For the runtime: see `runtime.foreign.Foreign`.
@@ -170,14 +140,5 @@ class StockPeers(Foreign):
         if config.tp_size > 1 and self.ranks is None:
             why = f"tp_size is {config.tp_size}: one rank answers for all, so StockPeers needs `ranks` (EngineRanks)"
             raise ConfigError(f"stock serve_version: {why}")
-        ranks = EngineRanks() if self.ranks is None else self.ranks
-        shown = self.hashes[0], self.serve_line, self.attn_backend_name, self.region_names
-        pose = Pose(*shown, ranks, self.on_late_read)
-        return StockService(context, _our_cache(local), metadata, leases, pose)
-
-
-def _our_cache(local: LocalRank) -> OurCache:
-    try:
-        return our_cache(local.cache_shares, local.regions, local.groups)
-    except Unfit as error:
-        raise ConfigError(f"stock peers: {error}") from error
+        ours = our_cache(local.cache_shares, local.regions, local.groups)
+        return StockService(context, ours, metadata, leases, self)

@@ -3,12 +3,17 @@
 The first rank is asked before any other, because a question about a rank that does not exist ends the engine's
 listener: what it shows has to confirm the number of ranks that the parameters claim. Each stage of a pipeline confirms
 the next one in the same way: there is one only where layers are missing.
+
+An engine of our own make may be met as a stock one, if a router has dropped the part of kvflow from its parameters. Its
+ranks are asked for what the parameters do not say, and the seals of their leases prove the read as ever. Only the
+prompt cannot be compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,19 +21,17 @@ import msgspec
 from kvflow.checks import counted
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PeerIncompatible
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import Peer, Source
+from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.stock.own_engines import reach_kin
 from kvflow.stock.params import StockTicket, is_stock, needed_blocks, read_stock
-from kvflow.stock.shape import Unfit, check_stage
-from kvflow.stock.sights import Sight
-from kvflow.stock.stock_handshake import KinConnection, StockConnection, StockHandshakes, Whereabouts
-from kvflow.stock.telling import StockSource
-from kvflow.stock.texts import read_text
+from kvflow.stock.shape import stage_problem
+from kvflow.stock.stock_handshake import StockHandshakes, peer_address
+from kvflow.stock.stock_leases import StockConnection, StockRequest
 
 
 class StockResolver:
@@ -38,12 +41,12 @@ class StockResolver:
         self._block_ids_max = context.config.limits.block_ids_max
         self._peers = peers
         self._own = own
-        self._sights = handshakes.sights
+        self._leases = handshakes.leases
         self._handshakes = handshakes
 
     def read_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """The ticket, checked even if it was read before, since anybody can make one. Raises RequestError."""
-        lease_s, most = self._sights.terms.lease_s, self._block_ids_max
+        """Return the ticket, checked even if it was read before, since anybody can make one. Raises RequestError."""
+        lease_s, most = self._leases.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
             if not isinstance(ticket, Mapping) or not is_stock(ticket):
                 return self._own.read_ticket(ticket)
@@ -59,21 +62,36 @@ class StockResolver:
         """See `Reach.reach`. LeaseExpired, too, for what has been read here already."""
         if not isinstance(ticket, StockTicket):
             return await self._own.reach(ticket, found)
-        sight = self._sights.of(ticket)
-        where = Whereabouts(ticket.address, ticket.tp_size, ticket.pp_size)
+        request = self._leases.request_of(ticket)
         sources: list[Source] = []
-        async with aclosing(self._ranks(where, ticket)) as ranks:
+        async with aclosing(self._ranks(ticket)) as ranks:
             async for peer, connection in ranks:
-                if isinstance(connection, KinConnection):
-                    return await reach_kin(self._peers, self._own, ticket, connection, found)
+                if connection.own is not None:
+                    return await self._reach_own(ticket, *connection.own, found)
                 if connection.report_share.numerator:
-                    sources.append(self._source(ticket, sight, peer, connection))
+                    sources.append(self._source(ticket, request, peer, connection))
                     found(sources[-1])
         return sources
 
-    def _source(self, ticket: StockTicket, sight: Sight, peer: Peer, connection: StockConnection) -> StockSource:
-        """A connected rank, and which of its blocks are read. Raises as `needed_blocks` and `Sights.deadline_of` do."""
-        deadline = self._sights.deadline_of(sight, peer, connection.agent, ticket)
+    async def _reach_own(
+        self, ticket: StockTicket, rank: Rank, incarnation: str, found: Callable[[Source], None]
+    ) -> list[Source]:
+        """Reach an engine of our own make by its first rank. Raises as `Reach.reach` does."""
+        peer = self._peers.get(Address(ticket.engine_id, rank, ticket.address))
+        connection = await self._peers.connect(peer, incarnation, ticket.request_id)
+        own = self._own.read_ticket(_own_ticket(ticket, rank, connection))
+        first, more = own.block_ids, own.more_block_ids
+        sources = []
+        for source in await self._own.reach(own, found):
+            lease = source.lease
+            if lease.block_ids is None:
+                lease = msgspec.structs.replace(lease, block_ids=first, more_block_ids=more)
+            sources.append(replace(source, lease=lease))
+        return sources
+
+    def _source(self, ticket: StockTicket, request: StockRequest, peer: Peer, connection: StockConnection) -> Source:
+        """Return a rank, and which of its blocks are read. Raises as `needed_blocks` and `StockLeases.proof_of` do."""
+        proof = self._leases.proof_of(request, ticket, peer, connection.agent)
         count, split = sum(map(len, ticket.block_tables)), connection.split
         if count * split > self._block_ids_max:
             most = f"at most {self._block_ids_max} in all (limits.block_ids_max)"
@@ -83,41 +101,38 @@ class StockResolver:
         lease = msgspec.structs.replace(
             ticket.first, pp_rank=rank.pp, tp_rank=rank.tp, block_ids=tables[0], more_block_ids=tables[1:]
         )
-        text = read_text(ticket.request_id, connection.reporters)
-        return StockSource(peer, connection, lease, 0, deadline, sight=sight, text=text)
+        return Source(peer, connection, lease, 0, proof)
 
-    async def _ranks(self, where: Whereabouts, ticket: StockTicket) -> AsyncGenerator[tuple[Peer, StockConnection]]:
-        """The ranks that concern us, and each stage's first one: connected, in an order in which each is there.
+    async def _ranks(self, ticket: StockTicket) -> AsyncGenerator[tuple[Peer, StockConnection]]:
+        """Yield the ranks that concern us, and each stage's first one: connected, in an order in which each is there.
 
         PeerIncompatible for an engine that has more stages, or fewer, than it is said to.
         """
         ranks: Sequence[Rank] = ()
         held: set[int] = set()
-        for stage in range(where.pp_size):
-            at = where.of_rank(ticket.engine_id, Rank(0, stage, 0))
+        for stage in range(ticket.pp_size):
+            at = peer_address(ticket, Rank(0, stage, 0))
             if stage:
-                self._check_stage(at, stage, where, held)
+                self._check_stage(at, stage, ticket.pp_size, held)
             peer, connection = await self._connect(at)
             yield peer, connection
             held |= {layer for layers in connection.layers.values() for layer in layers}
-            if not stage and where.tp_size * where.pp_size > 1:
+            if not stage and ticket.tp_size * ticket.pp_size > 1:
                 ranks = self._own.ranks_of(connection.parallelism, 0, f"stock request {ticket.request_id!r}")
             for rank in ranks:
                 if rank.pp == stage and rank.tp:
-                    yield await self._connect(where.of_rank(ticket.engine_id, rank))
-        if where.pp_size > 1:
-            self._check_stage(at, where.pp_size, where, held)
+                    yield await self._connect(peer_address(ticket, rank))
+        if ticket.pp_size > 1:
+            self._check_stage(at, ticket.pp_size, ticket.pp_size, held)
 
-    def _check_stage(self, at: Address, stage: int, where: Whereabouts, held: Collection[int]) -> None:
-        try:
-            check_stage(stage, where.pp_size, held, self._handshakes.ours)
-        except Unfit as error:
-            misfit = at.failure(PeerIncompatible, str(error))
-            self._peers.note_incompatible(misfit)
-            raise misfit from error
+    def _check_stage(self, at: Address, stage: int, pp_size: int, held: Collection[int]) -> None:
+        if problem := stage_problem(stage, pp_size, held, self._handshakes.ours):
+            error = at.failure(PeerIncompatible, problem)
+            self._peers.note_incompatible(error)
+            raise error
 
     async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
-        """A rank that lives, as far as it has shown lately: a process that is gone may have left its number."""
+        """Connect a rank that lives, as far as it has shown lately: a process that is gone may have left its port."""
         peer = self._peers.get(at)
         connection = await self._peers.connect(peer, None)
         assert isinstance(connection, StockConnection), "by its address"
@@ -126,3 +141,31 @@ class StockResolver:
             connection = await self._peers.connect(self._peers.get(at), None)
             assert isinstance(connection, StockConnection), "by its address"
         return peer, connection
+
+
+def _own_ticket(ticket: StockTicket, rank: Rank, connection: Connection) -> Ticket:
+    """Return the ticket of an offer as far as the parameters tell; the ranks are asked for the rest."""
+    groups, cut = connection.groups, connection.parallelism
+    size, num_tokens = groups[0].block_size, ticket.num_tokens
+    padding = -(-(num_tokens + ticket.left) // size) + num_tokens // -size
+    first, *more = (ids[: len(ids) - padding] for ids in ticket.block_tables)
+    return Ticket(
+        engine_id=ticket.engine_id,
+        request_id=ticket.request_id,
+        block_ids=first,
+        more_block_ids=tuple(more),
+        num_tokens=num_tokens,
+        ttl_s=ticket.ttl_s,
+        tp_size=cut.tp_size,
+        pp_size=cut.pp_size,
+        dp_rank=rank.dp,
+        block_size=cut.block_size,
+        kv_heads=cut.kv_heads,
+        model_kv_heads=cut.model_kv_heads,
+        more_kinds=cut.more,
+        groups=connection.told_groups,
+        fixed_ports=True,
+        traceparent="",
+        prompt_digest="",
+        ranks=(RankLease.unasked(rank, connection.incarnation, ticket.first.host, ticket.first.port),),
+    )

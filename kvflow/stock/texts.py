@@ -27,17 +27,12 @@ a spare behind them."""
 _HEARD_IDS_MAX = 1 << 14
 
 
-class ReadText(NamedTuple):
-    """Report that one of `readers` of this rank needs the request's blocks no more."""
-
-    request_id: str
-    readers: int
-
-
-class Heartbeat(NamedTuple):
-    """Report that the blocks of these requests are still needed."""
+class ReaderText(NamedTuple):
+    """What a stock reader reports: a request that it has read, or the requests whose blocks it still needs."""
 
     request_ids: tuple[str, ...]
+    readers: int = 0
+    """Number of readers of this rank, of which one has read; 0 of a heartbeat."""
 
 
 def is_text(payload: bytes) -> bool:
@@ -74,7 +69,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
         yield (_HEARTBEAT + ",".join(some)).encode()
 
 
-def decode_text(payload: bytes) -> ReadText | Heartbeat:
+def decode_text(payload: bytes) -> ReaderText:
     """Decode a stock reader's text, with request ids as they are here. WireError for anything else."""
     if len(payload) > HEARD_BYTES_MAX:
         raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {HEARD_BYTES_MAX}")
@@ -91,10 +86,10 @@ def decode_text(payload: bytes) -> ReadText | Heartbeat:
         names = tuple(dict.fromkeys(map(bare_id, ids)))
         if not all(map(can_be_told, names)):
             raise WireError(f"a heartbeat that cannot be, for {counted(len(names), 'request')}")
-        return Heartbeat(names)
+        return ReaderText(names)
     told, separator, count = text.rpartition(":")
     request_id = bare_id(told)
     plain = separator and count.isdigit() and len(count) <= len(str(RANKS_MAX))
     if not plain or not can_be_told(request_id) or not 1 <= int(count) <= RANKS_MAX:
         raise WireError(f"{text[:80]!a} says not what was read, and by how many")
-    return ReadText(request_id, int(count))
+    return ReaderText((request_id,), int(count))

@@ -7,33 +7,27 @@ refused by name: an older listener dies of our question, and a later one may mea
 
 from __future__ import annotations
 
-import enum
+import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from kvflow.checks import ErrorKind
+from kvflow.errors import RequestError
 
-class Counting(enum.StrEnum):
-    """Number of readers that a reader reports. The producer's rank waits for as many notifications."""
-
-    ENGINE = "engine"
-    """Number of the tensor-parallel ranks that the reader's engine has."""
-    RANK = "rank"
-    """Number of those that read from that rank."""
+HASH = re.compile("[0-9a-f]{64}")
+"""A compatibility hash: one digest of what two stock engines compare before they believe anything else."""
 
 
 class Line(NamedTuple):
     """One release line."""
 
     version: str
-    protocol: int
-    """NIXL_CONNECTOR_VERSION of the line, which only the compatibility hash has."""
-    counting: Counting
+    counts_engine: bool
+    """True if a reader reports how many tensor-parallel ranks its engine has; False: how many read from that rank."""
     metadata: tuple[str, ...]
     """The fields of a rank's metadata, in order."""
     params: tuple[str, ...]
     """The keys of `kv_transfer_params` that a producer makes."""
-    factors: tuple[str, ...]
-    """Factors of the compatibility hash."""
 
     @property
     def number(self) -> tuple[int, ...]:
@@ -60,57 +54,46 @@ _PARAMS_26: _Names = (
 _PARAMS_28: _Names = (*_PARAMS_26, "transfer_mode")
 _PARAMS_29: _Names = (*_PARAMS_28, "dcp_size", "pp_size")
 
-_FACTORS_26: _Names = (
-    *("vllm_version", "nixl_connector_version", "model", "dtype", "num_kv_heads", "head_size", "num_hidden_layers"),
-    *("attn_backend_name", "cache_dtype", "is_hma_enabled", "cross_layers_blocks"),
-)
-_FACTORS_28: _Names = (*_FACTORS_26, "speculative_config", "transfer_mode")
-_FACTORS_29 = tuple(name for name in _FACTORS_28 if name != "cross_layers_blocks")
-
 LINES = (
-    Line("0.26", 5, Counting.ENGINE, _METADATA_26, _PARAMS_26, _FACTORS_26),
-    Line("0.27", 5, Counting.ENGINE, _METADATA_26, _PARAMS_26, _FACTORS_26),
-    Line("0.28", 7, Counting.ENGINE, _METADATA_26, _PARAMS_28, _FACTORS_28),
-    Line("0.29", 9, Counting.RANK, _METADATA_29, _PARAMS_29, _FACTORS_29),
-    Line("0.30", 11, Counting.RANK, _METADATA_30, _PARAMS_29, _FACTORS_29),
-    Line("0.31", 13, Counting.RANK, (*_METADATA_30, *_MEMBERS), _PARAMS_29, _FACTORS_29),
-    Line("0.32", 14, Counting.RANK, _METADATA_32, _PARAMS_29, _FACTORS_29),
-    Line("0.33", 15, Counting.RANK, _METADATA_32, (*_PARAMS_29, "remote_registration_generation"), _FACTORS_29),
+    Line("0.26", True, _METADATA_26, _PARAMS_26),
+    Line("0.27", True, _METADATA_26, _PARAMS_26),
+    Line("0.28", True, _METADATA_26, _PARAMS_28),
+    Line("0.29", False, _METADATA_29, _PARAMS_29),
+    Line("0.30", False, _METADATA_30, _PARAMS_29),
+    Line("0.31", False, (*_METADATA_30, *_MEMBERS), _PARAMS_29),
+    Line("0.32", False, _METADATA_32, _PARAMS_29),
+    Line("0.33", False, _METADATA_32, (*_PARAMS_29, "remote_registration_generation")),
 )
 SPOKEN = f"vLLM {LINES[0].version} to {LINES[-1].version}"
 
 
-class UnknownLine(ValueError):
-    """A version that is not in the table."""
-
-
-def line_of(version: str) -> Line:
-    """The line of a version such as "0.32.0+cpu". UnknownLine names one that is not spoken."""
+def line_of(version: str, error: ErrorKind = RequestError) -> Line:
+    """Return the line of a version such as "0.32.0+cpu". Raises `error` for a version that is not in the table."""
     number = version.partition("+")[0].split(".")
     found = next((line for line in LINES if line.version.split(".") == number[:2]), None)
     if found is None:
-        raise UnknownLine(f"vLLM {version[:80]!a} is not spoken with: {SPOKEN} are")
+        raise error(f"stock version: vLLM {version[:80]!a} is not spoken with: {SPOKEN} are")
     return found
 
 
 def least_line(params: Collection[str]) -> Line:
-    """The first line whose producers make parameters with these keys; later ones are the same as far as they tell.
+    """Return the first line whose producers make parameters with these keys; later ones make the same.
 
-    UnknownLine for those of a line before the table, whose listener would die of the question that we ask.
+    RequestError for parameters of a line before the table, whose listener would die of the question that we ask.
     """
     if "remote_blocks_expiry_time" not in params:
         what = "parameters without 'remote_blocks_expiry_time' are of vLLM before 0.26"
-        raise UnknownLine(f"{what}, whose listener takes no question of ours: {SPOKEN} are spoken with")
+        raise RequestError(f"stock params: {what}, whose listener takes no question of ours: {SPOKEN} are spoken with")
     return _last_with(lambda line: line.params, params)
 
 
 def line_that_shows(metadata: Collection[str]) -> Line:
-    """The first line whose ranks show metadata with these fields."""
+    """Return the first line whose ranks show metadata with these fields."""
     return _last_with(lambda line: line.metadata, metadata)
 
 
 def _last_with(names_of: Callable[[Line], tuple[str, ...]], found: Collection[str]) -> Line:
-    """The last of the lines that have nothing but what was found, or the first that is like it."""
+    """Return the last of the lines that have nothing but what was found, or the first that is like it."""
     known = [line for line in LINES if set(names_of(line)) <= set(found)] or [LINES[0]]
     most = names_of(known[-1])
     return next(line for line in known if set(names_of(line)) == set(most))

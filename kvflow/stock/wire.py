@@ -17,8 +17,7 @@ from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.messages import REGIONS_MAX
-from kvflow.stock.hashing import HASH
-from kvflow.stock.versions import Line
+from kvflow.stock.versions import HASH, Line
 
 _ASKED = b"get_meta_msg"
 _AGENT = b"nixlSerDes|Agent"
@@ -35,13 +34,6 @@ Number = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Ranks = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 _Many = Meta(max_length=REGIONS_MAX)
-
-
-class RankQuestion(NamedTuple):
-    """Question for a rank's metadata."""
-
-    pp_rank: int
-    tp_rank: int
 
 
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,14 +97,14 @@ def encode_question(pp_rank: int, tp_rank: int) -> bytes:
     return msgspec.msgpack.encode((_ASKED, pp_rank, tp_rank))
 
 
-def decode_question(frame: bytes) -> RankQuestion:
-    """A stock reader's question. WireError for anything else."""
+def decode_question(frame: bytes) -> tuple[int, int]:
+    """Return the pp_rank and tp_rank that a stock reader asks for. WireError for anything else."""
     if len(frame) > QUESTION_BYTES_MAX:
         raise WireError(f"a question of {counted(len(frame), 'byte')}, at most {QUESTION_BYTES_MAX}")
     asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
     if asked != _ASKED:
         raise WireError(f"a question for {asked[:40]!r}")
-    return RankQuestion(pp_rank, tp_rank)
+    return pp_rank, tp_rank
 
 
 def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:

@@ -238,8 +238,8 @@ BUGS: dict[str, Bug] = {
         ("tests/stock/test_wire.py", STOCK + "hostile_producers.py"),
     ),
     "one stock reader ends a lease of two": Bug(
-        'reader=f"stock {tally.told}", numerator=1, denominator=heard.readers',
-        'reader=f"stock {tally.told}", numerator=1, denominator=1',
+        'reader=f"stock {told}", numerator=1, denominator=readers',
+        'reader=f"stock {told}", numerator=1, denominator=1',
         (STOCK + "serving.py::test_of_two_readers_both_are_waited_for",),
     ),
     # --- side channel

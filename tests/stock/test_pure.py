@@ -15,12 +15,13 @@ from tests_support import any_ticket, each
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.regions import map_regions
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX
-from kvflow.core.plan.topology import CacheShare
+from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.doctor.stock import geometry
-from kvflow.errors import RequestError
+from kvflow.errors import ConfigError, PeerIncompatible, RequestError
 from kvflow.stock.params import is_stock, read_stock, stock_params
-from kvflow.stock.shape import OurCache, OurSet, Unfit, check_tp_size, expanded, our_cache
+from kvflow.stock.shape import OurCache, OurSet, check_tp_size, expanded, our_cache
 from kvflow.stock.versions import LINES
 from kvflow.stock.wire import StockMetadata
 
@@ -39,6 +40,7 @@ SHARE = CacheShare(
 )
 REGIONS = map_regions(layout_of(CACHE), CACHE)
 FULL = GroupFacts(name="all", block_size=TOKENS)
+AT = Address("e", Rank(0, 0, 0), "stock+tcp://127.0.0.1:1/1/1")
 OURS = OurCache((OurSet(SHARE, REGIONS),), (FULL,))
 
 
@@ -100,7 +102,7 @@ def test_many_block_ids_are_refused_before_they_are_read() -> None:
 
 
 def test_other_versions_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"0\.25"):
+    with pytest.raises(RequestError, match=r"0\.25"):
         stock_params(offered(7), "0.25.0")
 
 
@@ -120,19 +122,19 @@ def test_other_versions_are_refused_by_name() -> None:
 def test_a_size_is_believed_where_heads_prove_it(heads: int, tp_size: int, known: tuple[int, ...], fits: bool) -> None:
     share = msgspec.structs.replace(SHARE, kv_heads=heads, tp_size=tp_size)
     if fits:
-        check_tp_size(share, OURS, known)
+        check_tp_size(AT, share, OURS, known)
     else:
-        with pytest.raises(Unfit, match="tp_size"):
-            check_tp_size(share, OURS, known)
+        with pytest.raises(PeerIncompatible, match="tp_size"):
+            check_tp_size(AT, share, OURS, known)
 
 
 def test_of_mla_no_head_proves_anything() -> None:
     share = msgspec.structs.replace(SHARE, latent=True, kv_heads=1, model_kv_heads=0)
     latent, two = OURS._replace(sets=(OurSet(share, REGIONS),)), msgspec.structs.replace(share, tp_size=2)
-    check_tp_size(share, latent, ())
-    check_tp_size(two, latent, (2,))
-    with pytest.raises(Unfit):
-        check_tp_size(two, latent, ())
+    check_tp_size(AT, share, latent, ())
+    check_tp_size(AT, two, latent, (2,))
+    with pytest.raises(PeerIncompatible):
+        check_tp_size(AT, two, latent, ())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_of_mla_no_head_proves_anything() -> None:
 )
 def test_a_cache_that_is_not_exchanged_is_refused(changes: dict[str, Any]) -> None:
     values = {"shares": (SHARE,), "regions": (REGIONS,), "groups": (FULL,), **changes}
-    with pytest.raises(Unfit, match="our cache"):
+    with pytest.raises(ConfigError, match="our cache"):
         our_cache(**values)
 
 

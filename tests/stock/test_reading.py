@@ -34,7 +34,6 @@ from kvflow.runtime.records import LoadRecord
 from kvflow.stock import StockPeers, Terms, arrival
 from kvflow.stock.deadline import Arrival, DeadlineProof
 from kvflow.stock.params import read_stock
-from kvflow.stock.sights import Sight
 from kvflow.testing import assert_quiet
 
 CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)
@@ -109,7 +108,7 @@ async def test_params_are_used_once_and_then_their_name_is_remembered(producer: 
     await producer.until(lambda: len(producer.freed[0]) == 8)
     assert not producer.unknown
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) in (Sight, DeadlineProof)]
+    assert not [one for one in gc.get_objects() if type(one) is DeadlineProof]
 
 
 async def test_a_load_is_as_from_one_of_ours(producer: StockProducer, ours: Reader) -> None:

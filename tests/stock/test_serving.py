@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -26,7 +25,6 @@ from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.producer.open_lease import LeaseOutcome
 from kvflow.stock import EngineRanks, StockPeers, ask_rank
 from kvflow.stock.params import stock_params
-from kvflow.stock.service import _Tally
 from kvflow.stock.wire import encode_question
 from kvflow.testing import assert_quiet
 from tests.fuzz.mutants import torn
@@ -120,8 +118,8 @@ async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockC
     await consumer.shake_hands(params)
     await consumer.read(params, [5, 6])
     assert await lease is LeaseOutcome.READ
-    gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is _Tally], "nobody is left to tell of it"
+    service: Any = ours.runtime._supervisor.cache.strangers  # type: ignore[union-attr]
+    assert not service._told, "nobody is left to tell of it"
     for layer, tensor in enumerate(consumer.cache.values()):
         for mine, theirs in ((5, 9), (6, 4)):
             assert tensor[mine, 2, 1, 0].item() == pytest.approx(value_of(layer, theirs, 2) + 0.01)

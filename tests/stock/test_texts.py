@@ -16,8 +16,7 @@ from kvflow.core.protocol.spare import MARK, bare_id
 from kvflow.stock.texts import (
     HEARD_BYTES_MAX,
     TEXT_BYTES_MAX,
-    Heartbeat,
-    ReadText,
+    ReaderText,
     can_be_told,
     decode_text,
     heartbeat_texts,
@@ -55,7 +54,7 @@ def test_a_number_of_readers_that_cannot_be_is_never_sent(readers: int) -> None:
 def test_whatever_is_sent_is_read_by_a_stock_producer_as_it_was_meant(request_id: str, readers: int) -> None:
     if can_be_told(request_id) and 1 <= readers <= RANKS_MAX:
         assert as_stock_reads(read_text(request_id, readers)) == (request_id, readers)
-        assert decode_text(read_text(request_id, readers)) == ReadText(request_id, readers)
+        assert decode_text(read_text(request_id, readers)) == ReaderText((request_id,), readers)
 
 
 @given(st.lists(st.text("abc-:0#", min_size=1, max_size=900).filter(can_be_told), max_size=60, unique=True))
@@ -64,7 +63,7 @@ def test_heartbeats_name_all_of_many_in_bounded_texts(names: list[str]) -> None:
     assert all(len(text) <= TEXT_BYTES_MAX for text in texts)
     assert [name for text in texts for name in as_stock_reads(text)] == names
     heard = [decode_text(text) for text in texts]
-    assert [name for one in heard if isinstance(one, Heartbeat) for name in one.request_ids] == names
+    assert [name for one in heard if not one.readers for name in one.request_ids] == names
 
 
 NO_READS = ["", "no colon", ":1", "id:", "id:x", "id:-1", "id:0", "id:1.0", "id:9999999", "id:٣"]
@@ -82,7 +81,7 @@ def test_a_reader_with_many_requests_names_all_in_one_heartbeat() -> None:
     """vLLM's bounds it nowhere: dropped, it would let every lease run out that it names."""
     names = [f"cmpl-{number:036}-0-aabbccdd#{number:032}" for number in range(2000)]
     heard = decode_text(("HB:" + ",".join([*names, *names[:9]])).encode())
-    assert heard == Heartbeat(tuple(names))
+    assert heard == ReaderText(tuple(names))
 
 
 def test_our_own_notifications_are_told_from_texts_by_their_first_byte() -> None:
@@ -102,13 +101,13 @@ def test_noise_is_refused_or_read() -> None:
             found = decode_text(bytes(payload))
         except WireError:
             continue
-        assert all(map(can_be_told, found.request_ids if isinstance(found, Heartbeat) else (found.request_id,)))
+        assert all(map(can_be_told, found.request_ids))
 
 
 def test_what_is_written_behind_an_id_is_taken_off() -> None:
     """Stock readers name a request by the whole of what they were given."""
-    assert decode_text(b"cmpl~kvflow~1#secret~kvflow~AbC-_==:2") == ReadText("cmpl~kvflow~1#secret", 2)
-    assert decode_text(b"HB:a~kvflow~AAAA,b,a") == Heartbeat(("a", "b"))
+    assert decode_text(b"cmpl~kvflow~1#secret~kvflow~AbC-_==:2") == ReaderText(("cmpl~kvflow~1#secret",), 2)
+    assert decode_text(b"HB:a~kvflow~AAAA,b,a") == ReaderText(("a", "b"))
     many = [f"cmpl-{number}#secret{MARK}" + "A" * 400 for number in range(4000)]
     heard = decode_text(f"HB:{','.join(many)}".encode())
-    assert heard == Heartbeat(tuple(map(bare_id, many)))
+    assert heard == ReaderText(tuple(map(bare_id, many)))

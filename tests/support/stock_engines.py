@@ -7,6 +7,7 @@ what a real one would have died. Their caches are of one group of full attention
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,23 +21,9 @@ import zmq.asyncio
 from nixl import _bindings as nixl
 
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.stock.hashing import compatibility_hash
 
 MODEL_HEADS, LAYERS, TOKENS, HEAD = 4, 3, 4, 8
-FACTORS: dict[str, Any] = {
-    "vllm_version": "0.32.0",
-    "model": "/m",
-    "dtype": "torch.float32",
-    "num_kv_heads": MODEL_HEADS,
-    "head_size": HEAD // 2,
-    "num_hidden_layers": LAYERS,
-    "attn_backend_name": "CPU_ATTN",
-    "cache_dtype": "auto",
-    "is_hma_enabled": True,
-    "speculative_config": None,
-    "transfer_mode": "pull",
-}
-HASH = compatibility_hash(FACTORS)
+HASH = hashlib.sha256(b"stock vLLM 0.32.0 of /m").hexdigest()
 NAMES = tuple(f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS))
 
 

@@ -45,23 +45,6 @@ GROUP_TABLES = ([4, 9, 2, 11, 5], [0, 0, 0, 21, 22])
 HEARTBEAT = ["cmpl-9d2f-0-0a1b2c3d", "chatcmpl-77"]
 
 
-def hash_config(**model: Any) -> Any:
-    """As much of a VllmConfig as the hash looks at."""
-    values = {"heads": 3, "head_size": 64, "layers": 30, **model}
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=values.get("model", "/m"),
-            dtype=values.get("dtype", "torch.bfloat16"),
-            get_total_num_kv_heads=lambda: values["heads"],
-            get_head_size=lambda: values["head_size"],
-            get_total_num_hidden_layers=lambda: values["layers"],
-        ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        speculative_config=None,
-    )
-
-
 def heartbeat() -> bytes:
     """What a stock worker sends, taken from its own method."""
     sent: list[bytes] = []
@@ -115,11 +98,6 @@ def golden() -> dict[str, Any]:
     encode = msgspec.msgpack.encode
     whole = metadata.NixlAgentMetadata(**METADATA)
     payload = metadata.NixlHandshakePayload(compatibility_hash="ab" * 32, agent_metadata_bytes=encode(whole))
-    vectors = [{}, {"model": "Qwen/Qwen3-0.6B", "dtype": "torch.float32", "heads": 8, "head_size": 128, "layers": 28}]
-    hashes = []
-    for vector in vectors:
-        found = metadata.compute_nixl_compatibility_hash(hash_config(**vector), "CPU_ATTN")
-        hashes.append({"values": vector, "hash": found})
     values = {key: value.hex() if isinstance(value, bytes) else value for key, value in METADATA.items()}
     return {
         "vllm": vllm.__version__,
@@ -133,7 +111,6 @@ def golden() -> dict[str, Any]:
         "heartbeat": [HEARTBEAT, heartbeat().hex()],
         "params": params(([4, 9, 2],), (0,)),
         "group_params": params(GROUP_TABLES, (0, 3)),
-        "hashes": hashes,
     }
 
 

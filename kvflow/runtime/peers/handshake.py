@@ -76,15 +76,19 @@ class Handshakes:
             connection = Connection(agent, reply, regions, maps, share, self.telling)
             if why := open_files.shortage(open_files.READERS_STOP_AT):
                 raise overloaded(at, why)
-            try:
-                name = await self.agents.add(connection, reply.agent_metadata)
-            except PeerGone as error:
-                raise at.failure(PeerUnreachable, str(error)) from error
-            except TransportError as error:
-                raise at.failure(ProtocolError, str(error)) from error
-            if name != agent:
-                raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {words(name)!r}")
+            await self.add(at, connection, reply.agent_metadata)
             return connection
+
+    async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
+        """Add a connection's agent to the transport, right after `Agents.find`. Raises a PeerError."""
+        try:
+            name = await self.agents.add(connection, metadata)
+        except PeerGone as error:
+            raise at.failure(PeerUnreachable, str(error)) from error
+        except TransportError as error:
+            raise at.failure(ProtocolError, str(error)) from error
+        if name != connection.agent:
+            raise at.failure(ProtocolError, f"agent name: expected {connection.agent!r}, got {words(name)!r}")
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
         """Put a question to a peer; its refusal is raised. It is waited for as `SideChannel.ask` does."""

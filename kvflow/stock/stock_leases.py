@@ -1,0 +1,153 @@
+"""Leases of stock producers: how long each may be believed, and what its producer is told of it.
+
+A producer is sent the texts of `stock.texts` and nothing else: anything that it does not expect ends its engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from time import CLOCK_BOOTTIME, clock_gettime
+from typing import TypeAlias
+
+from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.latest import Latest
+from kvflow.core.protocol import messages
+from kvflow.errors import LeaseExpired
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import Connection, Peer, Source
+from kvflow.stock.deadline import Arrival, DeadlineProof, Terms
+from kvflow.stock.params import StockTicket
+from kvflow.stock.texts import heartbeat_texts, read_text
+
+_Key: TypeAlias = tuple[str, str, str]  # engine, address, request
+StockRequest: TypeAlias = tuple[float, dict[Rank, DeadlineProof]]
+"""When the parameters of a request came, and the proof of each rank of its producer."""
+_SEEN_MAX = 1 << 16
+_MET_MAX = 1 << 14
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_id() -> str:
+    """Return the name of this run of this machine: processes that have the same one have the same clock."""
+    try:
+        return _BOOT_ID.read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+def arrival() -> Arrival:
+    """The moment at which parameters have come, for `StockTicket.arrived`.
+
+    Returns:
+        Now, on this machine's clock.
+    """
+    return Arrival(machine_id(), clock_gettime(CLOCK_BOOTTIME))
+
+
+class StockConnection(Connection):
+    """A stock rank after its handshake."""
+
+    split: int
+    """Number of its blocks that are one of vLLM's, whose numbers parameters have."""
+    reporters: int
+    """Number of us that read, as we say it in a notification."""
+    seen_s: float
+    """Time at which it last showed that it lives."""
+    told: messages.Metadata
+    """Metadata of the rank, in our words."""
+    own: tuple[Rank, str] | None = None
+    """Rank and incarnation of a rank of our own make, which answers as a stock one: nothing is read by this
+    connection."""
+
+
+class StockLeases:
+    """The requests of stock producers that were seen lately; it notifies producers (`runtime.peers.peer.Telling`)."""
+
+    def __init__(self, context: RankContext, terms: Terms) -> None:
+        self.terms = terms
+        self.heartbeat_s: float | None = terms.heartbeat_s
+        self._machine = machine_id()
+        self._clock = context.clock
+        self._transport = context.transport
+        self._seen = Latest[_Key, StockRequest | None](_SEEN_MAX)
+        """Requests, the latest last. None: the producer was told that it was read, or is not needed."""
+        self._met = Latest[tuple[str, str, Rank], tuple[str, float]](_MET_MAX)
+        """The agent of each rank, and when it was met, if there was another one before."""
+
+    def request_of(self, ticket: StockTicket) -> StockRequest:
+        """Return a ticket's request. The first look at it is its arrival, unless the ticket says when that was.
+
+        Raises LeaseExpired if it was read here, or arrived by another machine's clock.
+        """
+        key = (ticket.engine_id, ticket.address, ticket.request_id)
+        if key not in self._seen:
+            self._seen[key] = self._arrived_s(ticket), {}
+        self._seen.move_to_end(key)
+        request = self._seen[key]
+        if request is None:
+            raise _expired(ticket, "its producer was told that it has been read")
+        return request
+
+    def proof_of(self, request: StockRequest, ticket: StockTicket, peer: Peer, agent: str) -> DeadlineProof:
+        """Return the proof of what is read of a rank for a request.
+
+        LeaseExpired if the rank has restarted since the parameters came, or may have: parameters that come within
+        `router_s` after a rank was met anew may be of its life before.
+        """
+        arrived_s, proofs = request
+        if peer.rank in proofs and proofs[peer.rank].agent != agent:
+            raise _expired(ticket, f"{peer.label} has restarted since its parameters came")
+        if arrived_s < self._met_s(ticket, peer, agent) + self.terms.router_s:
+            raise _expired(ticket, f"{peer.label} has restarted: its parameters may be of before")
+        if peer.rank not in proofs:
+            clock, name = self._clock.now_s, ticket.request_id
+            proofs[peer.rank] = DeadlineProof(arrived_s, self.terms, clock, self._unsent, request_id=name, agent=agent)
+        return proofs[peer.rank]
+
+    def needed(self, sources: Sequence[Source]) -> int:
+        """See `Telling.needed`: send a heartbeat."""
+        proofs = {proof.request_id: proof for proof in map(_proof, sources)}
+        for proof in proofs.values():
+            proof.beat()
+        for text in heartbeat_texts(proofs):
+            self._transport.notify(sources[0].connection.agent, text)
+        return len(proofs)
+
+    def read(self, source: Source) -> None:
+        """See `Telling.read`: from now on nothing is read for this request."""
+        connection, request_id = source.connection, _proof(source).request_id
+        assert isinstance(connection, StockConnection), "it is told so"
+        self._seen[source.peer.engine_id, source.lease.address, request_id] = None
+        self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
+
+    def _met_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
+        """Return when a rank was met that is another one than before; -inf for a rank that was not known."""
+        key = (ticket.engine_id, peer.address, peer.rank)
+        known, met_s = self._met.get(key, (agent, -math.inf))
+        if known != agent:
+            met_s = self._clock.now_s()
+        self._met[key] = agent, met_s
+        return met_s
+
+    def _unsent(self) -> int:
+        return self._transport.statistics.notifications_failed
+
+    def _arrived_s(self, ticket: StockTicket) -> float:
+        now_s = self._clock.now_s()
+        if ticket.arrived is None:
+            return now_s
+        if ticket.arrived.machine != self._machine:
+            raise _expired(ticket, "when it came is known by the clock of another machine only")
+        return min(ticket.arrived.now_s, now_s)
+
+
+def _proof(source: Source) -> DeadlineProof:
+    assert isinstance(source.proof, DeadlineProof), "of a stock rank"
+    return source.proof
+
+
+def _expired(ticket: StockTicket, why: str) -> LeaseExpired:
+    what = f"request {ticket.request_id!r} of stock engine {ticket.engine_id!r}"
+    return LeaseExpired(f"{what}: {why}", request_id=ticket.request_id, peer=ticket.address)
