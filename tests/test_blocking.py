@@ -27,7 +27,7 @@ from kvflow import (
     RuntimeState,
     ServeRequest,
 )
-from kvflow.blocking import Lease, Load, Pending, Runtime
+from kvflow.blocking import Lease, Load, Runtime
 from kvflow.core.policy.states import LeaseState
 from kvflow.errors import (
     CacheUnregistered,
@@ -179,7 +179,9 @@ def test_verbs_are_those_of_asyncio_and_say_so() -> None:
         for name in verbs:
             shown, meant = (inspect.signature(getattr(kind, name)).parameters for kind in (ours, theirs))
             assert [*meant] == [key for key in shown if key not in ("timeout_s",)], name
-            assert inspect.getdoc(getattr(ours, name)), name
+            said = inspect.getdoc(getattr(ours, name))
+            assert said, name
+            assert not said.startswith("Blocking form") or f"`kvflow.{theirs.__name__}.{name}`" in said
 
 
 def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
@@ -229,7 +231,7 @@ def test_a_request_that_waits_keeps_its_lease(network: InprocNetwork | None) -> 
 
         with pair.consumer.keep_leases(lease.ticket.to_params()):
             while pair.producer.statistics().serving.renewals < 1:  # type: ignore[union-attr]
-                assert not lease.outcome.done
+                assert not lease.done
                 on_loop(pair.consumer, pass_time)
             assert pair.load(lease).blocks == 2
         assert lease.wait(WAIT_S) is LeaseOutcome.READ
@@ -403,8 +405,11 @@ def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread(opened: Runtime
 
 
 def test_whatever_work_raises_belongs_to_who_waits(opened: Runtime) -> None:
-    with pytest.raises(SystemExit):
-        call_on_loop(opened, lambda: sys.exit(3))
+    def work() -> None:
+        raise GeneratorExit
+
+    with pytest.raises(GeneratorExit):
+        call_on_loop(opened, work)
     with pytest.raises(UsageError, match="wait for itself"):
         call_on_loop(opened, lambda: opened.serve_blocks(OFFER))
     assert opened.statistics().state is RuntimeState.OPEN
@@ -412,7 +417,6 @@ def test_whatever_work_raises_belongs_to_who_waits(opened: Runtime) -> None:
 
 WAITS: dict[str, Callable[[Pair, Lease, Load], object]] = {
     "Lease.wait": lambda _, lease, __: lease.wait(),
-    "Lease.outcome": lambda _, lease, __: lease.outcome.wait_done(),
     "Lease.advance": lambda _, lease, __: lease.advance(8),
     "Lease.extend": lambda _, lease, __: lease.extend([3]),
     "Lease.complete": lambda _, lease, __: lease.complete(),
@@ -454,11 +458,11 @@ def stuck(runtime: Runtime) -> Iterator[None]:
 
     blocking = runtime.start(block)
     assert begun.wait(WAIT_S)
-    usual_s, runtime._host.call_timeout_s = runtime._host.call_timeout_s, 0.001
+    usual_s, runtime._thread.call_timeout_s = runtime._thread.call_timeout_s, 0.001
     try:
         yield
     finally:
-        runtime._host.call_timeout_s = usual_s
+        runtime._thread.call_timeout_s = usual_s
         go_on.set()
         blocking.result(WAIT_S)
 
@@ -503,10 +507,10 @@ def test_who_follows_a_load_on_a_stuck_loop_waits_as_long_as_it_may_take() -> No
 def test_work_cancelled_before_its_first_step_is_done(pair: Pair) -> None:
     """The loop hears of both in one turn, so the task never runs: its handle is settled all the same."""
 
-    async def start_and_cancel(_: asynchronous.Runtime) -> tuple[Load, Pending[None]]:
+    async def start_and_cancel(_: asynchronous.Runtime) -> tuple[Load, concurrent.futures.Future[None]]:
         load, pending = pair.consumer.start_load(load_request(lease)), pair.consumer.start(never)
-        for one in (load, pending):
-            one.cancel()
+        load.cancel()
+        pending.cancel()
         return load, pending
 
     async def never(_: asynchronous.Runtime) -> None:
@@ -514,27 +518,9 @@ def test_work_cancelled_before_its_first_step_is_done(pair: Pair) -> None:
 
     lease = pair.offer()
     for handle in on_loop(pair.consumer, start_and_cancel):
-        assert handle.wait_done(WAIT_S)
         with pytest.raises(concurrent.futures.CancelledError):
-            handle.result()
+            handle.result(WAIT_S)
     lease.revoke().wait(WAIT_S)
-
-
-def test_work_cancelled_before_it_began_never_begins(opened: Runtime) -> None:
-    begun = []
-
-    async def note(_: asynchronous.Runtime) -> None:
-        begun.append(True)
-
-    async def block_and_cancel(_: asynchronous.Runtime) -> None:
-        late = opened.start(note)
-        late._cancel()  # as if the loop had got `cancel` first
-        with pytest.raises(concurrent.futures.CancelledError):
-            await until(lambda: late.done)
-            late.result()
-
-    on_loop(opened, block_and_cancel)
-    assert begun == []
 
 
 FORGETFUL = """
@@ -544,7 +530,7 @@ runtime = Runtime(Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="i
 runtime.open()
 import atexit
 atexit._run_exitfuncs()
-print(runtime.statistics().state, runtime._host.alive)
+print(runtime.statistics().state, runtime._thread.is_alive())
 """
 
 

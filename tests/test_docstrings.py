@@ -26,6 +26,8 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Definition: TypeAlias = Function | ast.ClassDef
 
 NOT_OURS = {"kvflow.vllm.KVFlowConnector": "vLLM calls it, and vLLM's base class says what each method takes"}
+NOT_SAID_TWICE = ("Only for", "Blocking form of `kvflow.")
+"""First words of docstrings that refer to another. `tests/test_blocking.py` compares the arguments."""
 _SECTION = re.compile(r"^(Args|Returns|Raises):\n((?:(?:    .*)?\n)+)", re.MULTILINE)
 
 
@@ -40,7 +42,7 @@ def lacking(node: Definition) -> Iterator[str]:
         said = _docstring(part)
         if part.name == "__init__" and not node.name.startswith("_") and node.name not in TABLES["HANDLES"]:
             yield from _lacking(part, node.name, _docstring(node))
-        elif not part.name.startswith("_") and not _is_property(part) and not said.startswith("Only for"):
+        elif not part.name.startswith("_") and not _is_property(part) and not said.startswith(NOT_SAID_TWICE):
             yield from _lacking(part, f"{node.name}.{part.name}", said)
 
 

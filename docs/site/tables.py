@@ -23,7 +23,7 @@ import kvflow
 
 DOCS = Path(__file__).resolve().parents[1]
 FIRST = ("Runtime", "Config", "ServeRequest", "Lease", "Ticket", "LoadRequest", "Load", "LoadReport", "CacheLayout")
-HANDLES = ("Load", "Lease", "Pending", "SharedPrefixes", "BlockWatch", "OfferWatch")
+HANDLES = ("Load", "Lease", "SharedPrefixes", "BlockWatch", "OfferWatch")
 """Made by the library: how is no part of the API."""
 _MARK = re.compile(r"^<!-- table: (\w+) -->\n(?:.*?^<!-- /table -->\n)?", re.MULTILINE | re.DOTALL)
 

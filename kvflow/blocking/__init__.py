@@ -12,9 +12,7 @@ loop settles whoever waits, and the thread ends.
 
 from __future__ import annotations
 
-from kvflow.blocking.lease import Lease
-from kvflow.blocking.load import Load
-from kvflow.blocking.pending import Pending
+from kvflow.blocking.handles import Lease, Load
 from kvflow.blocking.runtime import Runtime
 
-__all__ = ["Lease", "Load", "Pending", "Runtime"]
+__all__ = ["Lease", "Load", "Runtime"]

@@ -1,22 +1,17 @@
 """The verbs of `kvflow.Runtime` for other threads: each is carried out on the loop, within a bound."""
 
-# mypy: disable-error-code="empty-body"
-# A verb's body is the runtime's: `_verb` gives it one.
-
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from kvflow import checks
-from kvflow.blocking.host import LoopHost, dropped
-from kvflow.blocking.lease import Lease
-from kvflow.blocking.load import Load, QuarantinedBlocks
-from kvflow.blocking.pending import Pending, ResultT, Work, bound, tell
+from kvflow.blocking.handles import Lease, Load, QuarantinedBlocks
+from kvflow.blocking.loop_thread import LoopThread, ResultT, Work, bound, dropped
 from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
@@ -29,55 +24,11 @@ from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed
-from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.world import World
-
-VerbT = TypeVar("VerbT", bound=Callable[..., Any])
-
-
-def _ending_s(config: Config) -> float:
-    """Seconds that unregistering may take."""
-    return config.ending_s + config.limits.goodbye_timeout_s + 2 * config.limits.transport_close_timeout_s
-
-
-def _closing_s(config: Config) -> float:
-    """Seconds that closing may take."""
-    return _ending_s(config) + config.drain_timeout_s
-
-
-def _draining_s(config: Config, deadline_s: float | None = None) -> float:
-    """Seconds that draining may take."""
-    wanted_s = config.drain_timeout_s if deadline_s is None else deadline_s
-    return checks.seconds(wanted_s, "drain: deadline_s", error=UsageError) + _closing_s(config)
-
-
-def _verb(within: Callable[..., float] = lambda *_, **__: 0.0) -> Callable[[VerbT], VerbT]:
-    """Make a verb of `kvflow.Runtime` one of its blocking handle.
-
-    `within` bounds it, by the Config and the verb's arguments.
-    """
-
-    def made(shown: VerbT) -> VerbT:
-        @wraps(shown)
-        def act(self: Runtime, *given: Any, **named: Any) -> object:
-            async def work(runtime: asynchronous.Runtime) -> object:
-                found = getattr(runtime, shown.__name__)(*given, **named)
-                return await found if isinstance(found, Coroutine) else found
-
-            try:
-                found = self._host.call(work, within(self.config, *given, **named) + self._host.call_timeout_s)
-            except KVFlowError as error:
-                self._wrap_quarantine(error)
-                raise
-            return Lease(found, self._host) if isinstance(found, AsyncLease) else found
-
-        return act  # type: ignore[return-value]
-
-    return made
 
 
 class Runtime:
@@ -110,13 +61,13 @@ class Runtime:
     ) -> None:
         bound_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
         runtime = asynchronous.Runtime(config, observers=observers, world=world, parts=parts)
-        self._host = LoopHost(runtime, bound_s)
+        self._thread = LoopThread(runtime, bound_s)
         self.config = config
-        self._drop = weakref.finalize(self, dropped, self._host)
+        self._drop = weakref.finalize(self, dropped, self._thread)
         self._drop.atexit = False
 
     def __repr__(self) -> str:
-        return f"<blocking {self._host.runtime!r}>"
+        return f"<blocking {self._thread.runtime!r}>"
 
     def __enter__(self) -> Self:
         self.open()
@@ -127,6 +78,17 @@ class Runtime:
     ) -> None:
         self.close()
 
+    @property
+    def _ending_s(self) -> float:
+        """Seconds that unregistering may take."""
+        limits, call_s = self.config.limits, self._thread.call_timeout_s
+        return self.config.ending_s + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s + call_s
+
+    @property
+    def _closing_s(self) -> float:
+        """Seconds that closing may take."""
+        return self._ending_s + self.config.drain_timeout_s
+
     def open(self) -> None:
         """Start the thread and the runtime; returns when it is open, however long that takes.
 
@@ -134,7 +96,7 @@ class Runtime:
             ConfigError: something that Config asks for cannot be had. The thread has ended then.
             UsageError: it was opened, or closed, before.
         """
-        self._host.open(_closing_s(self.config) + self._host.call_timeout_s)
+        self._thread.open(self._closing_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the runtime (see `kvflow.Runtime.aclose`) and end the thread. Closing twice is fine.
@@ -149,7 +111,7 @@ class Runtime:
         """
         bound_s = bound(timeout_s)
         self._drop.detach()
-        self._host.close(_closing_s(self.config) + self._host.call_timeout_s if bound_s is None else bound_s)
+        self._thread.close(self._closing_s if bound_s is None else bound_s)
 
     def register_kv_caches(
         self,
@@ -171,45 +133,20 @@ class Runtime:
             LayoutError, ConfigError, UsageError: as `kvflow.Runtime.register_kv_caches` has it.
             TimeoutError: `timeout_s` has passed; the registration is cancelled, and leaves no cache registered.
         """
-        self._host.call(
-            lambda runtime: runtime.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s
-        )
+        self._thread.call(lambda rt: rt.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s)
 
-    @_verb(_ending_s)
     def unregister(self) -> None:
-        """Give the cache back, as before an engine sleeps: see `kvflow.Runtime.unregister`.
+        """Blocking form of `kvflow.Runtime.unregister`. If it raises TimeoutError the unregistering goes on."""
+        self._thread.call(asynchronous.Runtime.unregister, self._ending_s)
 
-        Raises:
-            RuntimeBroken, UsageError: as `kvflow.Runtime.unregister` has it.
-            TimeoutError: the loop's thread is stuck; the unregistering goes on.
-        """
-
-    @_verb()
     def serve_blocks(self, request: ServeRequest) -> Lease:
-        """Offer blocks to readers: see `kvflow.Runtime.serve_blocks`. The lease is in force when this returns.
+        """Blocking form of `kvflow.Runtime.serve_blocks`. The lease's `wait` gives how it ended."""
+        return Lease(self._thread.ask(lambda rt: rt.serve_blocks(request)), self._thread)
 
-        Args:
-            request: the blocks, in prompt order, and what of a prompt they hold.
-
-        Returns:
-            The lease's handle; its `wait` gives how it ended.
-
-        Raises:
-            RequestError, RuntimeUnavailable: as `kvflow.Runtime.serve_blocks` has it.
-        """
-
-    @_verb()
     def introduce(self) -> Ticket:
-        """Say who this rank is: see `kvflow.Runtime.introduce`.
+        """Blocking form of `kvflow.Runtime.introduce`."""
+        return self._thread.ask(asynchronous.Runtime.introduce)
 
-        Returns:
-            A ticket that offers nothing.
-
-        Raises:
-            RuntimeUnavailable: as `kvflow.Runtime.introduce` has it.
-        """
-
-    @_verb()
     def decline(
         self,
         request_id: str,
@@ -218,17 +155,8 @@ class Runtime:
         at: Ticket | Mapping[str, Any] | None = None,
         instead: Ticket | Mapping[str, Any] | None = None,
     ) -> None:
-        """Tell readers that a request will not be served: see `kvflow.Runtime.decline`.
-
-        Args:
-            request_id: the one that the rendezvous names.
-            reason: what readers are told.
-            at: the rendezvous of readers that wait at another engine.
-            instead: with `at`, a rendezvous of the same request with this engine.
-
-        Raises:
-            RequestError: as `kvflow.Runtime.decline` has it.
-        """
+        """Blocking form of `kvflow.Runtime.decline`."""
+        self._thread.ask(lambda rt: rt.decline(request_id, reason, at=at, instead=instead))
 
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers; returns at once.
@@ -241,30 +169,20 @@ class Runtime:
         Returns:
             The load's handle. The blocks may be reused when its `settled()` returns, however it has ended.
         """
-        return Load(self._host, request)
+        return Load(self._thread, request)
 
     def load_blocks(self, request: LoadRequest) -> LoadReport:
-        """Read the blocks that a ticket offers: see `kvflow.Runtime.load_blocks`. Bounded by the request's deadline.
+        """Blocking form of `kvflow.Runtime.load_blocks`. Bounded by the request's deadline.
 
         An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
-        who may be interrupted uses `start_load`, whose handle tells.
-
-        Args:
-            request: the ticket, and the local blocks to fill.
-
-        Returns:
-            What was read, and how long each phase took.
-
-        Raises:
-            RequestError, PeerError, LoadError, RuntimeUnavailable, RuntimeBroken: as `kvflow.Runtime.load_blocks` has
-                it; a `quarantine` is a `Load` of this module.
-            TimeoutError: the loop's thread is stuck; the load is cancelled.
+        who may be interrupted uses `start_load`, whose handle tells. The `quarantine` of an error is a `Load` of this
+        module.
         """
         ids_max = self.config.limits.block_ids_max
         deadline_s = checks.settled_request(request, LoadRequest, "load_blocks", ids_max).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
-        after_s = self.config.cancel_grace_s + self._host.call_timeout_s
+        after_s = self.config.cancel_grace_s + self._thread.call_timeout_s
         try:
             return load.result(bound_s + after_s)
         finally:
@@ -274,37 +192,18 @@ class Runtime:
 
     @contextlib.contextmanager
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
-        """Keep what a ticket offers while a request waits for its load: see `kvflow.Runtime.keep_leases`.
-
-        Args:
-            ticket: as it came from the router.
-
-        Returns:
-            A context manager; its block is how long the leases are kept. Leaving it never waits.
-
-        Raises:
-            RequestError: the ticket cannot be right; on entering the block.
-        """
+        """Blocking form of `kvflow.Runtime.keep_leases`. Leaving the block never waits."""
         kept = contextlib.ExitStack()
-        self._host.call_at_once(lambda runtime: kept.enter_context(runtime.keep_leases(ticket)))
+        self._thread.ask(lambda rt: kept.enter_context(rt.keep_leases(ticket)))
         try:
             yield
         finally:
-            tell(self._host.loop, kept.close)
+            self._thread.tell(kept.close)
 
-    @_verb(lambda config, *_, **__: config.lease_lifetime_s + config.handshake_timeout_s)
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
-        """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`.
-
-        Args:
-            ticket: as it came from the router.
-
-        Returns:
-            True if all ranks were told in time.
-
-        Raises:
-            RequestError: the ticket cannot be right.
-        """
+        """Blocking form of `kvflow.Runtime.release_blocks`."""
+        bound_s = self.config.lease_lifetime_s + self.config.handshake_timeout_s + self._thread.call_timeout_s
+        return self._thread.call(lambda rt: rt.release_blocks(ticket), bound_s)
 
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
@@ -321,53 +220,35 @@ class Runtime:
         Raises:
             TimeoutError: `timeout_s` has passed; handshakes under way go on.
         """
-        return self._host.call(lambda runtime: runtime.prewarm(engines), timeout_s)
+        return self._thread.call(lambda rt: rt.prewarm(engines), timeout_s)
 
-    @_verb(lambda config, *_, **__: 2 * config.handshake_timeout_s)
     def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
-        """Forget an engine, or one rank of it: see `kvflow.Runtime.forget_peer`.
+        """Blocking form of `kvflow.Runtime.forget_peer`."""
+        bound_s = 2 * self.config.handshake_timeout_s + self._thread.call_timeout_s
+        return self._thread.call(lambda rt: rt.forget_peer(engine_id, address), bound_s)
 
-        Args:
-            engine_id: whose ranks.
-            address: of one rank; None for all.
-
-        Returns:
-            True if it was forgotten within Config.handshake_timeout_s; if not it will be later.
-
-        Raises:
-            RequestError: what was given is no text.
-        """
-
-    @_verb(_draining_s)
     def drain(self, deadline_s: float | None = None) -> DrainReport:
-        """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`.
-
-        Args:
-            deadline_s: after how many seconds leases are revoked and loads ended; Config.drain_timeout_s if None.
-
-        Returns:
-            What became of what was open when draining began.
-
-        Raises:
-            UsageError: `deadline_s` is no time.
-        """
+        """Blocking form of `kvflow.Runtime.drain`."""
+        wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
+        bound_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError) + self._closing_s
+        return self._thread.call(lambda rt: rt.drain(deadline_s), bound_s)
 
     def statistics(self) -> RuntimeStatistics:
-        """Counts of what is open now and of what has happened so far. Legal in every state.
+        """Return what `kvflow.Runtime.statistics` does, in every state: of the loop's end if it has ended.
 
         Returns:
-            A frozen copy, of the end if the loop has ended.
+            A frozen copy.
 
         Raises:
             TimeoutError: the loop's thread is stuck.
             UsageError: on the loop's own thread.
         """
-        if self._host.alive:
+        if self._thread.is_alive():
             with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
-                return self._host.call_at_once(asynchronous.Runtime.statistics)
-        return self._host.runtime.statistics()
+                return self._thread.ask(asynchronous.Runtime.statistics)
+        return self._thread.runtime.statistics()
 
-    def start(self, work: Work[ResultT]) -> Pending[ResultT]:
+    def start(self, work: Work[ResultT]) -> Future[ResultT]:
         """Run a coroutine of your own on the runtime's loop, such as a part's verb; returns at once.
 
             saving = rt.start(lambda _: storage.save(request))
@@ -377,7 +258,8 @@ class Runtime:
             work: called on the loop with the `kvflow.Runtime` there; the coroutine that it returns must never block.
 
         Returns:
-            A handle to wait for the result, or to cancel.
+            The future of its result. Its `cancel` cancels the coroutine, and does not wait until that has ended. Do
+            not wait for it on the loop's own thread.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
@@ -388,12 +270,8 @@ class Runtime:
             try:
                 return await work(runtime)
             except KVFlowError as error:
-                self._wrap_quarantine(error)
+                if error.quarantine is not None:
+                    error.quarantine = QuarantinedBlocks(error.quarantine, self._thread)
                 raise
 
-        return self._host.start(run)
-
-    def _wrap_quarantine(self, error: KVFlowError) -> None:
-        """Have the quarantine of an error be one that threads can wait for."""
-        if error.quarantine is not None:
-            error.quarantine = QuarantinedBlocks(error.quarantine, self._host)
+        return self._thread.submit(run)

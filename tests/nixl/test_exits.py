@@ -155,11 +155,11 @@ import os, kvflow
 from kvflow.blocking import Runtime
 
 with Runtime(kvflow.Config(engine_id="p", listen="tcp://127.0.0.1:0", transport="inproc")) as runtime:
-    with runtime._host._lock:  # another thread calls at this moment
+    with runtime._thread._lock:  # another thread calls at this moment
         pid = os.fork()
     if pid == 0:
         try:
-            runtime._host._lock.acquire(blocking=False)
+            runtime._thread._lock.acquire(blocking=False)
             runtime.serve_blocks(kvflow.ServeRequest("r", [3, 7], 32))
         except kvflow.errors.UsageError:
             os._exit(7)

@@ -539,8 +539,8 @@ def test_poll_asks_nobody(pair: tuple[Server, Server], monkeypatch: pytest.Monke
 
     def poll_all() -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(blocking.host.LoopHost, "call", refuse)
-            patched.setattr(blocking.host.LoopHost, "start", refuse)
+            patched.setattr(blocking.loop_thread.LoopThread, "call", refuse)
+            patched.setattr(blocking.loop_thread.LoopThread, "submit", refuse)
             for one in (*request.senders, *request.receivers):
                 one.poll()
 

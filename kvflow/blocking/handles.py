@@ -1,0 +1,285 @@
+"""Leases and loads of the loop, as other threads hold them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+from kvflow import checks
+from kvflow.blocking.loop_thread import LoopThread, bound
+from kvflow.core.plan.descriptors import GivenBlockIds
+from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.policy.states import LeaseState
+from kvflow.errors import KVFlowError, Quarantine, RuntimeClosed
+from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.load.load import Load as AsyncLoad
+from kvflow.runtime.load.load import refused_load, request_name
+from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
+from kvflow.runtime.producer.lease import Lease as AsyncLease
+from kvflow.runtime.producer.open_lease import LeaseOutcome
+
+
+class Lease:
+    """A lease held on the loop: see `kvflow.Lease`.
+
+    `advance`, `extend`, `complete` and `fail` return once the loop has carried them out. They raise TimeoutError if
+    the loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if it has
+    ended, UsageError on that thread.
+    """
+
+    def __init__(self, lease: AsyncLease, thread: LoopThread) -> None:
+        self.request_id, self.ticket = lease.request_id, lease.ticket
+        self._lease = lease
+        self._thread = thread
+        self.outcome: Future[LeaseOutcome] = thread.submit(lambda _: lease.wait())
+        """Outcome of the lease, once the blocks may be reused."""
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._lease!r}>"
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Blocks of the lease by now; those of the first group, if there are several."""
+        return self._lease.block_ids
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """Blocks of the lease by now, by group."""
+        return self._lease.block_tables
+
+    @property
+    def state(self) -> LeaseState:
+        """Offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        return self._lease.state
+
+    @property
+    def done(self) -> bool:
+        """True if the blocks may be reused."""
+        return self.outcome.done()
+
+    def wait(self, timeout_s: float | None = None) -> LeaseOutcome:
+        """Wait until the blocks may be reused.
+
+        Args:
+            timeout_s: how long, in seconds; 0 does not wait, None waits as long as it takes.
+
+        Returns:
+            How the lease ended.
+
+        Raises:
+            TimeoutError: `timeout_s` has passed; the lease stays as it is.
+            RuntimeBroken: the loop has died.
+            UsageError: on the loop's own thread, unless it is done; or `timeout_s` is no time.
+        """
+        return self._thread.result_of(self.outcome, timeout_s)
+
+    def revoke(self) -> Lease:
+        """Withdraw the offer, some time soon: see `kvflow.Lease.revoke`. May be called on any thread, and never waits.
+
+        Returns:
+            The lease; `lease.revoke().wait()` gives how it ended once its blocks may be reused.
+        """
+        self._thread.tell(self._lease.revoke)
+        return self
+
+    def restart(self, ttl_s: float | None = None) -> None:
+        """Count its time from now on: see `kvflow.Lease.restart`. May be called on any thread, and never waits.
+
+        Args:
+            ttl_s: in seconds; Config.lease_ttl_s if None.
+
+        Raises:
+            RequestError: `ttl_s` is no time.
+        """
+        self._thread.tell(self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
+
+    def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
+        """Blocking form of `kvflow.Lease.advance`."""
+        self._thread.ask(lambda _: self._lease.advance(num_tokens, ready))
+
+    def extend(self, block_ids: GivenBlockIds) -> None:
+        """Blocking form of `kvflow.Lease.extend`."""
+        self._thread.ask(lambda _: self._lease.extend(block_ids))
+
+    def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
+        """Blocking form of `kvflow.Lease.complete`."""
+        self._thread.ask(lambda _: self._lease.complete(payload, ready))
+
+    def fail(self, reason: str = "") -> Lease:
+        """Blocking form of `kvflow.Lease.fail`."""
+        self._thread.ask(lambda _: self._lease.fail(reason))
+        return self
+
+
+class Load:
+    """A load on the loop: see `kvflow.Load`. Also the `quarantine` of the error that it ended with.
+
+    Its blocks may be reused when `safe` says so, or `settled` has returned.
+    """
+
+    def __init__(self, thread: LoopThread, request: LoadRequest) -> None:
+        self.request_id = request_name(request)
+        self._thread = thread
+        self._request = request
+        self._load: AsyncLoad | None = None
+        self._cancelled = False
+        try:
+            self._report = thread.submit(self._carry_out)
+        except KVFlowError as error:  # it is raised by `result`
+            self._load = refused_load(request, error)
+            self._report = Future()
+            self._report.set_exception(error)
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._load!r}>" if self._load else f"<blocking Load {self.request_id} not begun>"
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The local blocks that it fills; none before it has begun."""
+        return self._load.block_ids if self._load else ()
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """The local blocks, by group of layers."""
+        return self._load.block_tables if self._load else ()
+
+    @property
+    def done(self) -> bool:
+        """True if `result` returns, or raises, at once."""
+        return self._report.done()
+
+    @property
+    def safe(self) -> bool:
+        """True if it has ended and no byte can land in its blocks any more."""
+        return self.done and (self._load is None or self._load.safe)
+
+    def result(self, timeout_s: float | None = None) -> LoadReport:
+        """Wait, in the calling thread, for the load's report.
+
+        Args:
+            timeout_s: how long, in seconds; 0 does not wait, None waits as long as it takes.
+
+        Returns:
+            What was read, and how long each phase took.
+
+        Raises:
+            KVFlowError: as `kvflow.Runtime.load_blocks` has it.
+            concurrent.futures.CancelledError: it was cancelled.
+            TimeoutError: `timeout_s` has passed; the load goes on.
+            UsageError: on the loop's own thread, unless it is done; or `timeout_s` is no time.
+        """
+        return self._thread.result_of(self._report, timeout_s)
+
+    def wait_done(self, timeout_s: float | None = None) -> bool:
+        """Wait, in the calling thread, until it is done, in whatever way.
+
+        Args:
+            timeout_s: how long, as for `result`.
+
+        Returns:
+            True once it is done; False if `timeout_s` has passed.
+
+        Raises:
+            UsageError: as for `result`.
+        """
+        self._thread.require_another_thread(self._report)
+        return bool(concurrent.futures.wait([self._report], bound(timeout_s)).done)
+
+    def cancel(self) -> None:
+        """Ask it to end: it is `done` within Config.cancel_grace_s. May be called on any thread, and never waits."""
+        self._thread.tell(self._cancel)
+
+    def add_done_callback(self, callback: Callable[[Load], object]) -> None:
+        """Have a function called once the load is done.
+
+        Args:
+            callback: gets this handle, on the loop's thread, which it must not block; or here and now if it is done.
+        """
+        self._report.add_done_callback(lambda _: callback(self))
+
+    def settled(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended and no byte can land in its blocks any more, however it ended.
+
+        Args:
+            timeout_s: how long, as for `result`.
+
+        Raises:
+            TimeoutError: `timeout_s` has passed.
+            RuntimeBroken: that can never be known.
+            UsageError: as for `result`, unless it is `safe`.
+        """
+        self._thread.settle(self, self._settle, timeout_s)
+
+    def __iter__(self) -> Iterator[Progress]:
+        """Progress of the load, as of `kvflow.Load`: whenever more tokens have landed, until it has ended.
+
+        Raises what `result` raises; TimeoutError if the loop's thread is stuck, for longer than the load may take and
+        the runtime's `call_timeout_s`. Each step waits for the loop; other threads may wait for the same load.
+        """
+        tokens = -1
+        while (progress := self._step(tokens)) is not None:
+            tokens = progress.tokens
+            yield progress
+        report = self.result()
+        if report.tokens > tokens:
+            yield Progress(report.tokens, report.tokens)
+
+    def _step(self, tokens: int) -> Progress | None:
+        async def progressed(_: asynchronous.Runtime) -> Progress | None:
+            if self._load is None:
+                return None
+            self._load.follow()
+            return await self._load.progressed(tokens)
+
+        config = self._thread.runtime.config
+        asked_s = checks.answer(lambda: self._request.deadline_s)
+        deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
+        try:
+            return self._thread.call(progressed, deadline_s + config.cancel_grace_s + self._thread.call_timeout_s)
+        except RuntimeClosed:  # the loop has ended: `result` says how the load has
+            return None
+
+    async def _carry_out(self, runtime: asynchronous.Runtime) -> LoadReport:
+        self._load = runtime.start_load(self._request)
+        if self._cancelled:
+            self._load.cancel()
+        try:
+            return await self._load
+        except KVFlowError as error:
+            if error.quarantine is not None:
+                error.quarantine = self
+            raise
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        if self._load is not None:
+            self._load.cancel()
+
+    async def _settle(self, _: asynchronous.Runtime) -> None:
+        if self._load is not None:
+            await self._load.settled()
+
+
+class QuarantinedBlocks:
+    """Blocks of a restore in which bytes may still land: the `quarantine` of the error that it ended with."""
+
+    def __init__(self, held: Quarantine, thread: LoopThread) -> None:
+        self.request_id, self.block_ids = held.request_id, held.block_ids
+        self._held = held
+        self._thread = thread
+
+    @property
+    def safe(self) -> bool:
+        """True if no byte can land any more."""
+        return self._held.safe
+
+    def settled(self, timeout_s: float | None = None) -> None:
+        """Wait until no byte can land any more.
+
+        TimeoutError after `timeout_s`. RuntimeBroken if that can never be known.
+        """
+        self._thread.settle(self, self._settle, timeout_s)
+
+    async def _settle(self, _: asynchronous.Runtime) -> None:
+        await self._held.settled()

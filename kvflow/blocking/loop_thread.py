@@ -1,0 +1,218 @@
+"""The thread of a blocking runtime: it runs an event loop, and a `kvflow.Runtime` on that loop."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeAlias, TypeVar
+
+import uvloop
+
+from kvflow import checks, forks
+from kvflow.errors import KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.logs import logger_of
+from kvflow.runtime import runtime as asynchronous
+
+logger = logger_of(__name__)
+
+ResultT = TypeVar("ResultT")
+Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]
+"""A function that gets the runtime, on its loop, and returns a coroutine."""
+
+
+class LoopThread(threading.Thread):
+    """The thread, its loop and the runtime. It does not refer to its handle, whose loss it has to notice.
+
+    Thread `kvflow-loop <engine>`: begun by opening a `blocking.Runtime`. Ends when it closes, or its loop
+    dies; then waiters get `RuntimeBroken`.
+    """
+
+    def __init__(self, runtime: asynchronous.Runtime, call_timeout_s: float) -> None:
+        super().__init__(name=f"kvflow-loop {runtime.config.engine_id}", daemon=True)
+        self.runtime = runtime
+        self.call_timeout_s = call_timeout_s
+        """Seconds that calls wait for the thread, beyond the time that what they ask for may take."""
+        self.loop = uvloop.new_event_loop()
+        self._closing = asyncio.Event()
+        self._opened: Future[None] = Future()
+        self._lock = threading.Lock()
+        """Held to submit work, and to refuse it from then on."""
+        self._ended = False
+        self._cause: BaseException | None = None
+        self._futures: set[Future[Any]] = set()
+        """Futures that are not done: what the loop leaves behind is settled at its end."""
+        self._inherited = False
+        """True in a forked child, where nothing of it runs."""
+
+    def open(self, closing_s: float) -> None:
+        """Start the thread and wait until the runtime is open. `closing_s` bounds closing at the interpreter's end."""
+        if self.ident is not None or self._ended:
+            raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
+        forks.watch(self)
+        self.start()
+        try:
+            self._opened.result()
+        except BaseException:  # an interrupt of the calling thread, too
+            self.tell(self._closing.set)
+            self.join()
+            raise
+        # A NIXL agent must not be destroyed by the interpreter's end while it reads.
+        atexit.register(self.close, closing_s)
+
+    def forked(self) -> None:
+        """See `forks`. A thread that is not here may hold the lock."""
+        self._inherited = True
+
+    def stop(self) -> None:
+        """Have the runtime closed and the thread end, some time soon."""
+        atexit.unregister(self.close)
+        if self._inherited:
+            return
+        if self.ident is None:
+            self._ended = True
+            self.loop.close()
+        self.tell(self._closing.set)
+
+    def close(self, timeout_s: float) -> None:
+        """See `Runtime.close`."""
+        if self._inherited or self.ident is None:
+            self.stop()
+            return
+        self.require_another_thread()
+        self.tell(self._closing.set)
+        self.join(timeout_s)
+        if self.is_alive():
+            raise TimeoutError(f"{self.runtime!r} has not closed within {timeout_s} s")
+        atexit.unregister(self.close)
+        if self._cause is not None:
+            error, self._cause = self._closed_error(), None
+            raise error
+
+    def submit(self, work: Work[ResultT]) -> Future[ResultT]:
+        """Run a coroutine on the loop. The future is settled in any case; cancelled, it is done at once."""
+        if self._inherited:
+            raise UsageError("the runtime belongs to the process that this one was forked from")
+        with self._lock:
+            if self._ended:
+                raise self._closed_error()
+            if self.ident is None:
+                raise UsageError("the runtime is not open yet: use it as `with Runtime(config) as rt`")
+            future = asyncio.run_coroutine_threadsafe(self._carry_out(work), self.loop)
+            self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def call(self, work: Work[ResultT], timeout_s: float | None) -> ResultT:
+        """Run a coroutine on the loop and wait for its result, up to `timeout_s`; then it is cancelled."""
+        self.require_another_thread()
+        bound_s = bound(timeout_s)
+        future = self.submit(work)
+        try:
+            return future.result(bound_s)
+        finally:
+            future.cancel()  # no effect on what is done
+
+    def result_of(self, future: Future[ResultT], timeout_s: float | None) -> ResultT:
+        """Wait for a future of the loop, up to `timeout_s`."""
+        self.require_another_thread(future)
+        return future.result(bound(timeout_s))
+
+    def ask(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
+        """Call a function that waits for nothing, on the loop."""
+
+        async def work(runtime: asynchronous.Runtime) -> ResultT:
+            return verb(runtime)
+
+        return self.call(work, self.call_timeout_s)
+
+    def tell(self, callback: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call something soon. No effect on a closed loop, whose end has settled everybody."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(callback, *arguments)
+
+    def settle(self, held: Quarantine, work: Work[None], timeout_s: float | None) -> None:
+        """Wait for `work`, which ends when no byte can land in blocks any more."""
+        if held.safe:
+            return
+        try:
+            self.call(work, timeout_s)
+        except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
+            if not held.safe:
+                raise RuntimeBroken(f"request {held.request_id!r}: its reads were not seen to stop") from None
+
+    def require_another_thread(self, future: Future[Any] | None = None) -> None:
+        """Raise UsageError on the loop's own thread, unless `future` is done."""
+        if threading.current_thread() is self and not (future is not None and future.done()):
+            raise UsageError("called on the loop's own thread, which would wait for itself")
+
+    def run(self) -> None:
+        """Run the loop until the runtime is closed, or until the loop dies."""
+        try:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                try:
+                    runner.run(self._main())
+                except BaseException as cause:  # noqa: BLE001 - whatever killed the loop, everybody gets to know
+                    self._end(cause)
+                else:
+                    self._end(None)
+        finally:
+            for future in list(self._futures):
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(self._closed_error())
+
+    async def _main(self) -> None:
+        async with self.runtime:
+            self._opened.set_result(None)
+            await self._closing.wait()
+
+    def _end(self, cause: BaseException | None) -> None:
+        """Refuse work from now on. What runs on the loop is cancelled next."""
+        with self._lock:
+            self._ended = True
+            if self._opened.done():
+                self._cause = cause
+        if self._cause is not None:
+            logger.error("the loop of %s died", self.runtime.config.engine_id, exc_info=cause)
+        elif cause is not None:
+            self._opened.set_exception(cause)
+
+    async def _carry_out(self, work: Work[ResultT]) -> ResultT:
+        """Body of a call's task.
+
+        Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. Ends with its work. Whoever waits
+        gets its error.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        task.set_name("kvflow-blocking")
+        try:
+            await asyncio.sleep(0)  # if the future was cancelled before this turn, that is heard now
+            return await work(self.runtime)
+        except asyncio.CancelledError:
+            if self._ended:  # the loop's end has cancelled it, and nobody else
+                raise self._closed_error() from None
+            raise
+
+    def _closed_error(self) -> KVFlowError:
+        if self._cause is None:
+            return RuntimeClosed(f"{self.runtime!r} is closed")
+        error = RuntimeBroken(f"the loop of {self.runtime.config.engine_id!r} died: {self._cause}")
+        error.__cause__ = self._cause
+        return error
+
+
+def dropped(thread: LoopThread) -> None:
+    """Close a runtime whose handle is gone, with a warning: nobody has closed it."""
+    if thread.is_alive():
+        warnings.warn(f"{thread.runtime!r} was dropped without being closed", ResourceWarning, stacklevel=2)
+    thread.stop()
+
+
+def bound(timeout_s: float | None) -> float | None:
+    """Return a timeout that threads can wait for; UsageError for anything else."""
+    return checks.timeout(timeout_s, "timeout_s", error=UsageError)
