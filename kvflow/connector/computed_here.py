@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from kvflow.checks import counted
-from kvflow.errors import RequestError
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
@@ -19,34 +16,16 @@ logger = logger_of(__name__)
 _EVERY_S = 60.0
 
 
-class ComputedHere:
-    """Counts of one engine's scheduler. `now_s` reads a clock that never goes back."""
+class ComputedHere(Counter[str]):
+    """Counts of one engine's scheduler by reason, since the last line."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
-        self._told_s = -_EVERY_S + now_s()
-        self._since: Counter[str] = Counter()
-
-    def note(self, reason: str) -> None:
-        """Count one request."""
-        self._since[reason] += 1
-
-    @contextmanager
-    def unless_taken(self, reason: str) -> Iterator[None]:
-        """Count a request whose parameters are refused (RequestError) in this block."""
-        try:
-            yield
-        except RequestError:
-            self.note(reason)
-            raise
+    _told_s = -_EVERY_S
 
     def tell(self) -> None:
-        """Write the counts since the last line, at most once a minute."""
-        now_s = self._now_s()
-        if not self._since or now_s - self._told_s < _EVERY_S:
-            return
-        count, reasons = self._since.total(), self._since.most_common()
-        listed = "; ".join(f"{number} because {reason}" for reason, number in reasons)
-        logger.info("computed here: %s that came with a ticket: %s", counted(count, "request"), listed)
-        self._told_s = now_s
-        self._since.clear()
+        """Log the counts and begin anew, at most once a minute."""
+        now_s = time.monotonic()
+        if self and now_s - self._told_s >= _EVERY_S:
+            listed = "; ".join(f"{count} because {reason}" for reason, count in self.most_common())
+            logger.info("computed here: %s that came with a ticket: %s", counted(self.total(), "request"), listed)
+            self._told_s = now_s
+            self.clear()

@@ -81,47 +81,18 @@ class _Use:
         return unread or (self.shared and not self.readers)
 
 
-class _Uses:
-    """The tickets that have come lately, and their uses."""
-
-    def __init__(self) -> None:
-        self._uses = Latest[tuple[str, str], _Use](_REMEMBERED_MAX)
-        """By engine and request."""
-
-    def spend(self, ticket: Ticket) -> bool:
-        """Use a ticket up for nobody. True if it had not come before."""
-        use = _Use(shared=False)
-        return self._noted(ticket, use) is use
-
-    def use(self, ticket: Ticket, sharing: Sharing, what: str) -> _Use:
-        """The use of a request's ticket. RequestError that begins with `what` if it is another's, or over."""
-        use = _Use(shared=sharing is not Sharing.ALONE)
-        found = self._noted(ticket, use)
-        if found is use and sharing is Sharing.FOLLOWS:
-            raise RequestError(f"{what}: another engine uses its ticket, for another sample")
-        if found is not use and not (found.shared and found.readers):
-            raise RequestError(f"{what}: another request has used its ticket")
-        return found
-
-    def _noted(self, ticket: Ticket, use: _Use) -> _Use:
-        """The use of the ticket so far; `use` if it comes for the first time."""
-        key = (ticket.engine_id, ticket.request_id)
-        found = self._uses[key] = self._uses.get(key, use)
-        return found
-
-
 class ConsumerBook:
     """All requests of an engine that consume, and what the workers have to do for them next."""
 
-    def __init__(
-        self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect, computed_here: ComputedHere
-    ) -> None:
-        self._computed_here = computed_here
+    def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:
+        self.computed_here = ComputedHere()
+        """Requests with a ticket whose prompts are computed here, by reason."""
         self._config = config
         self._groups = groups
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
-        self._uses = _Uses()
+        self._uses = Latest[tuple[str, str], _Use](_REMEMBERED_MAX)
+        """Uses of the tickets that have come lately, by engine and request."""
         self._next = Step()
 
     def __len__(self) -> int:
@@ -134,54 +105,82 @@ class ConsumerBook:
 
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
         """Take a request whose parameters ask for its prompt from remote; see `ConnectorScheduler.add`."""
-        request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
-        what, prompt, counted = f"request {request_id!r}", request.prompt_token_ids, self._computed_here.unless_taken
-        with counted("its parameters are no ticket"):
-            ticket = self._dialect.read_ticket(params)
-            tickets = self._tickets(params, ticket, what)
-        if prompt is not None and ticket.num_tokens <= num_prompt_tokens:
-            agreed = False
-            for one in tickets:
-                try:
-                    with counted("its ticket is of another prompt"):
-                        if not one.awaited:
-                            check_prompt(one, prompt, what)  # a request that it is of may come: nothing is given back
-                except PromptMismatch as error:
-                    if agreed or error.parts == TOKENS:
-                        raise
-                    self._refuse(request, one, prompt, error)
-                    return
-                agreed = agreed or len(one.prompt_digest) > 0
-        with counted("its ticket is used by another request"):
-            consumer = self._expect(request_id, tickets, self._uses.use(ticket, sharing, what))
-        most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
+        what, prompt = f"request {request.request_id!r}", request.prompt_token_ids
+        reason = "its parameters are no ticket"
+        try:
+            tickets = self._tickets(params, what)
+            reason = "its ticket is of another prompt"
+            fits = tickets[0].num_tokens <= request.num_prompt_tokens
+            if prompt is not None and fits and self._refused(request, tickets, prompt, what):
+                return
+            reason = "its ticket is used by another request"
+            consumer = self._expect(request.request_id, tickets, self._use(tickets[0], sharing, what))
+        except RequestError:
+            self.computed_here[reason] += 1
+            raise
+        ticket = tickets[0]
+        most = request.num_prompt_tokens - self._config.leaves_last_token
         if any(one.awaited for one in tickets):  # the prompt is taken to be the same on both sides; the load finds out
             consumer.prompt = prompt
         if ticket.awaited:
             consumer.offered_tokens = self._config.offered_of(most)
         elif ticket.num_tokens <= most and ticket.offered_tokens:
             consumer.offered_tokens = ticket.offered_tokens
+        elif ticket.num_tokens > most:
+            logger.warning(
+                "%s: its prompt is computed here: the ticket of request %r has num_tokens %s, of the prompt at most "
+                "%s can come from remote",
+                what,
+                ticket.request_id,
+                ticket.num_tokens,
+                most,
+            )
+            self.computed_here["its ticket offers more tokens than the prompt has"] += 1
         else:
-            if ticket.num_tokens > most:
-                logger.warning(
-                    "%s: its prompt is computed here: the ticket of request %r has num_tokens %s, of the prompt at "
-                    "most %s can come from remote",
-                    what,
-                    ticket.request_id,
-                    ticket.num_tokens,
-                    most,
-                )
-            much = ticket.num_tokens > most
-            self._computed_here.note(f"its ticket offers {'more tokens than the prompt has' if much else 'no blocks'}")
-            return
-        self._next.keep[request_id] = tickets
+            self.computed_here["its ticket offers no blocks"] += 1
+        if ticket.awaited or consumer.offered_tokens:
+            self._next.keep[request.request_id] = tickets
 
-    def _refuse(self, request: EngineRequest, ticket: Ticket, prompt: Sequence[int], error: PromptMismatch) -> None:
-        """Take a request that may have lost its pictures on the way: it fails, and the ticket stays unused."""
-        consumer = self._requests[request.request_id] = _Consumer(
-            request_id=request.request_id, tickets=(ticket,), use=_Use(shared=True), prompt=prompt, refusal=error
-        )
-        consumer.offered_tokens = ticket.offered_tokens
+    def _refused(self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str) -> bool:
+        """Return True if a request may have lost its pictures on the way: it fails, and the ticket stays unused.
+
+        PromptMismatch if a ticket is of other tokens: a request that it is of may come, so nothing is given back.
+        """
+        agreed = False
+        for ticket in tickets:
+            try:
+                if not ticket.awaited:
+                    check_prompt(ticket, prompt, what)
+            except PromptMismatch as error:
+                if agreed or error.parts == TOKENS:
+                    raise
+                self._requests[request.request_id] = _Consumer(
+                    request_id=request.request_id,
+                    tickets=(ticket,),
+                    use=_Use(shared=True),
+                    offered_tokens=ticket.offered_tokens,
+                    prompt=prompt,
+                    refusal=error,
+                )
+                return True
+            agreed = agreed or len(ticket.prompt_digest) > 0
+        return False
+
+    def _use(self, ticket: Ticket, sharing: Sharing, what: str) -> _Use:
+        """Return the use of a request's ticket. RequestError that begins with `what` if it is another's, or over."""
+        use = _Use(shared=sharing is not Sharing.ALONE)
+        found = self._noted(ticket, use)
+        if found is use and sharing is Sharing.FOLLOWS:
+            raise RequestError(f"{what}: another engine uses its ticket, for another sample")
+        if found is not use and not (found.shared and found.readers):
+            raise RequestError(f"{what}: another request has used its ticket")
+        return found
+
+    def _noted(self, ticket: Ticket, use: _Use) -> _Use:
+        """Return the use of the ticket so far; `use` if it comes for the first time."""
+        key = (ticket.engine_id, ticket.request_id)
+        found = self._uses[key] = self._uses.get(key, use)
+        return found
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
         """Why a request must fail; see `ConnectorScheduler.refusal`."""
@@ -205,9 +204,8 @@ class ConsumerBook:
 
     def reject(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         """Give back the ticket of a request that is refused, unless one has had it; see `ConnectorScheduler.reject`."""
-        ticket = self._dialect.read_ticket(params)
-        if self._uses.spend(ticket):
-            tickets = self._tickets(params, ticket, f"request {request.request_id!r}")
+        tickets, use = self._tickets(params, f"request {request.request_id!r}"), _Use(shared=False)
+        if self._noted(tickets[0], use) is use:
             self.give_back(request.request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
@@ -276,12 +274,12 @@ class ConsumerBook:
             self._next.abandon.append(request_id)
         return request_blocks_held(request.state)
 
-    def _tickets(self, params: Mapping[str, Any], ticket: Ticket, what: str) -> tuple[Ticket, ...]:
-        """All tickets of a prompt. RequestError for what is none; PromptMismatch if one is of another prompt."""
-        others = tuple(map(self._dialect.read_ticket, others_in(params)))
+    def _tickets(self, params: Mapping[str, Any], what: str) -> tuple[Ticket, ...]:
+        """Return all tickets of a prompt. RequestError for what is none; PromptMismatch if one is of another prompt."""
+        first, *others = map(self._dialect.read_ticket, (params, *others_in(params)))
         for other in others:
-            check_alike(ticket, other, what)
-        return (ticket, *others)
+            check_alike(first, other, what)
+        return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _Use) -> _Consumer:
         """A request that may read what these offer."""

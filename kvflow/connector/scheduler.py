@@ -23,7 +23,6 @@ from typing import Any
 
 from kvflow import checks
 from kvflow.checks import counted
-from kvflow.connector.computed_here import ComputedHere
 from kvflow.connector.consumers import ConsumerBook
 from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Matched, Scheduled, Sharing, TablesOf
 from kvflow.connector.paged_groups import PagedGroup, PagedGroups
@@ -61,8 +60,7 @@ class ConnectorScheduler:
     ) -> None:
         self._config = config
         self._groups = PagedGroups(config.all_groups)
-        self._computed_here = ComputedHere()
-        self._consumers = ConsumerBook(config, self._groups, dialect, self._computed_here)
+        self._consumers = ConsumerBook(config, self._groups, dialect)
         self._producers = ProducerBook(config, self._groups, dialect, new_secret)
 
     def __repr__(self) -> str:
@@ -167,7 +165,7 @@ class ConnectorScheduler:
         Args:
             reason: what follows "because" in that line.
         """
-        self._computed_here.note(reason)
+        self._consumers.computed_here[reason] += 1
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
         """Tell whether a request has to fail, since its prompt is not what its ticket's is but for the tokens.
@@ -272,7 +270,7 @@ class ConnectorScheduler:
         Raises:
             UsageError: `block_ids` gives not as many tables as there are groups.
         """
-        self._computed_here.tell()
+        self._consumers.computed_here.tell()
         step = self._producers.build_step(scheduled, preempted, block_ids)
         self._consumers.add_to(step)
         return step

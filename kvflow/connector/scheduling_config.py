@@ -7,21 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
+from msgspec import Meta
+
 from kvflow import checks
 from kvflow.checks import Seconds, Size
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.errors import ConfigError
 
-
-def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
-    if not isinstance(value, tuple | list) or not all(isinstance(group, GroupFacts) for group in value):
-        raise ConfigError(f"{what}: expected GroupFacts, got {checks.shown(value)}")
-    if not all(group.plausible for group in value):
-        raise ConfigError(f"{what}: {checks.shown(value)} cannot be")
-    return tuple(value)
-
-
-SchedulerGroups: TypeAlias = Annotated[tuple[GroupFacts, ...], _groups]
+SchedulerGroups: TypeAlias = Annotated[tuple[GroupFacts, ...], Meta(max_length=1 << 10)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +45,8 @@ class SchedulingConfig:
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError)
+        if not all(group.plausible for group in self.groups):
+            raise ConfigError(f"groups: {checks.shown(self.groups)} cannot be")
         if self.groups and self.groups[0].block_size != self.block_size:
             first = self.groups[0].block_size
             raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")

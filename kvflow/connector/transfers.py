@@ -136,7 +136,7 @@ class WorkerTransfers:
         """Blocks shared with peers."""
         self.sharing: SharedPrefixes | None = None
         self.saved: dict[str, SavedPrompt] = {}
-        """SavedPrompt of each request, until its end is told."""
+        """The prompt of each request that has an offer, until its end is told."""
         self._readings: dict[str, _Reading] = {}
         self._withdrawn: set[Lease] = set()
         """Leases that were ended here, and whose blocks are still held for a moment."""
@@ -270,7 +270,7 @@ class WorkerTransfers:
         self._report_if_over(offer)
 
     def _grow(self, offer: SavedPrompt, grow: Grow, ready: DeviceEvent | None) -> None:
-        """SavedPrompt more of a prompt."""
+        """Offer more of a prompt."""
         if (lease := offer.open_lease) is None:
             return
         try:

@@ -14,16 +14,14 @@ import contextlib
 import hmac
 import itertools
 import math
-import queue
 import secrets
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import aiohttp
 import msgspec
-import requests
 import torch.distributed
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -31,6 +29,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
+from sglang.srt.utils.network import get_local_ip_auto
 
 from kvflow.blocking import Load, Runtime
 from kvflow.checks import said
@@ -42,7 +41,7 @@ from kvflow.logs import logger_of
 from kvflow.parts import preload
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
-from kvflow.sglang.pools import AuxRows, Buffers, aux_buffers, items_named, kv_buffers, state_buffers
+from kvflow.sglang.pools import Buffers, aux_buffers, items_named, kv_buffers, state_buffers
 from kvflow.sglang.rooms import WANTED, Answer, Room, RoomRequest, Rooms, Wanted
 from kvflow.sglang.settings import config_of
 
@@ -56,22 +55,11 @@ _ALARM_S = 5.0
 """Time after which reads that do not stop are told to the log."""
 _RANKS_MAX = 64
 _SERVERS_MAX = 256
-_TOLD_MAX = 1 << 12
 _ASK_S = 2.0
 _KNOWN_S = 5.0
 """Time for which a prefill server is not asked again where its ranks hear."""
 
 Introduction: TypeAlias = "list[dict[str, Any]]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """Loads of a failed request of a decode server whose reads have not stopped."""
-
-    address: str
-    loads: tuple[Load, ...]
-    since_s: float
-    since: str
 
 
 class KVFlowManager(CommonKVManager):
@@ -88,8 +76,6 @@ class KVFlowManager(CommonKVManager):
             self.transfer_infos = self._rooms.asked
             threading.Thread(target=self._hear, name="kvflow-sglang-hear", daemon=True).start()
         else:
-            self._told: queue.Queue[tuple[str, Wanted]] = queue.Queue(_TOLD_MAX)
-            threading.Thread(target=self._tell, name="kvflow-sglang-tell", daemon=True).start()
             self._start_heartbeat_checker_thread()
 
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
@@ -108,7 +94,7 @@ class KVFlowManager(CommonKVManager):
                 f"kvflow for SGLang: {deferred.name} is off: pages of a failed request would be used again while they "
                 "are still read into"
             )
-        self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
+        self.aux = aux_buffers(args)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
         """True if metadata is too much for a payload, as with hidden states: then it is the last of the pools."""
         self.state_kinds = [kind.value for kind in args.state_types]
@@ -117,12 +103,15 @@ class KVFlowManager(CommonKVManager):
         self.senders: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self._rooms_lock = threading.RLock()  # requests may be collected, and forgotten, while it is held
-        self._held: dict[int, list[_Held]] = {}
-        """What the decode server's pages wait for, by room as routers see it."""
+        self._held: dict[int, list[tuple[str, float, list[Load]]]] = {}
+        """What the decode server's pages wait for, by room as routers see it: reads of failed requests that have not
+        stopped, with the address of the prefill server and since when."""
         self._alarmed: set[str] = set()
         """Addresses of prefill servers whose reads do not stop, as the log has been told."""
         self._unfit: dict[str, tuple[str, float]] = {}
         """Why prefill servers cannot be read from, by address, and when SGLang has found out."""
+        self._ranks: Latest[str, tuple[float, list[dict[str, Any]]]] = Latest(_SERVERS_MAX)
+        """Where the ranks of prefill servers hear, and when they were asked; on the loop of the first pool."""
         self._silent: set[str] = set()
         """Addresses of prefill servers that did not answer when they were asked last."""
         producer = mode == DisaggregationMode.PREFILL
@@ -131,7 +120,7 @@ class KVFlowManager(CommonKVManager):
         heads = max(1, model_heads // parallel.attn_tp_size) if model_heads else 0
         found = [kv_buffers(args, heads=heads), *state_buffers(args, heads=heads)]
         if self.aux_moves:
-            found.append(aux_buffers(args))
+            found.append(self.aux)
         self.pools = [_Pool(one, model_heads, producer, self.secret) for one in found]
         hook_prefill(KVFlowManager) if producer else hook_decode(KVFlowManager)
 
@@ -153,7 +142,7 @@ class KVFlowManager(CommonKVManager):
         return f"sglang-{room}-{digest[:16].hex()}"
 
     def teardown(self) -> None:
-        """Close all runtimes, and end the thread."""
+        """Close all runtimes, and end the threads."""
         for pool in self.pools:
             pool.runtime.close()
         if self.disaggregation_mode == DisaggregationMode.DECODE:
@@ -213,34 +202,25 @@ class KVFlowManager(CommonKVManager):
 
         Args:
             address: the prefill server's.
-            ranks: where its ranks hear; None if that is not known: then a thread asks the server.
+            ranks: where its ranks hear; None if that is not known: then the server is asked, in the background.
             wanted: the message.
         """
         if ranks is None:
-            with contextlib.suppress(queue.Full):
-                self._told.put_nowait((address, wanted))
+            with contextlib.suppress(KVFlowError):
+                self.pools[0].runtime.start(lambda _: self._ask_and_tell(address, wanted))
             return
         for rank in ranks:
             with contextlib.suppress(zmq.ZMQError, LookupError, TypeError, ValueError):
                 socket, lock = CommonKVReceiver._connect_to_bootstrap_server(rank)
                 with lock:
-                    socket.send_multipart(wanted.frames())
+                    socket.send_multipart(wanted.frames(), zmq.NOBLOCK)
 
-    def _tell(self) -> None:
-        """Tell ranks of servers that have to be asked for them: the thread's body.
-
-        Thread `kvflow-sglang-tell`: begun by SGLang's manager of a decode rank. Ends when that closes. If it
-        dies prefill servers that are not known yet are not told of requests that are given up.
-        """
-        known: Latest[str, tuple[float, list[dict[str, Any]]]] = Latest(_SERVERS_MAX)
-        while not self._heartbeat_shutdown.is_set():
-            with contextlib.suppress(queue.Empty):
-                address, wanted = self._told.get(timeout=1.0)
-                since_s, ranks = known.get(address, (-math.inf, []))
-                if time.monotonic() - since_s > _KNOWN_S:
-                    ranks = _ranks_of(address)
-                    known[address] = (time.monotonic(), ranks)
-                self.tell(address, ranks, wanted)
+    async def _ask_and_tell(self, address: str, wanted: Wanted) -> None:
+        since_s, ranks = self._ranks.get(address, (-math.inf, []))
+        if time.monotonic() - since_s > _KNOWN_S:
+            ranks = await _ranks_of(address)
+            self._ranks[address] = (time.monotonic(), ranks)
+        self.tell(address, ranks, wanted)
 
     def unfit(self, address: str) -> PeerIncompatible | None:
         """Return why a prefill server cannot be read from, if that was found out just now."""
@@ -249,30 +229,30 @@ class KVFlowManager(CommonKVManager):
 
     def hold(self, room: int, address: str, loads: list[Load]) -> None:
         """Keep the pages of a failed request until no byte can land in them."""
-        held = _Held(address=address, loads=tuple(loads), since_s=time.monotonic(), since=time.strftime("%H:%M:%S"))
-        self._held.setdefault(int(room), []).append(held)
+        self._held.setdefault(int(room), []).append((address, time.monotonic(), loads))
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Return True once no byte can land in the pages of failed requests of a room."""
         room = int(bootstrap_room)
-        held = [one for one in self._held.pop(room, ()) if not all(load.safe for load in one.loads)]
+        held = [one for one in self._held.pop(room, ()) if not all(load.safe for load in one[2])]
         if held:
             self._held[room] = held
-            self._alarm(held[0])
+            self._alarm(*held[0])
         elif self._alarmed:
-            for address in self._alarmed - {one.address for several in self._held.values() for one in several}:
+            for address in self._alarmed - {address for several in self._held.values() for address, _, _ in several}:
                 self._alarmed.discard(address)
                 logger.info("prefill server %s: all reads of its memory have stopped", address)
         return not held
 
-    def _alarm(self, held: _Held) -> None:
-        if held.address not in self._alarmed and time.monotonic() - held.since_s >= _ALARM_S:
-            self._alarmed.add(held.address)
+    def _alarm(self, address: str, since_s: float, loads: list[Load]) -> None:
+        held_s = time.monotonic() - since_s
+        if address not in self._alarmed and held_s >= _ALARM_S:
+            self._alarmed.add(address)
             logger.warning(
-                "prefill server %s stands still: reads of its memory have not stopped since %s; the requests that they "
-                "are of have failed, and their pages are not used again before they have",
-                held.address,
-                held.since,
+                "prefill server %s stands still: reads of its memory have not stopped for %.1f s; the requests that "
+                "they are of have failed, and their pages are not used again before they have",
+                address,
+                held_s,
             )
 
     # --- prefill
@@ -346,56 +326,45 @@ def _unfit_error(address: str, reason: str) -> PeerIncompatible:
     return PeerIncompatible(f"prefill server {address}: {reason}", peer=address)
 
 
-def _ranks_of(address: str) -> list[dict[str, Any]]:
+async def _ranks_of(address: str) -> list[dict[str, Any]]:
     """Ask a prefill server where its ranks hear; none if it does not say."""
-    places = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-
-    def ask(*place: int) -> dict[str, Any]:
-        query = dict(zip(places, place, strict=True))
-        found: dict[str, Any] = requests.get(f"http://{address}/route", params=query, timeout=_ASK_S).json()
-        return found
-
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     with contextlib.suppress(Exception):
-        info = ask(-1, -1, -1, -1)
-        ranks = itertools.product(range(info["dp_size"]), range(info["attn_tp_size"]))
-        return [ask(dp, 0, tp, 0) for dp, tp in itertools.islice(ranks, _RANKS_MAX)]
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ASK_S)) as session:
+
+            async def ask(*place: int) -> dict[str, Any]:
+                async with session.get(f"http://{address}/route", params=dict(zip(names, place, strict=True))) as found:
+                    answer: dict[str, Any] = await found.json()
+                    return answer
+
+            info = await ask(-1, -1, -1, -1)
+            ranks = itertools.product(range(info["dp_size"]), range(info["attn_tp_size"]))
+            return [await ask(dp, 0, tp, 0) for dp, tp in itertools.islice(ranks, _RANKS_MAX)]
     return []
 
 
 class _Pool:
-    """One pool and the runtime that moves its items."""
+    """One pool and the runtime that moves its items. If it is cut the ranks of a server are one engine of kvflow's;
+    else each is one by itself, and is read whole.
+    """
 
     def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:
-        parallel = get_parallel()
-        self.name = buffers.name
-        self.page_size = buffers.tokens
-        self.cut = buffers.cut
-        """True if the ranks of a server are one engine of kvflow's. Else each is one by itself, and is read whole."""
-        self.shared_out = not (buffers.cut or buffers.alike)
-        """True if a rank has a share that goes to no other tensor parallelism."""
-        place = f"dp{parallel.attn_dp_rank}" if self.cut else f"dp{parallel.attn_dp_rank}-tp{parallel.attn_tp_rank}"
+        parallel, cut = get_parallel(), buffers.cut
+        self.buffers = buffers
+        place = f"dp{parallel.attn_dp_rank}" if cut else f"dp{parallel.attn_dp_rank}-tp{parallel.attn_tp_rank}"
         settings: dict[str, Any] = {
             "engine_id": f"sglang-{secret[:16]}-{place}-{buffers.name}",
             "model": buffers.format,
-            "listen": address_at(_own_ip(), 0),
-            "tp_rank": parallel.attn_tp_rank if self.cut else 0,
-            "tp_size": parallel.attn_tp_size if self.cut else 1,
+            "listen": address_at(get_local_ip_auto(), 0),
+            "tp_rank": parallel.attn_tp_rank if cut else 0,
+            "tp_size": parallel.attn_tp_size if cut else 1,
             "num_kv_heads": model_heads if buffers.heads else None,
             "role": "producer" if producer else "consumer",
         }
         self.runtime = Runtime(config_of(settings))
         self.runtime.open()
         self.runtime.register_kv_caches([buffers.group("cpu" if buffers.host else get_device().device)])
-        self.introduction: dict[str, Any] = {}
-        if producer:
-            self.introduction = self.runtime.introduce().to_params()
-
-
-def _own_ip() -> str:
-    from sglang.srt.utils.network import get_local_ip_auto
-
-    address: str = get_local_ip_auto()
-    return address
+        self.introduction: dict[str, Any] = self.runtime.introduce().to_params() if producer else {}
 
 
 def _agreed(value: str) -> str:

@@ -48,6 +48,29 @@ class Buffers:
     host: bool = False
     """True if it is in host memory, wherever the others are."""
 
+    @property
+    def shared_out(self) -> bool:
+        """True if a rank has a share that goes to no other tensor parallelism."""
+        return not (self.cut or self.alike)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self.item_sizes)
+
+    def read_row(self, row: int) -> bytes:
+        """Return a row of host memory: that item of all buffers, one behind the other."""
+        places = zip(self.pointers, self.item_sizes, strict=True)
+        return b"".join(ctypes.string_at(pointer + row * size, size) for pointer, size in places)
+
+    def write_row(self, row: int, data: bytes) -> None:
+        """Fill a row of host memory. ConfigError if the two servers have other buffers."""
+        if len(data) != self.row_bytes:
+            raise ConfigError(f"metadata of a request: ours {counted(self.row_bytes, 'byte')}, theirs {len(data)}")
+        start = 0
+        for pointer, size in zip(self.pointers, self.item_sizes, strict=True):
+            ctypes.memmove(pointer + row * size, data[start : start + size], size)
+            start += size
+
     def group(self, device: str) -> CacheGroup:
         """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items.
 
@@ -138,7 +161,10 @@ def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
 
 
 def aux_buffers(args: Any) -> Buffers:
-    """The metadata buffers, where a row of them is too much for a payload."""
+    """Return SGLang's metadata buffers, of which each request has a row.
+
+    It goes as a lease's payload or, if it is too much for one, as the item of a pool.
+    """
     return Buffers(
         name="aux",
         pointers=args.aux_data_ptrs,
@@ -168,29 +194,3 @@ def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -
         numbers = [at % model * parts + at // model for at in range(count - drafts)]
         numbers += range(drafts)
     return [number + FIRST_DRAFT_LAYER * (at >= count - drafts) for at, number in enumerate(numbers)]
-
-
-@dataclass(frozen=True, slots=True)
-class AuxRows:
-    """SGLang's metadata buffers: a row of each belongs to a request, in host memory. They go as a lease's payload."""
-
-    pointers: Sequence[int]
-    item_sizes: Sequence[int]
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(self.item_sizes)
-
-    def read(self, row: int) -> bytes:
-        """The row of all buffers, one behind the other."""
-        places = zip(self.pointers, self.item_sizes, strict=True)
-        return b"".join(ctypes.string_at(pointer + row * size, size) for pointer, size in places)
-
-    def write(self, row: int, data: bytes) -> None:
-        """Fill the row. ConfigError if the two servers have other buffers."""
-        if len(data) != self.row_bytes:
-            raise ConfigError(f"metadata of a request: ours {counted(self.row_bytes, 'byte')}, theirs {len(data)}")
-        start = 0
-        for pointer, size in zip(self.pointers, self.item_sizes, strict=True):
-            ctypes.memmove(pointer + row * size, data[start : start + size], size)
-            start += size

@@ -92,7 +92,7 @@ class KVFlowReceiver(CommonKVReceiver):
             if theirs != len(pools):
                 return f"it has {counted(theirs, 'pool')}, this decode server has {len(pools)}: {_names(pools)}"
         ours, theirs = self.kv_mgr.attn_tp_size, self.prefill_info.attn_tp_size
-        shares = [pool for pool in pools if pool.shared_out]
+        shares = [pool for pool in pools if pool.buffers.shared_out]
         if shares and ours != theirs:
             return f"its tensor parallelism is {theirs}, ours {ours}; {_names(shares)} cannot be cut for another one"
         return None
@@ -142,12 +142,12 @@ class KVFlowReceiver(CommonKVReceiver):
     def _load(self, at: int, pool: Any, items: Any) -> None:
         patience_s = float(self.kv_mgr.waiting_timeout)
         ticket = Ticket.rendezvous(self._introduction(at), self._name, ttl_s=patience_s)
-        tokens = len(items) * pool.page_size
+        tokens = len(items) * pool.buffers.tokens
         request = LoadRequest(self._name, ticket, items, deadline_s=patience_s, num_tokens=tokens)
         self._loads.append(pool.runtime.start_load(request))
 
     def _introduction(self, at: int) -> Ticket:
-        ranks = self.bootstrap_infos if self.kv_mgr.pools[at].cut else [self._whole]
+        ranks = self.bootstrap_infos if self.kv_mgr.pools[at].buffers.cut else [self._whole]
         return merge_tickets([Ticket.from_params(rank[INTRODUCTION][at]) for rank in ranks])
 
     @property
@@ -179,7 +179,7 @@ class KVFlowReceiver(CommonKVReceiver):
             try:
                 payload = self._loads[0].result(0).payload
                 if not self.kv_mgr.aux_moves:
-                    self.kv_mgr.aux.write(self._aux_index, payload)
+                    self.kv_mgr.aux.write_row(self._aux_index, payload)
             except KVFlowError as error:
                 errors.append(error)
         if errors:
@@ -248,7 +248,7 @@ class KVFlowReceiver(CommonKVReceiver):
 
 
 def _names(pools: list[Any]) -> str:
-    return ", ".join(pool.name for pool in pools)
+    return ", ".join(pool.buffers.name for pool in pools)
 
 
 def _error_of(load: Load) -> BaseException | None:

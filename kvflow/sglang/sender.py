@@ -50,7 +50,7 @@ class KVFlowSender(CommonKVSender):
         """Offer what is to come, once the decode server has asked."""
         super().init(num_kv_indices, aux_index)
         pool = self.kv_mgr.pools[0]
-        tokens = num_kv_indices * pool.page_size
+        tokens = num_kv_indices * pool.buffers.tokens
         self._offer(0, [], tokens, computed_tokens=0, extends=True, payload=True)
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **events: Any) -> None:
@@ -71,7 +71,7 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"it could not be offered: {error}")
 
     def _grow(self, pages: Any, ready: Any) -> None:
-        lease, page_size = self._leases[0], self.kv_mgr.pools[0].page_size
+        lease, page_size = self._leases[0], self.kv_mgr.pools[0].buffers.tokens
         if len(pages):
             lease.extend(pages.tolist())
             if self.curr_idx < self.num_kv_indices:
@@ -82,8 +82,8 @@ class KVFlowSender(CommonKVSender):
         prefix_len = self.pop_decode_prefix_len()
         for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
             if items is not None and len(items):
-                self._offer(at, list(items), len(items) * self.kv_mgr.pools[at].page_size)
-        self._leases[0].complete(b"." if self.kv_mgr.aux_moves else self.kv_mgr.aux.read(self.aux_index), ready)
+                self._offer(at, list(items), len(items) * self.kv_mgr.pools[at].buffers.tokens)
+        self._leases[0].complete(b"." if self.kv_mgr.aux_moves else self.kv_mgr.aux.read_row(self.aux_index), ready)
         self._complete = True
 
     def _offer(self, at: int, blocks: Any, tokens: int, **how: Any) -> None:
@@ -92,9 +92,9 @@ class KVFlowSender(CommonKVSender):
             self._fail(self._given_up())
             return
         pool = self.kv_mgr.pools[at]
-        if not pool.cut and wanted.is_dummy:
+        if not pool.buffers.cut and wanted.is_dummy:
             return
-        readers = 1 if pool.cut else wanted.readers
+        readers = 1 if pool.buffers.cut else wanted.readers
         request = ServeRequest(wanted.name, blocks, tokens, reader_count=readers, **how)
         try:
             self._leases.append(pool.runtime.serve_blocks(request))

@@ -102,9 +102,8 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
 class KVFlowNews(KVConnectorWorkerMetadata):
     """News of workers, on the way to the scheduler with a step's results."""
 
-    tickets: tuple[Ticket, ...] = ()
-    """Their introductions, after they have registered their caches anew."""
-    cards: tuple[bytes, ...] = ()
+    introductions: tuple[KVFlowIntroduction, ...] = ()
+    """Those of workers that have registered their caches anew."""
     found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
     """What peers offer to each request that they were asked for."""
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
@@ -113,8 +112,7 @@ class KVFlowNews(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowNews:
         others = cast(KVFlowNews, other)
         return KVFlowNews(
-            self.tickets + others.tickets,
-            self.cards + others.cards,
+            self.introductions + others.introductions,
             {**self.found, **others.found},
             self.refused + others.refused,
         )
@@ -225,7 +223,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         workers = [entry for entry in metadata.values() if isinstance(entry, KVFlowIntroduction)]
         if len(workers) == len(metadata):
-            self._introduce([worker.ticket for worker in workers], [worker.card for worker in workers])
+            self._introduce(workers)
         else:
             logger.warning(
                 "nothing is offered: vLLM's MultiConnector hands on the introduction of its first connector that has "
@@ -325,13 +323,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.refuse(told.refused)
             if self._prefixes is not None:
                 self._prefixes.answered(told.found)
-            if told.tickets and len(told.tickets) == told.tickets[0].tp_size * told.tickets[0].pp_size:
-                self._introduce(told.tickets, told.cards)
+            ticket = told.introductions[0].ticket if told.introductions else None
+            if ticket is not None and len(told.introductions) == ticket.tp_size * ticket.pp_size:
+                self._introduce(told.introductions)
 
-    def _introduce(self, tickets: Sequence[Ticket], cards: Sequence[bytes]) -> None:
+    def _introduce(self, workers: Sequence[KVFlowIntroduction]) -> None:
         """Introduce all workers. Their cards leave with the next step, before any ticket of theirs can."""
-        self._scheduler.introduce(merge_tickets(tickets))
-        self._cards = tuple(filter(None, cards))
+        self._scheduler.introduce(merge_tickets([worker.ticket for worker in workers]))
+        self._cards = tuple(worker.card for worker in workers if worker.card)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -406,18 +405,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._register()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        found, self._found = self._found, {}
-        refused, self._refused = self._refused, ()
-        if self.has_connector_metadata() and self._step.introduce:
-            return KVFlowNews((self._worker.introduction(),), (self._card,), found, refused)
-        return KVFlowNews(found=found, refused=refused) if found or refused else None
+        asked = self.has_connector_metadata() and self._step.introduce
+        told = KVFlowNews((self.get_handshake_metadata(),) if asked else (), self._found, self._refused)
+        self._found, self._refused = {}, ()
+        return told if told != KVFlowNews() else None
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return KVFlowIntroduction(self._worker.introduction(), self._card)
-
-    @property
-    def _card(self) -> bytes:
-        return b"" if self._ranks is None else self._ranks.card
+    def get_handshake_metadata(self) -> KVFlowIntroduction:
+        card = b"" if self._ranks is None else self._ranks.card
+        return KVFlowIntroduction(self._worker.introduction(), card)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End reads of blocks that will change: first in a step, before anything is written or computed."""

@@ -413,13 +413,13 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
         worker.restore_kv_caches()
         told = step()
         assert told is not None
-        assert told.tickets[0].first.incarnation != first.first.incarnation
+        assert told.introductions[0].ticket.first.incarnation != first.first.incarnation
         assert step() is not None, "asked again until it is known"
         output: Any = SimpleNamespace(finished_recving=None, finished_sending=None, kv_connector_worker_meta=told)
         scheduler.update_connector_output(output)
-        assert scheduler._scheduler._producers._introduction == told.tickets[0]
+        assert scheduler._scheduler._producers._introduction == told.introductions[0].ticket
         assert step() is None
-        assert len(told.aggregate(told).tickets) == 2
+        assert len(told.aggregate(told).introductions) == 2
 
 
 def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step() -> None:
