@@ -189,15 +189,24 @@ class InvalidInput(KVFlowError):
 
 
 class ConfigError(InvalidInput):
-    """A Config value is out of range, or what it asks for is not installed or not there."""
+    """A Config value is out of range, or what it asks for is not installed or not there.
+
+    Correct the setting that the message names.
+    """
 
 
 class LayoutError(InvalidInput):
-    """KV cache tensors do not match the described layout, or cannot be described."""
+    """KV cache tensors do not match the described layout, or cannot be described.
+
+    Correct the layer that the message names, with what was expected and found.
+    """
 
 
 class RequestError(InvalidInput):
-    """A request or ticket is malformed, or does not fit the registered cache."""
+    """A request or ticket is malformed, or does not fit the registered cache.
+
+    Look for a bug, or for what has changed the ticket on its way: the message names the part.
+    """
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
         """The error as one request met it; itself if it names that request, or a ticket's field and no request."""
@@ -207,15 +216,25 @@ class RequestError(InvalidInput):
 
 
 class BlocksBusy(RequestError):
-    """Blocks are in use by another request in a way that excludes this one."""
+    """Blocks are in use by another request in a way that excludes this one.
+
+    Look for blocks that were freed before their load had settled or their lease had ended.
+    """
 
 
 class HostBlocksBusy(RequestError):
-    """A lease needs more host blocks than are free: once others have ended it may be opened."""
+    """A lease needs more host blocks than are free.
+
+    Serve it once other leases have ended, or raise `host_buffer_bytes_max`.
+    """
 
 
 class PromptMismatch(RequestError):
-    """The ticket is of another prompt."""
+    """The ticket is of another prompt.
+
+    Look for a router that mixes tickets up, or for engines that tokenize differently. If `parts` is not
+    `("tokens",)`, look for a router that takes pictures or adapters off the decode request.
+    """
 
     def __init__(self, message: str, *, parts: tuple[str, ...] = TOKENS) -> None:
         super().__init__(message)
@@ -226,7 +245,10 @@ class PromptMismatch(RequestError):
 
 class UsageError(InvalidInput):
     """A verb was called in the wrong state, such as before registration or twice, on the wrong loop or thread, or with
-    an argument of its own that cannot be."""
+    an argument that cannot be right.
+
+    Correct the call.
+    """
 
 
 class RuntimeUnavailable(KVFlowError):
@@ -237,23 +259,28 @@ class RuntimeUnavailable(KVFlowError):
 
 
 class RuntimeDraining(RuntimeUnavailable):
-    """The runtime drains: it finishes what it has begun and takes no new work."""
+    """The runtime drains: it finishes what it has begun and takes no new work.
+
+    Use another engine.
+    """
 
 
 class CacheUnregistered(RuntimeUnavailable):
-    """The runtime's cache was unregistered by its owner, and no other is registered yet."""
+    """The runtime's cache was unregistered by its owner, and no other is registered yet.
+
+    Use another engine, or register the cache of this one: it sleeps.
+    """
 
 
 class RuntimeClosed(RuntimeUnavailable):
-    """The runtime was closed by its owner."""
+    """The runtime was closed by its owner.
+
+    Use another engine.
+    """
 
 
 class PeerError(KVFlowError):
-    """Another engine, or the way to it, failed.
-
-    `peer` is its address and `engine_id` its name, as far as known. `request_id` is the load's that needed it; "" where
-    no load did.
-    """
+    """Another engine, or the way to it, failed."""
 
     blame = Blame.PEER
     memory_safe = _MemorySafe(True)
@@ -269,10 +296,13 @@ class PeerError(KVFlowError):
     ) -> None:
         super().__init__(message)
         self.peer = peer
+        """Address of the peer."""
         self.engine_id = engine_id
+        """Engine of the peer, as far as known."""
         self.request_id = request_id
+        """Request of the load that needed the peer; "" if no load did."""
         self.retry_after_s = retry_after_s
-        """Loads from the peer fail at once for so long, then it is asked again; None if the next load asks it."""
+        """Seconds for which loads from the peer fail at once; None if the next load asks the peer again."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
         """The failure as one request met it: waiters that share a handshake each get an error of their own."""
@@ -281,27 +311,42 @@ class PeerError(KVFlowError):
 
 
 class PeerUnreachable(PeerError):
-    """Nobody answers at the peer's address in time, or it has failed and is not asked for a while."""
+    """Nobody answers at the peer's address in time, or it has failed and is not asked for a while.
+
+    Use another peer; retry this one after `retry_after_s`. The peer or the network has failed.
+    """
 
     retryable = True
 
 
 class PeerNotReady(PeerError):
-    """The peer is there, but has no cache yet or takes no new readers any more."""
+    """The peer is there, but has no cache yet or takes no new readers any more.
+
+    Use another peer, or retry soon: this one starts, sleeps or drains.
+    """
 
     retryable = True
 
 
 class PeerRefused(PeerError):
-    """The peer answered the handshake with a refusal."""
+    """The peer answered the handshake with a refusal.
+
+    Correct the configuration that the message names; with CURVE, add the key that it names.
+    """
 
 
 class PeerIncompatible(PeerError):
-    """The peer's protocol or cache cannot work with ours."""
+    """The peer's protocol or cache cannot work with ours.
+
+    Correct the configuration: the message has both values. The log warns once for each address and reason.
+    """
 
 
 class ProtocolError(PeerError):
-    """The peer sent bytes that are no valid kvflow message."""
+    """The peer sent bytes that are no valid kvflow message.
+
+    Check the address: another service answers there, or a broken engine.
+    """
 
 
 class LoadError(KVFlowError):
@@ -321,41 +366,58 @@ class LoadError(KVFlowError):
 
 
 class LeaseExpired(LoadError):
-    """The lease did not provably cover the whole read: it ran out, was withdrawn or was used up."""
+    """The lease did not provably cover the whole read: it ran out, was withdrawn or was used up.
+
+    Prefill again. If it is frequent, raise `lease_ttl_s`, or let fewer requests wait.
+    """
 
 
 class PrefillFailed(LoadError):
-    """The producer says that it will not compute the prompt, or has offered nothing in time."""
+    """The producer says that it will not compute the prompt, or has offered nothing in time.
+
+    Have another engine compute the prompt.
+    """
 
     blame = Blame.PEER
     retryable = True
 
 
 class Overloaded(LoadError):
-    """No room in this engine: as many loads wait as may, or as many peers are in use or asked. Nothing was read."""
+    """No room in this engine: as many loads wait as may, or as many peers are in use or asked. Nothing was read.
+
+    Send fewer loads (`loads_waiting_max`). If you have that many peers, raise `limits.peers_max` or
+    `limits.first_contacts_max`; else look for forged tickets.
+    """
 
     blame = Blame.ENGINE
     retryable = True
 
 
 class TransferFailed(LoadError):
-    """The transport reported a failure while it read."""
+    """The transport reported a failure while it read.
+
+    Retry, then prefill again: the peer or the network has failed.
+    """
 
     blame = Blame.PEER
     retryable = True
 
 
 class ChecksumMismatch(LoadError):
-    """The bytes that were read are not those that the producer holds, also after they were read once more.
+    """The bytes that were read differ from those that the producer holds, also after a second read.
 
-    Something between the two caches changes bytes, or they were written to while they were leased.
+    Compute the prompt again, and check the network and the memory of both machines: something changes bytes between
+    the caches, or leased blocks are written to.
     """
 
     blame = Blame.PEER
 
 
 class DeadlineExceeded(LoadError):
-    """The request's deadline passed in `phase`. In phase "compute" the peer has not computed the prompt."""
+    """The request's deadline passed in `phase`. In phase "compute" the peer has not computed the prompt.
+
+    Retry with more time; in phase "compute" have another engine compute the prompt.
+    """
 
     retryable = True
 
@@ -377,32 +439,50 @@ class StoreError(KVFlowError):
 
 
 class NotStored(StoreError):
-    """Nothing is stored under the key, or no longer: other entries needed the room."""
+    """Nothing is stored under the key, or no longer: other entries needed the room.
+
+    Compute the prompt, or load it.
+    """
 
     blame = Blame.NOBODY
     memory_safe = _MemorySafe(True)
 
 
 class EntryDamaged(StoreError):
-    """The entry is torn, of something else, or not what was saved. Its file is removed."""
+    """The entry is torn, of something else, or not what was saved. Its file is removed.
+
+    Compute the prompt. If it happens again, check the disk.
+    """
 
 
 class StoreFull(StoreError):
-    """The store has no room now: entries that could make room are being read, the others written."""
+    """The store has no room now: entries that could make room are being read, the others written.
+
+    Raise `Storage(bytes_max=...)`, or save less at once.
+    """
 
     retryable = True
     memory_safe = _MemorySafe(True)
 
 
 class StorageFailed(StoreError):
-    """A file could not be written or read."""
+    """A file could not be written or read.
+
+    Check the disk: the message has the system's reason.
+    """
 
     retryable = True
 
 
 class RuntimeBroken(KVFlowError):
-    """A service task of the runtime died; `__cause__` says of what."""
+    """A service task of the runtime died; `__cause__` says of what.
+
+    Restart the engine, and report the cause.
+    """
 
 
 class TransportBroken(RuntimeBroken):
-    """The transport can do no more work."""
+    """The transport can do no more work.
+
+    Restart the engine.
+    """

@@ -181,18 +181,21 @@ def limits_table() -> str:
 
 
 def errors_table() -> str:
+    """The first paragraph of an error's docstring says when it is raised, the second one what to do."""
     from kvflow import errors
 
     def rows(kind: type[errors.KVFlowError], depth: int = 0) -> Iterator[tuple[str, ...]]:
         again = "yes" if kind.retryable else "no"
         safe = "yes" if kind.memory_safe else "ask `quarantine`"
         name = f"{'&nbsp;&nbsp;&nbsp;' * depth}`{kind.__name__}`"
-        yield name, str(kind.blame), again, safe, inspect.getdoc(kind) or ""
+        raised, _, advice = (inspect.getdoc(kind) or "").partition("\n\n")
+        yield name, str(kind.blame), again, safe, raised, advice
         for below in kind.__subclasses__():
             if below.__module__ == errors.__name__:
                 yield from rows(below, depth + 1)
 
-    return table(("error", "`blame`", "`retryable`", "`memory_safe`", "raised when"), rows(errors.KVFlowError))
+    header = ("error", "`blame`", "`retryable`", "`memory_safe`", "raised when", "what to do")
+    return table(header, rows(errors.KVFlowError))
 
 
 def shapes_table() -> str:

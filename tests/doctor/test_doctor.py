@@ -107,7 +107,7 @@ def test_an_engine_with_few_peers_needs_few_files() -> None:
 
 
 def test_the_docs_say_how_many_files_the_defaults_need() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     assert f"LimitNOFILE={NEEDED}" in text
 
 

@@ -318,7 +318,7 @@ class TestService:
 
     def test_the_tutorials_client_is_answered(self, running: Running, capsys: pytest.CaptureFixture[str]) -> None:
         """As it stands there, but for the port."""
-        page = "docs/tutorials/server.md"
+        page = "docs/server.md"
         (block,) = [block for block in blocks_of(page, PAGES[page].read_text()) if block.kind == "python"]
         exec(block.text.replace("http://127.0.0.1:8000", running.url), {})
         assert capsys.readouterr().out.strip()

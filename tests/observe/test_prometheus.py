@@ -173,7 +173,7 @@ async def test_alert_rules_ask_for_metrics_and_labels_that_exist(scraped: Scrape
     names["kvflow_loads_verified_total"] = names["kvflow_loads_total"] | {"result"}  # nothing was verified here
     groups = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text("utf-8"))["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
-    said = (ROOT / "docs" / "fleet.md").read_text("utf-8")
+    said = (ROOT / "docs" / "deploy.md").read_text("utf-8")
     for rule in rules:
         assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}, rule["alert"]
         assert f"`{rule['alert']}`" in said

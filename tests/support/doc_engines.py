@@ -191,7 +191,7 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "docs/operations.md": operations,
     "docs/security.md": security,
     "docs/tutorials/asyncio.md": asyncio_tutorial,
-    "docs/tutorials/server.md": server,
+    "docs/server.md": server,
     "docs/tutorials/synchronous.md": synchronous_tutorial,
     "docs/tutorials/vllm.md": vllm,
 }
