@@ -11,8 +11,15 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import UsageError
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_cache import PrefixCache
-from kvflow.prefix.prefix_requests import PrefixOffer, PrefixReport, PrefixRequest, PrefixStatistics
-from kvflow.prefix.pull import Pulls
+from kvflow.prefix.prefix_requests import (
+    PrefixOffer,
+    PrefixReport,
+    PrefixRequest,
+    PrefixStatistics,
+    checked_prefix_request,
+)
+from kvflow.prefix.pull import Pull
+from kvflow.prefix.seek import PrefixQuestions
 from kvflow.prefix.seek_request import PREFIX_OF, SeekRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered
@@ -37,7 +44,9 @@ class Prefixes(Part):
         self.answers = {SeekRequest: self._answer}
         self._owner = PartOwner(self)
         self._rates = LoadRates()
-        self._pulls: Pulls | None = None
+        self._questions: PrefixQuestions | None = None
+        self._counts: dict[str, int] = {}
+        self._under_way: set[Pull] = set()
         self._shared: SharedPrefixes | None = None
 
     def __repr__(self) -> str:
@@ -87,7 +96,12 @@ class Prefixes(Part):
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache just now.
             UsageError: no runtime with a registered KV cache has this part, or this is not its loop.
         """
-        return await self._require("seek").seek(request)
+        cache, questions = self._require("seek")
+        checked = checked_prefix_request(request, "seek", cache.context.config.limits)
+        search = await questions.ask(checked, checked.answer_within_s)
+        found = search.holders
+        search.give_back(found)
+        return tuple(one.offer for one in found)
 
     async def pull(self, request: PrefixRequest) -> PrefixReport:
         """Fill local blocks with as much of a prefix as some peer has: see `PrefixRequest`.
@@ -110,7 +124,15 @@ class Prefixes(Part):
             RuntimeUnavailable, RuntimeBroken: as for loads.
             UsageError: as for `seek`.
         """
-        return await self._require("pull").pull(request)
+        cache, questions = self._require("pull")
+        checked = checked_prefix_request(request, "pull", cache.context.config.limits)
+        under_way, made = self._under_way, Pull(cache, self._rates, self._counts, checked)
+        under_way.add(made)
+        try:
+            return await made.run(questions)
+        finally:
+            under_way.discard(made)
+            made.over.set()
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
         """Note how long a load of an offer took: what an engine that loads offers of `seek` itself tells.
@@ -132,30 +154,32 @@ class Prefixes(Part):
     @property
     def statistics(self) -> PrefixStatistics | None:
         """Counts since the KV cache was registered; None without one."""
-        if self._pulls is None or not self._owner.registered:
+        if self._questions is None or not self._owner.registered:
             return None
-        shared = self._shared
-        return self._pulls.statistics(None if shared is None or shared.closed else shared.statistics)
+        sharing = None if self._shared is None or self._shared.closed else self._shared.statistics
+        return PrefixStatistics(open_requests=len(self._under_way), sharing=sharing, **self._counts)
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
         """Only for the runtime: see `Part`."""
         self._owner.begin(runtime)
-        self._pulls, self._shared = Pulls(cache, self._rates), None
+        self._questions, self._shared = PrefixQuestions(cache, self._rates), None
+        self._under_way = set()
+        self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
         """Only for the runtime: see `Part`."""
         if why is Ending.ABANDONED:
-            self._pulls = self._shared = None
+            self._questions = self._shared = None
             return
-        if self._pulls is not None:
-            self._pulls.close()
+        if self._questions is not None:
+            self._questions.close()
         if self._shared is not None:
             self._shared.close()
 
     async def drained(self) -> None:
         """Only for the runtime: see `Part`."""
-        if self._pulls is not None:
-            await self._pulls.drained()
+        for one in tuple(self._under_way):  # searches end by themselves, and hold nothing
+            await one.over.wait()
 
     async def closed(self, timeout_s: float) -> str:
         """Only for the runtime: see `Part`."""
@@ -166,10 +190,10 @@ class Prefixes(Part):
             return f"a pull of a prefix is still under way after {timeout_s} s"
         return ""
 
-    def _require(self, what: str) -> Pulls:
-        self._owner.require(what)
-        assert self._pulls is not None, "it is registered with the cache"
-        return self._pulls
+    def _require(self, what: str) -> tuple[RegisteredCache, PrefixQuestions]:
+        cache = self._owner.require(what)
+        assert self._questions is not None, "it is registered with the cache"
+        return cache, self._questions
 
     def _answer(self, question: SeekRequest) -> Answered:
         if self._shared is None or not self._owner.open:

@@ -1,4 +1,4 @@
-"""Pulls: seek a prefix, then load it from the holders that have most of it.
+"""A pull: seek a prefix, then load it from the holders that have most of it.
 
 The load is an ordinary one, of as many tickets as there are holders with the same number of tokens, so it goes on with
 the next holder if one fails. If all of them fail, the holders that have fewer tokens are loaded from.
@@ -13,7 +13,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
@@ -21,15 +21,7 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, LoadError, PeerError, Quarantine, RequestError
 from kvflow.prefix.load_rates import LoadRates
-from kvflow.prefix.prefix_cache import SharingStatistics
-from kvflow.prefix.prefix_requests import (
-    PrefixOffer,
-    PrefixReport,
-    PrefixRequest,
-    PrefixStatistics,
-    check_blocks,
-    checked_prefix_request,
-)
+from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest, check_blocks
 from kvflow.prefix.search import Holder, Search
 from kvflow.prefix.seek import PrefixQuestions
 from kvflow.runtime.load.load import Load
@@ -40,151 +32,110 @@ if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
 
-@dataclass(slots=True)
-class _Pull:
+class Pull:
     """A pull under way."""
 
-    request: PrefixRequest
-    tables: tuple[BlockIds, ...]
-    search: Search
-    ends_s: float
-    answers_end_s: float
-    """Time until which peers that have not answered yet are waited for."""
-    tried: list[Holder] = field(default_factory=list)
-    taken: Holder | None = None
-    """The holder of the prefix that was read."""
-    told: Sequence[Holder] = ()
-    """Holders of the load that has succeeded, which gives back the leases that it has not used."""
-    there: int = 0
-    """Tokens of the prompt that were found, and are in the local blocks."""
+    def __init__(
+        self, cache: RegisteredCache, rates: LoadRates, counts: dict[str, int], request: PrefixRequest
+    ) -> None:
+        """Check the request, which was settled. RequestError if its `rest` or its blocks cannot be right.
 
-    def left_s(self) -> float:
-        """Return the time until its deadline; not above 0 once that has passed."""
-        return self.ends_s - asyncio.get_running_loop().time()
-
-
-class Pulls:
-    """All pulls of a registration, and its searches, of which nothing is read."""
-
-    def __init__(self, cache: RegisteredCache, rates: LoadRates) -> None:
-        self._config = cache.context.config
+        `counts` are those of `PrefixStatistics`.
+        """
         self._groups = cache.local.groups
-        self._resolver = cache.resolver
-        self._remote_leases = cache.remote_leases
         self._loader = cache.loader
-        self._questions = PrefixQuestions(cache, rates)
-        self._rates = rates
-        self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
-        self._open = 0
-        self._none_open = asyncio.Event()
-        self._none_open.set()
-
-    def statistics(self, sharing: SharingStatistics | None) -> PrefixStatistics:
-        """Return the counts until now, with those of what is shared."""
-        return PrefixStatistics(open_requests=self._open, sharing=sharing, **self._counts)
-
-    def close(self) -> None:
-        """Ask nobody any more: searches are over with the answers that have come."""
-        self._questions.close()
-
-    async def drained(self) -> None:
-        """Wait until no pull is under way. Searches end by themselves, and hold nothing."""
-        await self._none_open.wait()
-
-    async def seek(self, given: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """See `Prefixes.seek`."""
-        request = checked_prefix_request(given, "seek", self._config.limits)
-        search = await self._questions.ask(request, request.answer_within_s)
-        found = search.holders
-        search.give_back(found)
-        return tuple(one.offer for one in found)
-
-    async def pull(self, given: PrefixRequest) -> PrefixReport:
-        """See `Prefixes.pull`."""
-        request = checked_prefix_request(given, "pull", self._config.limits)
-        self._open += 1
-        self._none_open.clear()
-        try:
-            return await self._pull_checked(request)
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._none_open.set()
-
-    async def _pull_checked(self, request: PrefixRequest) -> PrefixReport:
-        deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
-        tables = self._loader.tables_of(request.block_ids, request.request_id)
+        self._remote_leases = cache.remote_leases
+        self._rates, self._counts = rates, counts
+        self._tables = cache.loader.tables_of(request.block_ids, request.request_id)
         if request.rest is not None:
             try:
-                request = replace(request, rest=self._resolver.read_ticket(request.rest))
+                request = replace(request, rest=cache.resolver.read_ticket(request.rest))
             except RequestError as error:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
-        check_blocks(request, self._groups, tables)
-        if request.rest is not None:
-            request = _in_whole_blocks(request, self._groups, tables)
-        now_s, answers_s = asyncio.get_running_loop().time(), min(request.answer_within_s, deadline_s)
-        self._counts["pulls"] += 1
-        search = await self._questions.ask(request, answers_s)
-        pull = _Pull(request, tables, search, ends_s=now_s + deadline_s, answers_end_s=now_s + answers_s)
-        try:
-            loads = await (self._pull(pull) if request.rest is None else self._pull_both(pull))
-        finally:
-            search.give_back(pull.told)
-        return self._report(pull, loads)
+        check_blocks(request, self._groups, self._tables)
+        self._request = request if request.rest is None else _in_whole_blocks(request, self._groups, self._tables)
+        deadline_s = cache.context.config.load_deadline_s if request.deadline_s is None else request.deadline_s
+        self._answers_s = min(request.answer_within_s, deadline_s)
+        now_s = asyncio.get_running_loop().time()
+        self._ends_s, self._answers_end_s = now_s + deadline_s, now_s + self._answers_s
+        self._search: Search
+        """Set by `run`."""
+        self._tried: list[Holder] = []
+        self._taken: Holder | None = None
+        """The holder of the prefix that was read."""
+        self._told: Sequence[Holder] = ()
+        """Holders of the load that has succeeded, which gives back the leases that it has not used."""
+        self.over = asyncio.Event()
+        self._there = 0
+        """Tokens of the prompt that were found, and are in the local blocks."""
 
-    async def _pull(self, pull: _Pull) -> list[LoadReport]:
+    async def run(self, questions: PrefixQuestions) -> PrefixReport:
+        """Ask, and load what is found. Raises, and ends if it is cancelled, as `Prefixes.pull` does."""
+        self._counts["pulls"] += 1
+        self._search = await questions.ask(self._request, self._answers_s)
+        try:
+            loads = await (self._load_prefix() if self._request.rest is None else self._load_both())
+        finally:
+            self._search.give_back(self._told)
+        return self._report(loads)
+
+    def _left_s(self) -> float:
+        """Return the time until its deadline; not above 0 once that has passed."""
+        return self._ends_s - asyncio.get_running_loop().time()
+
+    async def _load_prefix(self) -> list[LoadReport]:
         """Load the prefix from the holders that have most of it; if they fail, from those that have less.
 
         No load begins after the deadline: a load has `cancel_grace_s` to end in, and a pull has that once.
         """
         with ExitStack() as kept:
-            for spare in pull.search.holders:
-                if spare.offer.num_tokens < pull.search.holders[0].offer.num_tokens:  # the load keeps the others
+            for spare in self._search.holders:
+                if spare.offer.num_tokens < self._search.holders[0].offer.num_tokens:  # the load keeps the others
                     kept.enter_context(self._remote_leases.keep_while(spare.offer.ticket))
-            while pull.left_s() > 0 and (holders := await self._best(pull)):
+            while self._left_s() > 0 and (holders := await self._best()):
                 tokens = holders[0].offer.num_tokens
-                tables = _filled(self._groups, pull.tables, pull.request.cached_tokens, tokens)
-                report = await self._taken(pull, holders, self._start(pull, _tickets(holders), tables, tokens=tokens))
+                tables = _filled(self._groups, self._tables, self._request.cached_tokens, tokens)
+                report = await self._outcome(holders, self._start(_tickets(holders), tables, tokens=tokens))
                 if report is not None:
-                    pull.there = tokens
+                    self._there = tokens
                     return [report]
         return []
 
-    async def _best(self, pull: _Pull) -> list[Holder]:
+    async def _best(self) -> list[Holder]:
         """Return the holders to load from next, the best first: all have as many tokens, and pulling from each pays."""
-        while alike := await pull.search.best(pull.tried, pull.answers_end_s):
+        while alike := await self._search.best(self._tried, self._answers_end_s):
             del alike[TICKETS_MAX:]
-            pull.tried += alike
+            self._tried += alike
             if paying := [one for one in alike if self._pays(one)]:
                 return paying
         return []
 
-    async def _pull_both(self, pull: _Pull) -> list[LoadReport]:
+    async def _load_both(self) -> list[LoadReport]:
         """Read the prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
-        if holders := await self._best(pull):
-            tables, cached = pull.tables, pull.request.cached_tokens
-            heads, tails = _divided(self._groups, tables, cached, holders[0].offer.num_tokens)
+        cached = self._request.cached_tokens
+        if holders := await self._best():
+            heads, tails = _divided(self._groups, self._tables, cached, holders[0].offer.num_tokens)
             if any(map(len, heads)) and any(map(len, tails)):
-                return await self._pull_side_by_side(pull, holders, heads, tails)
-        load = self._start_rest(pull, pull.tables, pull.request.cached_tokens, keep_offer=False)
+                return await self._load_side_by_side(holders, heads, tails)
+        load = self._start_rest(self._tables, cached, keep_offer=False)
         report = await load
-        pull.there = _offered(load)
+        self._there = _offered(load)
         return [report]
 
-    async def _pull_side_by_side(
-        self, pull: _Pull, holders: Sequence[Holder], heads: Sequence[BlockIds], tails: Sequence[BlockIds]
+    async def _load_side_by_side(
+        self, holders: Sequence[Holder], heads: Sequence[BlockIds], tails: Sequence[BlockIds]
     ) -> list[LoadReport]:
-        rest = self._start_rest(pull, tails, holders[0].offer.num_tokens)
+        rest = self._start_rest(tails, holders[0].offer.num_tokens)
         loads = [rest]
         try:
-            prefix = self._start(pull, _tickets(holders), heads, "/prefix")
+            prefix = self._start(_tickets(holders), heads, "/prefix")
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
-            report, end = await self._taken(pull, holders, prefix), await rest
+            report, end = await self._outcome(holders, prefix), await rest
             if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
-                if pull.left_s() <= 0:
+                if self._left_s() <= 0:
                     await prefix  # raises why it failed: the time to read its blocks from elsewhere is over
-                rest = self._start_rest(pull, pull.tables, pull.request.cached_tokens)
+                rest = self._start_rest(self._tables, self._request.cached_tokens)
                 loads.append(rest)
                 end = await rest
         except BaseException as error:
@@ -194,14 +145,13 @@ class Pulls:
             if isinstance(error, KVFlowError):
                 error.quarantine = _quarantine(loads)
             raise
-        pull.there = _offered(rest)
-        assert isinstance(pull.request.rest, Ticket), "it was parsed"
-        self._remote_leases.release_soon(pull.request.rest)
+        self._there = _offered(rest)
+        assert isinstance(self._request.rest, Ticket), "it was parsed"
+        self._remote_leases.release_soon(self._request.rest)
         return [end] if report is None else [report, end]
 
     def _start(
         self,
-        pull: _Pull,
         ticket: Any,
         tables: Sequence[BlockIds],
         part: str = "",
@@ -211,13 +161,13 @@ class Pulls:
         keep_offer: bool = False,
     ) -> Load:
         """Start a load into `tables`, which begin at token `cached_tokens` (the request's, if None)."""
-        request = pull.request
+        request = self._request
         return self._loader.start(
             LoadRequest(
                 request_id=request.request_id + part,
                 ticket=ticket,
                 block_ids=_given(tables),
-                deadline_s=max(pull.left_s(), 1e-6),  # a moment at least, in which it finds out that it is over
+                deadline_s=max(self._left_s(), 1e-6),  # a moment at least, in which it finds out that it is over
                 priority=request.priority,
                 after=request.after,
                 prompt=request.prompt,
@@ -227,24 +177,22 @@ class Pulls:
             )
         )
 
-    def _start_rest(
-        self, pull: _Pull, tables: Sequence[BlockIds], cached_tokens: int, *, keep_offer: bool = True
-    ) -> Load:
-        rest = pull.request.rest
+    def _start_rest(self, tables: Sequence[BlockIds], cached_tokens: int, *, keep_offer: bool = True) -> Load:
+        rest = self._request.rest
         assert isinstance(rest, Ticket), "it was parsed"
         tokens = rest.offered_tokens if rest.has_blocks and not rest.awaited else None  # the blocks are for this ticket
-        return self._start(pull, rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
+        return self._start(rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
-    async def _taken(self, pull: _Pull, holders: Sequence[Holder], load: Load) -> LoadReport | None:
+    async def _outcome(self, holders: Sequence[Holder], load: Load) -> LoadReport | None:
         """Await a load from holders. None if it fails and its blocks are safe, to be filled from elsewhere."""
         try:
             report = await load
         except (PeerError, LoadError) as error:
             self._note(holders, load, str(error))
-            if not await _settled(load, pull.left_s()):
+            if not await _settled(load, self._left_s()):
                 raise
             return None
-        pull.told, pull.taken = holders, self._note(holders, load, "")
+        self._told, self._taken = holders, self._note(holders, load, "")
         self._rates.learn(holders[0].offer.ticket, report)
         return report
 
@@ -267,9 +215,9 @@ class Pulls:
             self._counts["declined"] += 1
         return offer.pays
 
-    def _report(self, pull: _Pull, loads: Sequence[LoadReport]) -> PrefixReport:
-        request, taken = pull.request, pull.taken
-        judged = taken or (pull.tried[-1] if pull.tried else None)
+    def _report(self, loads: Sequence[LoadReport]) -> PrefixReport:
+        request, taken = self._request, self._taken
+        judged = taken or (self._tried[-1] if self._tried else None)
         pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
         if pulled:
             self._counts["hits"] += 1
@@ -277,11 +225,11 @@ class Pulls:
             self._counts["bytes"] += loads[0].bytes
         return PrefixReport(
             request_id=request.request_id,
-            num_tokens=max(pull.there, request.cached_tokens),
+            num_tokens=max(self._there, request.cached_tokens),
             pulled_tokens=pulled,
             bytes=sum(report.bytes for report in loads),
             source=taken.offer.peer if taken is not None else "",
-            answers=pull.search.answers(),
+            answers=self._search.answers,
             loads=tuple(loads),
             pull_s=judged.offer.pull_s if judged is not None else None,
             compute_s=judged.offer.compute_s if judged is not None else None,

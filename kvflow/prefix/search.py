@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.prefix.prefix_requests import PrefixAnswer, PrefixOffer
 
+_SILENT = "it has not answered in time"
+
 
 @dataclass(slots=True, eq=False)
 class Holder:
@@ -27,49 +29,55 @@ class Holder:
         return (self.offer.ticket.engine_id, self.offer.ticket.address) == (engine_id, address)
 
 
-@dataclass(slots=True, eq=False)
-class AskedPeer:
-    """An engine that is asked."""
-
-    given: str
-    peer: str
-    """Name of the engine once that is known, before that as given."""
-    answer: Holder | str = "it has not answered in time"
-    """The holder that it is, or the reason why it is none."""
-    task: asyncio.Task[None] | None = None
-
-
 class Search:
     """The engines that are asked for one prefix. They may answer until it is over."""
 
     def __init__(self, peers: Iterable[str], release: Callable[[Ticket], None]) -> None:
         """`release` gives an offer back, soon."""
-        self.asked = [AskedPeer(given, given) for given in peers]
+        self._answers: dict[str, Holder | PrefixAnswer] = {}
+        """Answers by the peers as they were given; a PrefixAnswer of an engine that has offered nothing."""
+        self.tasks: list[asyncio.Task[None]] = []
+        """Questions, one for each engine that was asked."""
         self._release = release
         self._over = False
+        for peer in peers:
+            self.refuse(peer, peer, _SILENT)
 
     @property
     def holders(self) -> list[Holder]:
         """Engines with an offer: after `order` the best first, but for those that have answered since."""
-        return [one.answer for one in self.asked if isinstance(one.answer, Holder)]
+        return [answer for answer in self._answers.values() if isinstance(answer, Holder)]
 
-    def take(self, one: AskedPeer, answer: PrefixOffer | str) -> None:
-        """Take an engine's offer, or why it has none. An offer that comes too late is given back."""
-        if isinstance(answer, str):
-            one.answer = answer
-        elif self._over:
-            self._release(answer.ticket)
+    @property
+    def answers(self) -> tuple[PrefixAnswer, ...]:
+        """The answer of each engine, for the report."""
+        return tuple(
+            PrefixAnswer(peer=one.offer.peer, num_tokens=one.offer.num_tokens, why=one.why)
+            if isinstance(one, Holder)
+            else one
+            for one in self._answers.values()
+        )
+
+    def refuse(self, given: str, peer: str, why: str = _SILENT) -> None:
+        """Note the name of an engine, and why it has no offer so far."""
+        self._answers[given] = PrefixAnswer(peer=peer, num_tokens=0, why=why)
+
+    def take(self, given: str, offer: PrefixOffer) -> None:
+        """Take an engine's offer. An offer that comes too late is given back."""
+        if self._over:
+            self._release(offer.ticket)
         else:
-            one.answer = Holder(answer)
+            self._answers[given] = Holder(offer)
 
     def order(self, turn: int) -> None:
         """Put holders first, by their worth. Of equals one begins that `turn` draws: not all readers read from one."""
-        at = turn % max(len(self.asked), 1)
+        asked = list(self._answers.items())
+        at = turn % max(len(asked), 1)
 
-        def place(one: AskedPeer) -> tuple[int, ...]:
-            return (0, *one.answer.worth()) if isinstance(one.answer, Holder) else (1,)
+        def place(asked: tuple[str, Holder | PrefixAnswer]) -> tuple[int, ...]:
+            return (0, *asked[1].worth()) if isinstance(asked[1], Holder) else (1,)
 
-        self.asked = sorted(self.asked[at:] + self.asked[:at], key=place)
+        self._answers = dict(sorted(asked[at:] + asked[:at], key=place))
 
     async def best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
         """Return the holders of most tokens that were not tried, the least busy first.
@@ -82,7 +90,7 @@ class Search:
             if left:
                 most = max(one.offer.num_tokens for one in left)
                 return sorted((one for one in left if one.offer.num_tokens == most), key=Holder.worth)
-            waiting = [one.task for one in self.asked if one.task is not None and not one.task.done()]
+            waiting = [task for task in self.tasks if not task.done()]
             left_s = until_s - asyncio.get_running_loop().time()
             if not waiting or left_s <= 0:
                 return []
@@ -94,12 +102,3 @@ class Search:
         for one in self.holders:
             if one not in but:
                 self._release(one.offer.ticket)
-
-    def answers(self) -> tuple[PrefixAnswer, ...]:
-        """The answer of each engine, for the report."""
-        return tuple(
-            PrefixAnswer(peer=one.peer, num_tokens=one.answer.offer.num_tokens, why=one.answer.why)
-            if isinstance(one.answer, Holder)
-            else PrefixAnswer(peer=one.peer, num_tokens=0, why=one.answer)
-            for one in self.asked
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -27,7 +27,7 @@ from kvflow.hosts import split_address
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
-from kvflow.prefix.search import AskedPeer, Search
+from kvflow.prefix.search import Search
 from kvflow.prefix.seek_request import KEYS_MAX, PREFIX_OF, SeekRequest
 from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import Connection, words
@@ -49,12 +49,8 @@ class _Engine(NamedTuple):
     fixed_ports: bool
 
 
-class _Offered(NamedTuple):
-    """What one rank has of a prefix, and its lease of that."""
-
-    at: Address
-    offer: messages.Offer
-    lease: RankLease
+_Offered: TypeAlias = tuple[Address, messages.Offer, RankLease]
+"""A rank, what it has of a prefix, and its lease of that."""
 
 
 class PrefixQuestions:
@@ -93,16 +89,17 @@ class PrefixQuestions:
         peers = {_named(peer): peer for peer in request.peers}
         search = Search(peers, self._remote_leases.release_soon)
         try:
-            for one, peer in zip(search.asked, peers.values(), strict=True):
-                asked_s, had_s = self._unanswered.setdefault(one.given, (begun_s, within_s))
+            for given, peer in peers.items():
+                asked_s, had_s = self._unanswered.setdefault(given, (begun_s, within_s))
                 if begun_s - asked_s >= max(had_s, within_s):
-                    one.answer = "it has not answered an earlier question yet"
+                    search.refuse(given, given, "it has not answered an earlier question yet")
                     continue
-                body = self._ask(search, one, peer, request, question_id)
-                one.task = self._context.spawn(body, name=f"kvflow-seek {request.request_id}")
-                self._asking.add(one.task)
-                one.task.add_done_callback(self._asking.discard)
-            waiting, ends_s = {one.task for one in search.asked if one.task is not None}, begun_s + within_s
+                body = self._ask(search, given, peer, request, question_id)
+                task = self._context.spawn(body, name=f"kvflow-seek {request.request_id}")
+                search.tasks.append(task)
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
+            waiting, ends_s = {*search.tasks}, begun_s + within_s
             while waiting and (left_s := ends_s - loop.time()) > 0:
                 _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if any(one.offer.num_tokens >= most for one in search.holders):
@@ -114,30 +111,32 @@ class PrefixQuestions:
         search.order(int(question_id[:8], 16))
         return search
 
-    async def _ask(
-        self, search: Search, one: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
-    ) -> None:
+    async def _ask(self, search: Search, given: str, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
         """Body of a task: ask one engine.
 
         Task `kvflow-seek <request>`: begun by a search, for each engine that it asks. Ends with the answer.
         """
-        answer: PrefixOffer | str
+        name, answer = given, None
         try:
-            answer = await self._ask_engine(one, peer, request, question_id)
+            engine = await self._found(peer, request)
+            name = self._peers.get(engine.asked[0]).label
+            search.refuse(given, name)
+            answer = await self._ask_engine(engine, name, request, question_id)
         except KVFlowError as error:
             if isinstance(peer, str):
                 self._names.pop(peer, None)
             answer = str(error)
-        self._unanswered.pop(one.given, None)
-        search.take(one, answer)
+        self._unanswered.pop(given, None)
+        if isinstance(answer, str):
+            search.refuse(given, name, answer)
+        else:
+            search.take(given, answer)
 
     async def _ask_engine(
-        self, asked: AskedPeer, peer: GivenPeer, request: PrefixRequest, question_id: str
+        self, engine: _Engine, name: str, request: PrefixRequest, question_id: str
     ) -> PrefixOffer | str:
         """Ask one engine: its offer, or the reason why it has none."""
-        engine = await self._found(peer, request)
         ranks = engine.asked
-        asked.peer = self._peers.get(ranks[0]).label
         begun_s = asyncio.get_running_loop().time()
         every = max(-(-len(request.keys) // KEYS_MAX), 1)
         keys, key_tokens = b"".join(request.keys[every - 1 :: every]), request.key_tokens * every
@@ -156,14 +155,14 @@ class PrefixQuestions:
                 raise at.failure(PeerRefused, words(answer.reason))
             if answer.offer is None or answer.lease is None:
                 return None
-            return _within(question, _Offered(at, answer.offer, lease_told(at, answer.lease)))
+            return _within(question, (at, answer.offer, lease_told(at, answer.lease)))
 
         if len(ranks) == 1:  # as most engines have it: without a task of its own
             replies: list[_Offered | BaseException | None] = [await one(ranks[0])]
         else:
             replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - begun_s
-        offers = [reply for reply in replies if isinstance(reply, _Offered)]
+        offers = [reply for reply in replies if isinstance(reply, tuple)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
         engine = await self._connected_again(engine, offers)
         ticket = _ticket(engine, question_id, offers, self._context.config.limits.block_ids_max)
@@ -174,16 +173,16 @@ class PrefixQuestions:
                 raise problem
             return "it has nothing of it" if not offers else "it has no more than is cached here"
         try:
-            for one_offered in offers:
-                self._check(ticket, one_offered.at)
+            for at, _, _ in offers:
+                self._check(ticket, at)
         except PeerError:
             self._remote_leases.release_soon(ticket)
             raise
-        queued = max(offered.offer.queued_bytes for offered in offers)
+        queued = max(offer.queued_bytes for _, offer, _ in offers)
         tokens, token_s = ticket.num_tokens - request.cached_tokens, request.recompute_s_per_token
         pull_s = self._rates.expected_s(ticket.engine_id, tokens, queued / max(self._token_bytes, 1))
         return PrefixOffer(
-            peer=asked.peer,
+            peer=name,
             ticket=ticket,
             num_tokens=ticket.num_tokens,
             queued_bytes=queued,
@@ -284,7 +283,7 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
     """
     if not offers:
         return None
-    tokens = min(offer.num_tokens for _, offer, _ in offers)
+    first, tokens = offers[0][0], min(offer.num_tokens for _, offer, _ in offers)
     connection = engine.connection
     groups, tables, ranks = connection.groups, [], list[RankLease]()
     for at, offer, lease in offers:
@@ -309,13 +308,13 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
     cut: Any = connection.parallelism
     try:
         ticket = Ticket(
-            engine_id=offers[0].at.engine_id,
+            engine_id=first.engine_id,
             request_id=PREFIX_OF + question_id,
             block_ids=tables[0][0],
             more_block_ids=tuple(tables[0][1:]),
             num_tokens=tokens,
             ttl_s=min(offer.ttl_s for _, offer, _ in offers),
-            dp_rank=offers[0].at.rank.dp,
+            dp_rank=first.rank.dp,
             tp_size=cut.tp_size,
             pp_size=cut.pp_size,
             block_size=cut.block_size,
@@ -329,7 +328,7 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
             ranks=(*ranks, *engine.others),
         )
     except RequestError as error:
-        raise offers[0].at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
+        raise first.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
     if ticket.block_ids_count > block_ids_max:
-        raise too_many(ticket.block_ids_count, block_ids_max, f"the offer of {offers[0].at}")
+        raise too_many(ticket.block_ids_count, block_ids_max, f"the offer of {first}")
     return ticket

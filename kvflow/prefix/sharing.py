@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -54,7 +53,6 @@ class SharedPrefixes:
         if pinned_blocks_max is not None:
             most = checks.whole(pinned_blocks_max, "share: pinned_blocks_max", least=1, error=UsageError)
         self._ttl_s = min(_TTL_S, registered.context.config.lease_ttl_s)
-        self._spawn = registered.context.spawn
         self._loop = asyncio.get_running_loop()
         self._serving = registered.serving
         self._cache = cache
@@ -66,9 +64,8 @@ class SharedPrefixes:
         self._pinned = self._leased_tokens = 0
         self._leased: dict[OpenLease, PinnedPrefix] = {}
         """Pinned prefixes by their leases, the oldest first."""
-        self._leases: defaultdict[int, list[OpenLease]] = defaultdict(list)
-        """Leases of each pinned prefix, by its identity: a cache may give one object several times."""
-        self._asked: set[asyncio.Future[messages.Reply]] = set()
+        self._asked: dict[asyncio.Future[messages.Reply], asyncio.Future[object]] = {}
+        """Replies that the cache has to look for, and what it will have found."""
         self._counts = dict.fromkeys(("found", "missed", "busy", "failed", "reclaimed"), 0)
         self._closed = False
 
@@ -123,9 +120,10 @@ class SharedPrefixes:
             UsageError: off the runtime's loop.
         """
         require_loop(self._loop, "end()")
-        for opened in tuple(self._leases.get(id(pinned), ())):
-            self._counts["reclaimed"] += 1
-            self._end(opened)
+        for opened, leased in list(self._leased.items()):
+            if leased is pinned:
+                self._counts["reclaimed"] += 1
+                self._end(opened)
 
     def close(self) -> None:
         """Share no more: leases end, as by `reclaim`, and questions are answered with a miss.
@@ -138,6 +136,9 @@ class SharedPrefixes:
         require_loop(self._loop, "close()")
         if not self._closed:
             self._closed = True
+            for reply in self._asked:
+                if not reply.done():
+                    reply.set_result(messages.NOTHING_YET)
             for opened in list(self._leased):
                 self._end(opened)
 
@@ -151,9 +152,6 @@ class SharedPrefixes:
         pinned = self._leased.pop(opened, None)
         if pinned is None:
             return
-        self._leases[id(pinned)].remove(opened)
-        if not self._leases[id(pinned)]:
-            del self._leases[id(pinned)]
         entries = opened.held.entries
         self._leased_tokens -= pinned.num_tokens
         self._pins[entries] -= 1
@@ -192,54 +190,42 @@ class SharedPrefixes:
         except Exception as error:  # noqa: BLE001 - an engine's own code: whatever it is, the reader gets a miss
             return self._failed(question, error)
         if found is not None and inspect.isawaitable(found):
-            reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
-            self._asked.add(reply)
-            reply.add_done_callback(self._asked.discard)
-            waiting: asyncio.Future[PinnedPrefix | None] = asyncio.ensure_future(found)
-            body = self._answer_later(question, keys, waiting, reply)
-            task = self._spawn(body, name=f"kvflow-seek {question.request_id}")
-            task.add_done_callback(partial(self._answered, waiting, reply))
+            loop = asyncio.get_running_loop()
+            reply: asyncio.Future[messages.Reply] = loop.create_future()
+            looked: asyncio.Future[object] = asyncio.ensure_future(found)
+            self._asked[reply] = looked
+            timer = loop.call_later(_CACHE_WITHIN_S, self._late, reply)
+            looked.add_done_callback(partial(self._looked, question, keys, reply, timer))
             return reply
         return self._offered(question, keys, found)
 
-    async def _answer_later(
+    def _late(self, reply: asyncio.Future[messages.Reply]) -> None:
+        """Callback of a timer: the cache takes too long."""
+        if not reply.done():
+            reply.set_result(self._counted("busy"))
+
+    def _looked(
         self,
         question: SeekRequest,
         keys: Sequence[bytes],
-        waiting: asyncio.Future[PinnedPrefix | None],
         reply: asyncio.Future[messages.Reply],
+        timer: asyncio.TimerHandle,
+        looked: asyncio.Future[object],
     ) -> None:
-        answer: messages.Reply = messages.NOTHING_YET
-        done, _ = await asyncio.wait([waiting], timeout=_CACHE_WITHIN_S)
-        if not done:
-            waiting.add_done_callback(self._too_late)
-            answer = self._counted("busy")
-        elif waiting.cancelled() or waiting.exception() is not None:
-            answer = self._failed(question, None if waiting.cancelled() else waiting.exception())
+        """Callback of a cache that had to be waited for: it has looked."""
+        timer.cancel()
+        del self._asked[reply]
+        error = None if looked.cancelled() else looked.exception()
+        found = not looked.cancelled() and error is None
+        if reply.done():
+            if found:
+                self._too_late(looked.result())
         else:
-            answer = self._offered(question, keys, waiting.result())
-        if not reply.done():
-            reply.set_result(answer)
+            reply.set_result(self._offered(question, keys, looked.result()) if found else self._failed(question, error))
 
-    def _answered(
-        self,
-        waiting: asyncio.Future[PinnedPrefix | None],
-        reply: asyncio.Future[messages.Reply],
-        task: asyncio.Task[None],
-    ) -> None:
-        """End a question that had to wait: answered, or ended with the registration while the cache looked."""
-        if not reply.done():
-            reply.set_result(messages.NOTHING_YET)
-        if task.cancelled():
-            waiting.add_done_callback(self._too_late)
-
-    def _too_late(self, waiting: asyncio.Future[PinnedPrefix | None]) -> None:
-        """Unpin the pinned of an answer for which nobody waited any more."""
-        if (
-            not waiting.cancelled()
-            and waiting.exception() is None
-            and isinstance(pinned := waiting.result(), PinnedPrefix)
-        ):
+    def _too_late(self, pinned: object) -> None:
+        """Unpin what was found for a reader that has had its answer."""
+        if isinstance(pinned, PinnedPrefix):
             self._unpin(pinned)
 
     def _offered(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
@@ -272,7 +258,6 @@ class SharedPrefixes:
         entries = opened.held.entries
         fresh = int((self._pins[entries] == 0).sum())
         self._leased[opened] = pinned
-        self._leases[id(pinned)].append(opened)
         self._pins[entries] += 1
         self._pinned += fresh
         opened.outcome.add_done_callback(partial(self._ended, opened))

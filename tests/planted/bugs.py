@@ -119,7 +119,7 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "the agent may have another name than the peer said": Bug(
-        "            if name != agent:\n                raise at.failure",
+        "            if name != connection.agent:\n                raise at.failure",
         "            if False:\n                raise at.failure",
         (RUNTIME + "side_channel.py::test_metadata_that_cannot_be_true_or_does_not_fit",),
     ),

@@ -11,7 +11,7 @@ import pytest
 from kvflow.core.protocol import messages
 from kvflow.prefix import keys, pull
 from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest
-from kvflow.prefix.pull import Pulls
+from kvflow.prefix.pull import Pull
 from kvflow.prefix.seek import PrefixQuestions
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.peers import reach
@@ -67,25 +67,25 @@ def leave_the_salt_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_a_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull is said to have brought a block more than it has."""
-    real = Pulls._report
+    real = Pull._report
 
-    def report(self: Pulls, *given: Any) -> PrefixReport:
+    def report(self: Pull, *given: Any) -> PrefixReport:
         made = real(self, *given)
         more = self._groups[0].block_size if made.pulled_tokens else 0
         return replace(made, num_tokens=made.num_tokens + more)
 
-    monkeypatch.setattr(Pulls, "_report", report)
+    monkeypatch.setattr(Pull, "_report", report)
 
 
 def count_what_loads_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a prefix and of a rest are added up, though both may count a window."""
-    real = Pulls._report
+    real = Pull._report
 
-    def report(self: Pulls, given: Any, loads: Any) -> PrefixReport:
-        tokens = given.request.cached_tokens + sum(load.tokens for load in loads)
-        return replace(real(self, given, loads), num_tokens=tokens)
+    def report(self: Pull, loads: Any) -> PrefixReport:
+        tokens = self._request.cached_tokens + sum(load.tokens for load in loads)
+        return replace(real(self, loads), num_tokens=tokens)
 
-    monkeypatch.setattr(Pulls, "_report", report)
+    monkeypatch.setattr(Pull, "_report", report)
 
 
 def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
