@@ -193,5 +193,5 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "docs/tutorials/asyncio.md": asyncio_tutorial,
     "docs/server.md": server,
     "docs/tutorials/synchronous.md": synchronous_tutorial,
-    "docs/tutorials/vllm.md": vllm,
+    "docs/vllm.md": vllm,
 }

@@ -39,9 +39,9 @@ def test_the_text_is_that_of_a_single_instance(pair: tuple[Server, Server], stor
     assert received_tokens(consumer) == before + length, "the prompt was computed, not received"
 
 
-def test_the_tutorials_router(pair: tuple[Server, Server], story: list[int]) -> None:
+def test_the_pages_router(pair: tuple[Server, Server], story: list[int]) -> None:
     """As it stands on its page, which starts servers as these are started, with HTTP clients for its two names."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorials" / "vllm.md").read_text(), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL)[0]
     prompt, names = story[200:500], dict[str, Any]()
     exec(code, names)
 
