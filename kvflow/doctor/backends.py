@@ -116,7 +116,7 @@ async def _to_a_file() -> str:
             for direction in Direction:
                 end: asyncio.Future[KVFlowError | None] = asyncio.get_running_loop().create_future()
                 begun_s = time.perf_counter()
-                files.post(_descriptors(ours, 0, Device(FILE, fd)), direction, end.set_result, lambda: None)
+                files.post(_descriptors(ours, 0, Device(FILE, fd)), direction, end.set_result, lambda _: None)
                 if error := await end:
                     raise error
                 seconds.append(time.perf_counter() - begun_s)

@@ -1,9 +1,9 @@
 """Storage: a part that saves blocks to files and restores them, `Runtime(config, parts=[Storage("blocks")])`.
 
-storage           the part and its verbs               store       saves and restores of one registration
-storage_requests  requests, reports and counts         jobs        those under way, and their ends
-rank_files        the files of one rank, and its room  moves       reads and writes of a file, by a flight
-disk              the system's calls, on one thread    files       that thread; posix moves bytes by NIXL
+storage           the part and its verbs               store         saves and restores of one registration
+storage_requests  requests, reports and counts         stored_cache  blocks in memory, or through host buffers
+store_transfer    one of them, moved by a flight       files         a thread that moves bytes; posix by NIXL
+disk              the system's calls, on that thread
 entry, index, placing: what a file holds, which there are, where blocks lie in one; without I/O
 """
 

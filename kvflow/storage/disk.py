@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvflow.checks import counted
 from kvflow.storage.entry import START_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
@@ -29,10 +29,6 @@ _NO_FILE = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a symbolic lin
 _OURS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # who opens a FIFO, or a device, does not wait
 
 
-class InUse(Exception):
-    """The directory is locked by another owner."""
-
-
 class Directory:
     """The directory of a store's files."""
 
@@ -41,14 +37,13 @@ class Directory:
         self._lock = -1
 
     def open(self) -> list[Entry]:
-        """Lock it, remove what a crash has left, and find the entries, the first to go first. Raises InUse."""
+        """Lock it, remove what a crash has left, and return the entries, the first to go first.
+
+        Raises BlockingIOError if another owner has locked it. `close` has to follow.
+        """
         os.makedirs(self.path, exist_ok=True)
         self._lock = os.open(self._at(_LOCK), os.O_RDWR | os.O_CREAT | _OURS, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise InUse(self.path) from None
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found: dict[str, tuple[int, Entry]] = {}
         for item in sorted(os.scandir(self.path), key=lambda item: item.name):
             match = _NAME.fullmatch(item.name.removesuffix(_PART))
@@ -76,19 +71,17 @@ class Directory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._at(file))
 
-    def remove_all(self, files: Sequence[str]) -> dict[str, OSError]:
-        """Remove files for good. Returns those that could not be, and why."""
-        failed: dict[str, OSError] = {}
+    def remove_all(self, files: Sequence[str]) -> None:
+        """Remove files for good. Raises the first OSError, once it has tried all."""
+        failed: OSError | None = None
         for file in files:
             try:
                 self.remove(file)
             except OSError as error:
-                failed[file] = error
-        try:
-            self.sync()
-        except OSError as error:
-            failed.setdefault(self.path, error)
-        return failed
+                failed = failed or error
+        self.sync()
+        if failed is not None:
+            raise failed
 
     def rename(self, file: str) -> None:
         """Give a file that was written its name, for good."""
@@ -136,7 +129,7 @@ class Directory:
 class EntryFile:
     """One file that is written or read, and its end."""
 
-    def __init__(self, directory: Directory, entry: Entry, mover: Mover) -> None:
+    def __init__(self, directory: Directory, entry: Entry, mover: Mover, victims: Iterable[Entry] = ()) -> None:
         self.entry = entry
         self.fd = -1
         self.complete = False
@@ -145,7 +138,7 @@ class EntryFile:
         """True if the file is to be removed."""
         self.restored = False
         """True once the file was read: then it is the last to make room."""
-        self.victims: list[Entry] = []
+        self.victims = list(victims)
         """Entries that have to make room for it, and have not yet."""
         self._directory = directory
         self._mover = mover

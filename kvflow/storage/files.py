@@ -2,8 +2,8 @@
 
 Everything about files is a job for that one thread, in order: opening, moving, syncing, removing. So a file is closed
 after its last move, and each job sees the results of those before it. A posted move cannot be taken back. It ends with
-one call on the loop, which tells whether it has failed, and whether it is known to have stopped. A move that may still
-run is settled when nothing else is under way; moves that are posted meanwhile wait for that.
+one call on the loop, once it has stopped. A move that has failed and may still run is lost: one call tells so at once,
+and it is settled when nothing else is under way; moves that are posted meanwhile wait for that.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from kvflow.checks import counted
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
-from kvflow.errors import TransportBroken
+from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.transport.base import TransportError
 from kvflow.transport.thread import OwnerThread
 
@@ -83,17 +84,14 @@ class Mover(Protocol):
         """End the mover: no move is under way."""
 
 
-OnEnd = Callable[[TransportError | None], None]
-OnStopped = Callable[[], None]
-
-
 @dataclass(slots=True, eq=False)
 class _Move:
     descriptors: Descriptors
     direction: Direction
-    on_end: OnEnd
-    on_stopped: OnStopped
+    on_end: Callable[[TransportError | RuntimeBroken | None], None]
+    on_loss: Callable[[TransportError], None]
     begun: object = None
+    error: TransportError | None = None
 
 
 class Files:
@@ -131,14 +129,13 @@ class Files:
 
     async def open(self) -> None:
         """Start the thread and its mover. Raises ConfigError."""
-        thread = OwnerThread(self._name, self._crank, self._died)
+        self._thread = OwnerThread(self._name, self._crank, self._died)
         try:
-            self._mover = await thread.call(self._make)
+            self._mover = await self._thread.call(self._make)
         except BaseException:
             self._closing = True
-            thread.submit(lambda: self._end(_nothing))
+            self._thread.submit(partial(setattr, self, "_last_job", _nothing))
             raise
-        self._thread = thread
 
     async def call(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
@@ -154,13 +151,24 @@ class Files:
 
         thread.submit(run)
 
-    def post(self, descriptors: Descriptors, direction: Direction, on_end: OnEnd, on_stopped: OnStopped) -> None:
-        """Start a move; `on_end` is called on the loop, once, with None or with how it has failed.
+    def post(
+        self,
+        descriptors: Descriptors,
+        direction: Direction,
+        on_end: Callable[[TransportError | RuntimeBroken | None], None],
+        on_loss: Callable[[TransportError], None],
+    ) -> None:
+        """Start a move. Raises TransportBroken once the thread has ended.
 
-        If it was lost, `on_stopped` is called once it is known to have stopped: a little later, or never.
+        Args:
+            descriptors: what to move, between memory (local) and a file (remote).
+            direction: which way.
+            on_end: called on the loop, once, when the move has stopped: with how it has failed, or None. RuntimeBroken
+                if it will never be known when it stops.
+            on_loss: called on the loop before that, if the move has failed and may not have stopped.
         """
         thread = self._alive()
-        move = _Move(descriptors, direction, on_end, on_stopped)
+        move = _Move(descriptors, direction, on_end, on_loss)
         thread.submit(lambda: self._begin(move))
         self._under_way.add(move)
 
@@ -171,15 +179,24 @@ class Files:
         if thread is None:
             return
         if thread.alive:
-            thread.submit(lambda: self._end(last_job))
+            thread.submit(partial(setattr, self, "_last_job", last_job))
         await thread.ended()
+
+    def settle(self, problem: str) -> None:
+        """End all moves, since the thread has ended, or will not.
+
+        Args:
+            problem: why it will never be known when they have stopped; "" if the thread has ended in good order, so
+                lost moves have stopped, too.
+        """
+        for move in list(self._under_way):
+            self._over(move, RuntimeBroken(problem) if problem else move.error)
 
     def abandon(self, last_job: Callable[[], None], wait_s: float) -> None:
         """End it without the loop, which is gone; waits up to `wait_s`."""
         self._closing = True
-        thread = self._thread
-        if thread is not None:
-            thread.abandon(lambda: self._end(last_job), wait_s)
+        if self._thread is not None:
+            self._thread.abandon(partial(setattr, self, "_last_job", last_job), wait_s)
 
     def _alive(self) -> OwnerThread:
         if self._thread is None or self._closing:
@@ -195,80 +212,79 @@ class Files:
         try:
             move.begun = self.mover.begin(move.descriptors, move.direction)
         except TransportError as error:
-            self._tell(move, error)
+            self._fail(move, error)
             return
         self._active_s = time.monotonic()
         self._moving.append(move)
 
     def _crank(self) -> float | None:
-        mover, thread = self._mover, self._thread
-        if mover is None:
-            return _SLEEP_MAX_S if self._last_job is None else None
-        if self._last_job is None and thread is not None and thread.orphaned:
-            self._last_job = _nothing
-        count = len(self._moving)
-        self._moving = [move for move in self._moving if not self._ended(mover, move)]
+        count, thread = len(self._moving), self._thread
+        self._moving = [move for move in self._moving if not self._ended(move)]
         if self._lost and not self._moving:
-            self._settle(mover)
+            self._settle_lost()
         now_s = time.monotonic()
         if len(self._moving) != count:
             self._active_s = now_s
         if self._moving or self._lost:
             return min(max((now_s - self._active_s) / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+        if self._last_job is None and (thread is None or not thread.orphaned):
+            return _IDLE_S
         if self._last_job is not None:
             self._last_job()
-            mover.close()
-            return None
-        return _IDLE_S
+        if self._mover is not None:
+            self._mover.close()
+        return None
 
-    def _ended(self, mover: Mover, move: _Move) -> bool:
-        error = None
+    def _ended(self, move: _Move) -> bool:
         try:
-            if not mover.ended(move.begun):
+            if not self.mover.ended(move.begun):
                 return False
-        except TransportError as problem:
-            error = problem
-        self._tell(move, error)
+        except TransportError as error:
+            self._fail(move, error)
+        else:
+            self._run_on_loop(partial(self._over, move, None))
         return True
 
-    def _settle(self, mover: Mover) -> None:
+    def _fail(self, move: _Move, error: TransportError) -> None:
+        if not isinstance(error, MoveLost):
+            self._run_on_loop(partial(self._over, move, error))
+            return
+        move.error = error
+        self._lost.append(move)
+        self._run_on_loop(partial(move.on_loss, error))
+
+    def _settle_lost(self) -> None:
         """Stop lost moves, as nothing else is under way, and begin the moves that wait for that."""
-        assert self._thread is not None, "it runs"
-        settled = mover.settle()
+        settled = self.mover.settle()
         if settled is Settled.NOT_YET:
             return
         lost, self._lost = self._lost, []
         if settled is Settled.STOPPED:
             for move in lost:
-                self._thread.run_on_loop(move.on_stopped)
+                self._run_on_loop(partial(self._over, move, move.error))
         held_back, self._held_back = self._held_back, []
         for move in held_back:
             self._begin(move)
 
-    def _tell(self, move: _Move, error: TransportError | None) -> None:
+    def _run_on_loop(self, callback: Callable[[], None]) -> None:
         assert self._thread is not None, "it runs"
-        if isinstance(error, MoveLost):
-            self._lost.append(move)
-        self._thread.run_on_loop(lambda: self._over(move, error))
-
-    def _end(self, last_job: Callable[[], None]) -> None:
-        self._last_job = last_job
+        self._thread.run_on_loop(callback)
 
     # --- on the loop
 
-    def _over(self, move: _Move, error: TransportError | None) -> None:
+    def _over(self, move: _Move, error: TransportError | RuntimeBroken | None) -> None:
         if move in self._under_way:
             self._under_way.discard(move)
             move.on_end(error)
 
     def _died(self, cause: BaseException) -> None:
-        """Fail all moves: the thread has ended by a bug, so nobody may wait for it."""
+        """Note all moves as lost: the thread has ended by a bug, so nobody may wait for it."""
         self._closing = True
         self.cause = cause
         for move in list(self._under_way):
-            error = MoveLost(f"the store's thread has ended: {cause}")
-            error.__cause__ = cause
-            self._over(move, error)
+            move.error = MoveLost(f"the store's thread has ended: {cause}")
+            move.error.__cause__ = cause
+            move.on_loss(move.error)
 
 
 def _nothing() -> None:

@@ -8,14 +8,11 @@ bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvflow.checks import counted
-
-
-class NoRoom(Exception):
-    """No room: all entries that would have to go are being read or written."""
+from kvflow.errors import StoreFull
 
 
 @dataclass(slots=True, eq=False)
@@ -44,23 +41,29 @@ class StoreIndex:
         self.used_bytes = 0
         self._entries: dict[str, Entry] = {}
         for entry in found:
-            self.commit(self.reserved(entry))
+            self.used_bytes += entry.size_bytes
+            self.commit(entry)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def pick(self, names: Iterable[str] | None) -> tuple[Entry, ...]:
-        """The entries of these names, those that could not be read included; None for all."""
-        if names is None:
-            return tuple(self._entries.values())
-        return tuple(self._entries[name] for name in dict.fromkeys(names) if name in self._entries)
+    def drop_all(self, names: Collection[str] | None) -> list[Entry]:
+        """Drop the entries of these names, those that could not be read included, or all. Returns them."""
+        found = [*self._entries] if names is None else [name for name in names if name in self._entries]
+        dropped = [self._entries[name] for name in found]
+        for entry in dropped:
+            self.drop(entry)
+        return dropped
 
     def find(self, name: str) -> Entry | None:
         entry = self._entries.get(name)
         return None if entry is None or entry.aside else entry
 
-    def make_room(self, size_bytes: int) -> tuple[Entry, ...]:
-        """Reserve bytes. Returns the entries that left the index for that, whose files have to go. Raises NoRoom."""
+    def make_room(self, size_bytes: int, request_id: str) -> list[Entry]:
+        """Reserve bytes for a request. Returns the entries that left the index for that, whose files have to go.
+
+        Raises StoreFull if all entries that would have to go are being read or written.
+        """
         excess, victims = self.used_bytes + size_bytes - self.bytes_max, []
         for entry in self._entries.values():
             if excess <= 0:
@@ -69,18 +72,15 @@ class StoreIndex:
                 victims.append(entry)
                 excess -= entry.size_bytes
         if excess > 0:
-            raise NoRoom(f"{counted(size_bytes, 'byte')} more, {self.used_bytes} of {self.bytes_max} are used")
+            full = f"{counted(size_bytes, 'byte')} more, {self.used_bytes} of {self.bytes_max} are used"
+            text = f"request {request_id!r}: {full}; all entries that are left are being read or written"
+            raise StoreFull(text, request_id=request_id)
         for entry in victims:
             self.drop(entry)
         self.used_bytes += size_bytes
-        return tuple(victims)
+        return victims
 
-    def reserved(self, entry: Entry) -> Entry:
-        """Count a file for which no room was reserved."""
-        self.used_bytes += entry.size_bytes
-        return entry
-
-    def put_back(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+    def put_back(self, entries: Sequence[Entry]) -> list[Entry]:
         """Take entries back whose files could not be removed: they are the first to go again.
 
         Those that were replaced meanwhile, or are unwanted, are not, and are returned: their files are left.
@@ -88,7 +88,7 @@ class StoreIndex:
         kept = {entry.name: entry for entry in entries if entry.name not in self._entries and not entry.unwanted}
         for entry in kept.values():
             entry.dropped = False
-            self.reserved(entry)
+            self.used_bytes += entry.size_bytes
         self._entries = kept | self._entries
         return [entry for entry in entries if entry.name not in kept]
 
@@ -105,8 +105,13 @@ class StoreIndex:
         self.used_bytes -= size_bytes
 
     def commit(self, entry: Entry) -> Entry | None:
-        """Add a complete entry, in room that was reserved. The entry that it replaces is dropped."""
+        """Add a complete entry, in room that was reserved. Returns the entry that it replaces, which is dropped.
+
+        Does nothing if the entry was added before, also if it was dropped since.
+        """
         before = self._entries.get(entry.name)
+        if before is entry or entry.dropped:
+            return None
         if before is not None:
             self.drop(before)
         self._entries[entry.name] = entry
@@ -121,11 +126,8 @@ class StoreIndex:
         if not entry.readers:
             self.used_bytes -= entry.size_bytes
 
-    def begin_read(self, entry: Entry) -> None:
-        """Keep an entry while somebody reads it."""
-        entry.readers += 1
-
     def end_read(self, entry: Entry) -> None:
+        """Count one reader less of an entry, which may go once it has none."""
         entry.readers -= 1
         if entry.dropped and not entry.readers:
             self.used_bytes -= entry.size_bytes

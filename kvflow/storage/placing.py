@@ -6,6 +6,7 @@ To the planner a file is the other side of a read: its regions begin at offsets,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,14 @@ FILE = "file"
 _PLANNED_AT_ONCE = 1 << 13  # descriptors
 
 
+class BlockSpan(NamedTuple):
+    """Blocks in a row of one group, from the one at `first` among the group's blocks in the file."""
+
+    group: int
+    first: int
+    ids: BlockIds
+
+
 def data_bytes(sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
     """Bytes that so many blocks of each group take. `sets` are regions, and whose group they are of."""
     return sum(len(regions) * regions.block_size_bytes * counts[group] for group, regions in sets)
@@ -26,26 +35,32 @@ def data_bytes(sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> in
 
 def plan_file(
     sets: Sequence[tuple[int, Regions]],
-    tables: Sequence[BlockIds],
+    counts: Sequence[int],
+    span: BlockSpan,
     *,
     fd: int,
     start: int,
     bytes_max: int,
     descriptors_max: int,
-    counts: Sequence[int] | None = None,
-    firsts: Sequence[int] | None = None,
 ) -> Iterator[Descriptors]:
-    """Slices that move blocks between the cache and an open file whose blocks begin at `start`, in the file's order.
+    """Plan slices that move blocks between memory and an open file.
 
-    `counts` and `firsts`: `tables` are only some of each group's blocks, so many in all, from these places on.
+    Args:
+        sets: regions, and whose group they are of.
+        counts: blocks of each group in the file.
+        span: the blocks to move.
+        fd: the file.
+        start: offset of the first block in the file.
+        bytes_max: bytes of a slice.
+        descriptors_max: descriptors of a slice.
     """
-    for group, regions in sets:
-        ids, first_place = tables[group], 0 if firsts is None else firsts[group]
-        count, block_bytes = len(ids) if counts is None else counts[group], regions.block_size_bytes
-        if not len(ids):
+    group, place, ids = span
+    order = np.arange(place, place + len(ids), dtype=np.int64)
+    for of_group, regions in sets:
+        count, block_bytes = counts[of_group], regions.block_size_bytes
+        if of_group != group:
             start += len(regions) * count * block_bytes
             continue
-        order = np.arange(first_place, first_place + len(ids), dtype=np.int64)
         chunks = Chunks(ids, None, order, None, regions.block.tokens)
         most = max(min(_PLANNED_AT_ONCE // len(ids), bytes_max // (len(ids) * block_bytes)), 1)
         for first, last in _alike(regions, most):

@@ -13,9 +13,9 @@ from kvflow.runtime.part import Ending, Part
 from kvflow.runtime.part_owner import PartOwner
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.storage.files import Files, PlainMover
-from kvflow.storage.jobs import Job
 from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest, StoreStatistics
 from kvflow.storage.store import BlockStore, open_store
+from kvflow.storage.store_transfer import StoreTransfer
 from kvflow.transport.base import TransportError
 
 
@@ -152,7 +152,7 @@ class Storage(Part):
         return await self._require("drop", new_work=False).drop(keys)
 
     @property
-    def quarantines(self) -> tuple[Job, ...]:
+    def quarantines(self) -> tuple[StoreTransfer, ...]:
         """Restores that have ended and in whose blocks bytes may still land: await their `settled()`."""
         return () if self._store is None else self._store.quarantines
 

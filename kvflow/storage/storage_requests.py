@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
-from kvflow import checks
 from kvflow.checks import Seconds, Size
 from kvflow.core.plan.descriptors import GivenBlockIds
-from kvflow.limits import Limits
 from kvflow.runtime.part import PartStatistics
 from kvflow.storage.entry import checked_key
 
@@ -17,7 +15,19 @@ PHASES = ("check", "queued", "move", "sync")
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRequest:
+class StoreRequest:
+    """The fields of both requests."""
+
+    request_id: str
+    key: StoreKey
+    block_ids: GivenBlockIds
+    num_tokens: Size
+    deadline_s: Seconds | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest(StoreRequest):
     """Save `block_ids`, in prompt order, which hold `num_tokens` tokens, under `key`.
 
     The key is bytes or text, 1 to 256 bytes, such as a digest of the prompt: the store believes that equal keys are of
@@ -26,52 +36,39 @@ class SaveRequest:
     loads wait for each other, a smaller `priority` goes first.
     """
 
-    request_id: str
-    key: StoreKey
-    block_ids: GivenBlockIds
-    num_tokens: Size
-    deadline_s: Seconds | None = None
-    priority: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class RestoreRequest:
+class RestoreRequest(StoreRequest):
     """Fill `block_ids`, in prompt order, with what was saved under `key`: as many blocks, of as many tokens.
 
     See `SaveRequest`.
     """
 
-    request_id: str
-    key: StoreKey
-    block_ids: GivenBlockIds
-    num_tokens: Size
-    deadline_s: Seconds | None = None
-    priority: int = 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """The report of one save. `seconds` has an entry for each of: check, queued, move, sync."""
+class StoreReport:
+    """The fields of both reports."""
 
     request_id: str
     bytes: int
-    """Size of the file."""
     blocks: int
     tokens: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(StoreReport):
+    """The report of one save. `bytes` is the size of the file, `evicted` counts the entries that made room for it.
+
+    `seconds` has an entry for each of: check, queued, move, sync.
+    """
+
     evicted: int
-    """Entries that made room for it."""
-    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
+class RestoreReport(StoreReport):
     """The report of one restore. `seconds` has an entry for each of: check, queued, move, sync."""
-
-    request_id: str
-    bytes: int
-    blocks: int
-    tokens: int
-    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +94,6 @@ class StoreStatistics(PartStatistics):
     """Entries that `Storage.drop` has dropped."""
     failed: int
     """Saves and restores that have ended otherwise, cancelled ones included."""
-
-
-def checked(given: SaveRequest | RestoreRequest, limits: Limits) -> tuple[SaveRequest, bytes]:
-    """Check a request, and give it with its numbers and texts as Python's own, and its key as bytes. RequestError."""
-    settled = checks.settled_request(given, type(given), "request", limits.block_ids_max)
-    return SaveRequest(*(getattr(settled, entry.name) for entry in fields(settled))), cast(bytes, settled.key)
 
 
 StoreKey: TypeAlias = Annotated[bytes | str, checked_key]

@@ -3,24 +3,25 @@
 A save leases its blocks, takes their digests, makes room, moves them, and makes the file an entry. A restore claims its
 blocks as a load does, fills them from the file, and is good only if their digests are those that were saved. So bytes
 that were changed anywhere between the two, on disk or on the way, are never reported as good.
+
+A transfer is over when its blocks are safe and its file is put away. Its caller waits for that, but no longer than
+`cancel_grace_s`: then the transfer outlives the call, and its flight has quarantined its blocks if bytes may still land
+in them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import os
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar, cast
 
 import msgspec
-import numpy as np
 
 from kvflow import checks
 from kvflow.checks import counted
-from kvflow.core.cache.groups import GroupFacts
-from kvflow.core.cache.regions import Regions, device_of, map_spans
-from kvflow.core.plan.descriptors import BlockIds, Descriptors
-from kvflow.core.protocol.proof import HOST
+from kvflow.core.cache.regions import map_spans
 from kvflow.errors import (
     CacheUnregistered,
     ConfigError,
@@ -33,66 +34,51 @@ from kvflow.errors import (
     RuntimeClosed,
     RuntimeUnavailable,
     StorageFailed,
-    StoreFull,
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.gear import Gear
 from kvflow.runtime.load.reads import CopyFailed
-from kvflow.storage.disk import EntryFile
-from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
-from kvflow.storage.files import Direction, Files
-from kvflow.storage.index import Entry, NoRoom
-from kvflow.storage.jobs import Job, Jobs, WantedEntry
-from kvflow.storage.placing import data_bytes, plan_file
-from kvflow.storage.rank_files import FileShelf, open_shelf
-from kvflow.storage.staged import StagedBlocks
+from kvflow.storage.disk import Directory, EntryFile
+from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name
+from kvflow.storage.files import Direction, Files, MoveFailed
+from kvflow.storage.index import Entry, StoreIndex
+from kvflow.storage.placing import data_bytes
 from kvflow.storage.storage_requests import (
     RestoreReport,
     RestoreRequest,
     SaveReport,
     SaveRequest,
+    StoreRequest,
     StoreStatistics,
-    checked,
 )
+from kvflow.storage.store_transfer import StoreTransfer
+from kvflow.storage.stored_cache import StoredCache
 from kvflow.transport.base import TransportError
-from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
 
 logger = logger_of(__name__)
 
 ReportT = TypeVar("ReportT", SaveReport, RestoreReport)
 
 _RANDOM_BYTES = 8
-
-
-class StoredCache(NamedTuple):
-    """The cache whose blocks are saved: its own memory, or host buffers if that is on a device."""
-
-    sets: Sequence[tuple[int, Regions]]
-    """Group and regions of each set of layers; memory that several layers share is there once."""
-    layers: Sequence[Sequence[int]]
-    """Layers of each set by position; of those that share all of their memory the first."""
-    groups: Sequence[GroupFacts]
-    fingerprint: bytes
-    digested: DigestedCache
-    """Digests of what is saved."""
-    staged: StagedBlocks | None = None
-    """The way through host buffers."""
+_OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
 class BlockStore:
-    """All saves and restores of one registration."""
+    """All saves and restores of one registration, and its files."""
 
-    def __init__(self, context: RankContext, gear: Gear, shelf: FileShelf, cache: StoredCache) -> None:
-        self._config = context.config
-        self._now_s = context.clock.now_s
-        self._token_hex = context.token_hex
-        self._gear = gear
-        self._directory, self._index, self._files = shelf.directory, shelf.index, shelf.files
-        self._cache = cache
-        self._jobs = Jobs(shelf, gear.ledger)
+    def __init__(
+        self, cache: RegisteredCache, stored: StoredCache, directory: Directory, index: StoreIndex, files: Files
+    ) -> None:
+        self._config = cache.context.config
+        self._token_hex = cache.context.token_hex
+        self._gear = cache.gear
+        self._stored, self._directory, self._index, self._files = stored, directory, index, files
+        self._under_way: dict[StoreTransfer, None] = {}
+        self._quiet = asyncio.Event()
+        self._quiet.set()
         self._closed: type[RuntimeUnavailable] | None = None
+        self._outcomes = dict.fromkeys(_OUTCOMES, 0)
+        """Number of transfers that have ended, by outcome."""
         self._evicted = self._dropped = 0
 
     @property
@@ -101,25 +87,21 @@ class BlockStore:
             entries=len(self._index),
             bytes=self._index.used_bytes,
             bytes_max=self._index.bytes_max,
-            open_requests=len(self._jobs),
+            open_requests=len(self._under_way),
             quarantines=len(self.quarantines),
             evicted=self._evicted,
             dropped=self._dropped,
-            **self._jobs.outcomes,
+            **self._outcomes,
         )
 
     @property
-    def open_requests(self) -> list[str]:
-        return self._jobs.requests
-
-    @property
-    def quarantines(self) -> tuple[Job, ...]:
+    def quarantines(self) -> tuple[StoreTransfer, ...]:
         """Restores that have ended and whose blocks are not safe yet."""
-        return self._jobs.quarantines
+        return tuple(transfer for transfer in self._under_way if transfer.quarantined)
 
     def has(self, key: object) -> bool:
         """See `Storage.has`."""
-        return self._index.find(entry_name(self._cache.fingerprint, checked_key(key, "key"))) is not None
+        return self._index.find(entry_name(self._stored.fingerprint, checked_key(key, "key"))) is not None
 
     async def drop(self, keys: Sequence[bytes | str] | None) -> int:
         """See `Storage.drop`."""
@@ -128,22 +110,28 @@ class BlockStore:
             checks.count(keys, "keys")
             if (listed := checks.answer(lambda: tuple(keys))) is None:
                 raise RequestError(f"keys: expected a list, got {checks.shown(keys)}")
-            names = {entry_name(self._cache.fingerprint, checked_key(key, "keys")) for key in listed}
-        files = self._jobs.drop(names)
+            names = {entry_name(self._stored.fingerprint, checked_key(key, "keys")) for key in listed}
+        for transfer in self._under_way:  # what is just being evicted is not to be put back if that fails
+            for victim in [] if transfer.file is None else list(transfer.file.victims):
+                victim.unwanted = victim.unwanted or names is None or victim.name in names
+        # A restore that has begun goes on: its file is open, or will be before it is removed.
+        files = [entry.file for entry in self._index.drop_all(names)]
         self._dropped += len(files)
         if not files:
             return 0
-        path, bound_s = self._directory.path, self._config.load_deadline_s
-        logger.info("store %s: dropped %s", path, counted(len(files), "entry", "entries"))
+        path, bound_s, entries = (
+            self._directory.path,
+            self._config.load_deadline_s,
+            counted(len(files), "entry", "entries"),
+        )
+        logger.info("store %s: dropped %s", path, entries)
         try:
             async with asyncio.timeout(bound_s):
-                failed = await self._files.call(partial(self._directory.remove_all, files))
-        except TimeoutError:
-            failed = {path: OSError(f"not done within {bound_s:g} s (load_deadline_s)")}
-        if failed:
-            file, why = next(iter(failed.items()))
-            left = f"files of {counted(len(files), 'entry', 'entries')} that were dropped may be back at the next start"
-            raise StorageFailed(f"store {path!r}: {left}: {file}: {why}", request_id="")
+                await self._files.call(partial(self._directory.remove_all, files))
+        except OSError as error:
+            why = str(error) or f"not done within {bound_s:g} s (load_deadline_s)"
+            left = f"files of {entries} that were dropped may be back at the next start"
+            raise StorageFailed(f"store {path!r}: {left}: {why}", request_id="") from error
         return len(files)
 
     async def save(self, request: SaveRequest) -> SaveReport:
@@ -159,43 +147,42 @@ class BlockStore:
     def close(self, error: type[RuntimeUnavailable]) -> None:
         """Make everything under way end soon, with that error: RuntimeClosed or CacheUnregistered, of two the first."""
         self._closed = self._closed or error
-        self._jobs.hurry()
+        for transfer in self._under_way:
+            transfer.hurry()
 
     async def drained(self) -> None:
         """Wait until nothing is under way and no block is quarantined."""
-        await self._jobs.drained()
+        await self._quiet.wait()
 
     async def aclose(self, timeout_s: float) -> str:
         """End the thread, once no move is under way. Returns what went wrong, or ""."""
+        problem = ""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._files.aclose(self._jobs.put_all_away)
+                await self._files.aclose(self._put_all_away)
         except TimeoutError:
-            return self._never_known(
-                f"not stopped within {timeout_s} s: {counted(self._files.moves_under_way, 'move')} of the store"
-            )
+            moves = counted(self._files.moves_under_way, "move")
+            problem = f"not stopped within {timeout_s} s: {moves} of the store"
         if self._files.cause is not None:
             self._directory.close()
-            return self._never_known(f"the store's thread has died: {self._files.cause}")
-        self._jobs.all_stopped()
-        return ""
-
-    def _never_known(self, problem: str) -> str:
-        self._jobs.never_known(problem)
+            problem = f"the store's thread has died: {self._files.cause}"
+        self._files.settle(problem)
+        for transfer in [] if problem else list(self._under_way):
+            self._over(transfer)
         return problem
 
     def abandon(self, wait_s: float) -> None:
         """Shut down without the loop, which is gone."""
-        self._files.abandon(self._jobs.put_all_away, wait_s)
+        self._files.abandon(self._put_all_away, wait_s)
 
     # --- one save or restore
 
-    def _accept(self, request: SaveRequest | RestoreRequest, direction: Direction) -> Job:
-        """Check all that can be judged without a file, claim the blocks, and open the job."""
-        given, key = checked(request, self._config.limits)
+    def _accept(self, request: StoreRequest, direction: Direction) -> StoreTransfer:
+        """Check all that can be judged without a file, and claim the blocks."""
+        given = checks.settled_request(request, type(request), "request", self._config.limits.block_ids_max)
         what = f"request {given.request_id!r}"
         tables, entries = self._gear.ledger.find(given.block_ids, f"{what}: block_ids")
-        for group, ids in zip(self._cache.groups, tables, strict=True):
+        for group, ids in zip(self._stored.groups, tables, strict=True):
             needed = -(-given.num_tokens // group.block_size)
             if len(ids) > needed or (group.whole and len(ids) < needed):
                 blocks = f"{counted(len(ids), 'block')} of {counted(group.block_size, 'token')}"
@@ -203,203 +190,218 @@ class BlockStore:
                 raise RequestError(f"{what}: group {group.name!r}: {blocks}, {takes}")
         if not len(entries):
             raise RequestError(f"{what}: there are no blocks to {direction}")
-        if len(self._jobs) >= self._config.loads_waiting_max:
-            full = f"{what}: saves and restores under way: {len(self._jobs)} (loads_waiting_max)"
+        if len(self._under_way) >= self._config.loads_waiting_max:
+            full = f"{what}: saves and restores under way: {len(self._under_way)} (loads_waiting_max)"
             raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
-        loop = asyncio.get_running_loop()
         deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
-        timeout = asyncio.timeout_at(loop.time() + deadline_s)
-        wanted = WantedEntry(given, key, direction, tables, entries)
-        job = Job(wanted, timeout, self._gear, self._files, self._jobs.put_away)
-        self._jobs.add(job)
-        return job
+        transfer = StoreTransfer(given, direction, tables, entries, self._gear, self._files, deadline_s)
+        transfer.flight.on_safe = lambda _: self._put_away(transfer)
+        self._under_way[transfer] = None
+        self._quiet.clear()
+        return transfer
 
-    async def _carry_out(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
-        """Carry a save or a restore out to its outcome. Every one ends here."""
+    async def _carry_out(self, transfer: StoreTransfer, work: Callable[[StoreTransfer], Awaitable[ReportT]]) -> ReportT:
+        """Carry a save or a restore out to its outcome, within its deadline. Every one ends here."""
         try:
             try:
-                report = await self._within(job, work)
-                job.flight.land()
-                job.outcome = "saved" if job.direction is Direction.SAVE else "restored"
+                async with transfer.timeout:
+                    if self._closed:
+                        raise self._late(transfer)
+                    report = await work(transfer)
+                transfer.flight.land()
+                transfer.outcome = "saved" if transfer.direction is Direction.SAVE else "restored"
+            except (OSError, TransportError, CopyFailed) as error:  # a TimeoutError among them
+                cause = transfer.error or error  # a move that was lost has ended it early
+                if cause is error and transfer.timeout.expired():
+                    raise self._late(transfer) from None
+                self._note_failure(transfer, cause)
+                text = f"{self._what(transfer)}: {cause}"
+                raise StorageFailed(text, request_id=transfer.request_id) from cause
             finally:
-                await self._jobs.end(job, self._config.cancel_grace_s)
+                self._outcomes[transfer.outcome] += 1
+                await transfer.stop(self._config.cancel_grace_s)
         except KVFlowError as error:
-            logger.info("%s %s failed in phase %s: %s", job.direction, job.request_id, job.phase, error)
-            error.quarantine = job if job.quarantined else None
+            logger.info("%s %s failed in phase %s: %s", transfer.direction, transfer.request_id, transfer.phase, error)
+            error.quarantine = transfer if transfer.quarantined else None
             raise
         return report
 
-    async def _within(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
-        """Do the work of a job within its deadline, and translate its errors."""
-        request_id, path = job.request.request_id, self._directory.path
-        what = f"request {request_id!r}: {job.direction} in {path!r}"
-        try:
-            async with job.timeout:
-                job.timed = True
-                try:
-                    if self._closed:
-                        raise self._closed_error(job)
-                    return await work(job)
-                finally:
-                    job.timed = False
-        except (OSError, TransportError, CopyFailed) as error:  # a TimeoutError among them
-            cause = job.moves.error or error  # a move that was lost has ended it early
-            if cause is error and job.timeout.expired():
-                if self._closed:
-                    raise self._closed_error(job) from None
-                late = f"{what}: deadline exceeded in phase {job.phase!r}"
-                raise DeadlineExceeded(late, request_id=request_id, peer=path, phase=job.phase) from None
-            self._jobs.note_failure(job, cause)
-            raise StorageFailed(f"{what}: {cause}", request_id=request_id) from cause
+    def _what(self, transfer: StoreTransfer) -> str:
+        return f"request {transfer.request_id!r}: {transfer.direction} in {self._directory.path!r}"
 
-    async def _save(self, job: Job) -> SaveReport:
+    def _late(self, transfer: StoreTransfer) -> KVFlowError:
+        """Make the error of a transfer whose deadline has passed, or whose store is closed."""
+        what, phase = f"request {transfer.request_id!r}", transfer.phase
+        if self._closed is CacheUnregistered:
+            return CacheUnregistered(f"{what}: the cache was unregistered in phase {phase!r}")
+        if self._closed:
+            return RuntimeClosed(f"{what}: the runtime was closed, or had drained, in phase {phase!r}")
+        late = f"{self._what(transfer)}: deadline exceeded in phase {phase!r}"
+        return DeadlineExceeded(late, request_id=transfer.request_id, peer=self._directory.path, phase=phase)
+
+    async def _save(self, transfer: StoreTransfer) -> SaveReport:
+        request, stored, counts = transfer.request, self._stored, tuple(map(len, transfer.tables))
+        key = cast(bytes, request.key)
         header = EntryHeader(
-            fingerprint=self._cache.fingerprint,
-            key=job.key,
-            num_tokens=job.request.num_tokens,
-            block_counts=job.counts,
-            data_bytes=data_bytes(self._cache.sets, job.counts),
+            fingerprint=stored.fingerprint,
+            key=key,
+            num_tokens=request.num_tokens,
+            block_counts=counts,
+            data_bytes=data_bytes(stored.sets, counts),
             digests=b"",
         )
-        what = f"request {job.request.request_id!r}"
-        most = self._index.bytes_max
-        if header.file_bytes > most:
-            raise RequestError(f"{what}: it takes {counted(header.file_bytes, 'byte')}, bytes_max is {most}")
-        digests = await self._digests(job)
-        header = msgspec.structs.replace(header, digests=digests)
-        evicted = self._make_room(job, header)
-        assert job.file is not None, "made with its room"
-        await self._files.call(job.file.create)
-        await self._move(job, header.data_start)
-        job.enter("sync", self._now_s())
-        await self._files.call(partial(job.file.commit, header))
-        self._jobs.committed(job)
-        job.enter("sync", self._now_s())
+        if header.file_bytes > self._index.bytes_max:
+            takes = f"it takes {counted(header.file_bytes, 'byte')}, bytes_max is {self._index.bytes_max}"
+            raise RequestError(f"request {request.request_id!r}: {takes}")
+        header = msgspec.structs.replace(header, digests=await stored.digests(transfer.tables))
+        victims = self._index.make_room(header.file_bytes, request.request_id)
+        name = entry_name(stored.fingerprint, key)
+        entry = Entry(name, f"{name}-{self._token_hex(_RANDOM_BYTES)}", header.file_bytes)
+        file = transfer.file = EntryFile(self._directory, entry, self._files.mover, victims)
+        evicted = len(victims)
+        self._evicted += evicted
+        await self._files.call(file.create)
+        await self._move(transfer, file.fd, header.data_start)
+        transfer.enter("sync")
+        await self._files.call(partial(file.commit, header))
+        self._commit(entry)
+        transfer.enter("sync")
         return SaveReport(
-            request_id=job.request.request_id,
+            request_id=request.request_id,
             bytes=header.file_bytes,
-            blocks=sum(job.counts),
-            tokens=job.request.num_tokens,
+            blocks=sum(counts),
+            tokens=request.num_tokens,
             evicted=evicted,
-            seconds=job.seconds,
+            seconds=transfer.seconds,
         )
 
-    def _make_room(self, job: Job, header: EntryHeader) -> int:
-        """Reserve the room of a file. Returns the number of entries that have to go for it."""
-        what, size_bytes = f"request {job.request.request_id!r}", header.file_bytes
-        try:
-            victims = self._index.make_room(size_bytes)
-        except NoRoom as full:
-            text = f"{what}: {full}; all entries that are left are being read or written"
-            raise StoreFull(text, request_id=job.request.request_id) from None
-        name = entry_name(self._cache.fingerprint, job.key)
-        job.reserved = Entry(name, f"{name}-{self._token_hex(_RANDOM_BYTES)}", size_bytes)
-        job.file = EntryFile(self._directory, job.reserved, self._files.mover)
-        job.file.victims = list(victims)
-        self._evicted += len(victims)
-        return len(victims)
-
-    async def _restore(self, job: Job) -> RestoreReport:
-        request_id = job.request.request_id
-        entry = self._index.find(entry_name(self._cache.fingerprint, job.key))
+    async def _restore(self, transfer: StoreTransfer) -> RestoreReport:
+        request_id, key = transfer.request_id, cast(bytes, transfer.request.key)
+        entry = self._index.find(entry_name(self._stored.fingerprint, key))
         if entry is None:
-            job.outcome = "missed"
+            transfer.outcome = "missed"
             raise NotStored(f"request {request_id!r}: nothing is stored under its key", request_id=request_id)
-        self._index.begin_read(entry)
-        job.read, job.file = entry, EntryFile(self._directory, entry, self._files.mover)
+        entry.readers += 1
+        file = transfer.file = EntryFile(self._directory, entry, self._files.mover)
         try:
-            header = await self._files.call(job.file.open)
+            header = await self._files.call(file.open)
         except FileNotFoundError:
             self._index.drop(entry)
-            job.outcome = "missed"
+            transfer.outcome = "missed"
             raise NotStored(f"request {request_id!r}: its file was removed", request_id=request_id) from None
         except NotAnEntry as error:
-            raise self._damaged(job, str(error)) from error
-        self._judge(job, header)
-        await self._move(job, header.data_start)
-        job.enter("check", self._now_s())
-        if await self._digests(job) != header.digests:
-            raise self._damaged(job, "its blocks are not those that were saved")
-        job.enter("sync", self._now_s())
-        job.file.restored = True
+            raise self._damaged(transfer, file, str(error)) from error
+        expected = self._stored.fingerprint, key, data_bytes(self._stored.sets, header.block_counts)
+        if (header.fingerprint, header.key, header.data_bytes) != expected:
+            raise self._damaged(transfer, file, "it is of another cache, or of another key")
+        tokens, counts = transfer.request.num_tokens, tuple(map(len, transfer.tables))
+        if (tokens, counts) != (header.num_tokens, header.block_counts):
+            what = f"request {request_id!r}: num_tokens and blocks of each group"
+            saved = f"saved {header.num_tokens} and {list(header.block_counts)}"
+            raise RequestError(f"{what}: asked for {tokens} and {list(counts)}, {saved}")
+        await self._move(transfer, file.fd, header.data_start)
+        transfer.enter("check")
+        if await self._stored.digests(transfer.tables) != header.digests:
+            raise self._damaged(transfer, file, "its blocks are not those that were saved")
+        transfer.enter("sync")
+        file.restored = True
         self._index.touch(entry)
         return RestoreReport(
             request_id=request_id,
-            bytes=job.flight.size_bytes,
-            blocks=sum(job.counts),
-            tokens=job.request.num_tokens,
-            seconds=job.seconds,
+            bytes=transfer.flight.size_bytes,
+            blocks=sum(counts),
+            tokens=tokens,
+            seconds=transfer.seconds,
         )
 
-    def _judge(self, job: Job, header: EntryHeader) -> None:
-        """EntryDamaged or RequestError unless a file's header is of the entry, and of what was asked for."""
-        expected = self._cache.fingerprint, job.key, data_bytes(self._cache.sets, header.block_counts)
-        if (header.fingerprint, header.key, header.data_bytes) != expected:
-            raise self._damaged(job, "it is of another cache, or of another key")
-        ours, theirs = (job.request.num_tokens, job.counts), (header.num_tokens, header.block_counts)
-        if ours != theirs:
-            what = f"request {job.request.request_id!r}: num_tokens and blocks of each group"
-            raise RequestError(
-                f"{what}: asked for {ours[0]} and {list(ours[1])}, saved {theirs[0]} and {list(theirs[1])}"
-            )
-
-    def _damaged(self, job: Job, why: str) -> EntryDamaged:
+    def _damaged(self, transfer: StoreTransfer, file: EntryFile, why: str) -> EntryDamaged:
         """Drop a damaged entry, have its file removed, and make the error."""
-        assert job.read is not None, "it is read"
-        assert job.file is not None, "it is read"
-        job.outcome = "damaged"
-        self._index.drop(job.read)
-        job.file.remove = True
-        path, request_id = f"{self._directory.path}/{job.read.file}", job.request.request_id
+        transfer.outcome = "damaged"
+        self._index.drop(file.entry)
+        file.remove = True
+        path, request_id = f"{self._directory.path}/{file.entry.file}", transfer.request_id
         logger.warning("request %s: removing the damaged file %s: %s", request_id, path, why)
         return EntryDamaged(f"request {request_id!r}: the file {path!r} is damaged: {why}", request_id=request_id)
 
-    async def _move(self, job: Job, start: int) -> None:
-        job.enter("move", self._now_s())
-        assert job.file is not None, "it is open"
-        limits = self._config.limits
-        plan = partial(
-            plan_file,
-            self._cache.sets,
-            fd=job.file.fd,
-            start=start,
-            bytes_max=limits.slice_bytes_max,
-            descriptors_max=limits.slice_descriptors_max,
-        )
-        if self._cache.staged is None:
-            await job.move(plan(job.tables))
-        else:
+    async def _move(self, transfer: StoreTransfer, fd: int, start: int) -> None:
+        transfer.enter("move")
+        await transfer.flight.fly_groups(self._stored.moves(transfer, fd, start))
+        queued_s = transfer.flight.queued_s
+        transfer.seconds["queued"] += queued_s
+        transfer.seconds["move"] -= queued_s
 
-            def plan_span(tables: Sequence[BlockIds], firsts: Sequence[int]) -> Iterator[Descriptors]:
-                return plan(tables, counts=job.counts, firsts=firsts)
+    # --- its end
 
-            await job.flight.fly_groups(self._cache.staged.moves(job.direction, job.tables, plan_span))
-        queued_s = job.flight.queued_s
-        job.seconds["queued"] += queued_s
-        job.seconds["move"] -= queued_s
+    def _note_failure(self, transfer: StoreTransfer, error: BaseException | None) -> None:
+        """Set an entry aside if its file could not be read: nobody is to try that again."""
+        file = transfer.file
+        if file is None or transfer.direction is Direction.SAVE or not isinstance(error, MoveFailed):
+            return
+        if self._index.set_aside(file.entry):
+            path = f"{self._directory.path}/{file.entry.file}"
+            logger.warning("request %r: setting %s aside, which cannot be read: %s", transfer.request_id, path, error)
 
-    async def _digests(self, job: Job) -> bytes:
-        """Digests of every byte of its blocks, wherever they are in the prompt."""
-        if self._cache.staged is not None:
-            return np.array(await self._cache.staged.digests(job.tables), dtype="<u8").tobytes()
-        asked = []
-        for at, (group, regions) in enumerate(self._cache.sets):
-            ids, size = job.tables[group], self._cache.groups[group].block_size
-            if len(ids):
-                layers = self._cache.layers[at]
-                blocks = TokenBlocks(ids, size, 0, len(ids) * size)
-                asked.append(Digesting(at, layers, HeadSpan(0, regions.block.heads, 0), blocks))
-        return np.array(await self._cache.digested.digests(asked), dtype="<u8").tobytes()
+    def _put_away(self, transfer: StoreTransfer) -> None:
+        """Give back the blocks of a save, and put the file away, since its moves have stopped.
 
-    def _closed_error(self, job: Job) -> KVFlowError:
-        what = f"request {job.request.request_id!r}"
-        if self._closed is CacheUnregistered:
-            return CacheUnregistered(f"{what}: the cache was unregistered in phase {job.phase!r}")
-        return RuntimeClosed(f"{what}: the runtime was closed, or had drained, in phase {job.phase!r}")
+        The file comes after whatever the thread has yet to do to it.
+        """
+        self._gear.ledger.release(transfer.leased)
+        if transfer.file is None:
+            self._over(transfer)
+            return
+        try:
+            self._files.submit(transfer.file.put_away, partial(self._over, transfer))
+        except KVFlowError:  # the thread has ended, and so has nothing to put away
+            self._over(transfer)
+
+    def _put_all_away(self) -> None:
+        """Put all entries away, on the thread, at its end."""
+        for transfer in list(self._under_way):
+            if transfer.file is not None:
+                transfer.file.put_away()
+        self._directory.close()
+
+    def _over(self, transfer: StoreTransfer) -> None:
+        """End a transfer: the thread does nothing for it any more, and the state of its file counts."""
+        if transfer not in self._under_way:
+            return
+        del self._under_way[transfer]
+        self._note_failure(transfer, transfer.error)  # it may have ended before that was known
+        if (file := transfer.file) is not None:
+            for victim in self._index.put_back(file.victims):
+                self._remove(victim)
+            if transfer.direction is Direction.RESTORE:
+                self._index.end_read(file.entry)
+            elif file.complete:
+                self._commit(file.entry)
+            else:
+                self._index.give_back(file.entry.size_bytes)
+        transfer.over.set_result(None)
+        if not self._under_way:
+            self._quiet.set()
+
+    def _commit(self, entry: Entry) -> None:
+        """Make a file an entry, since it has its name."""
+        replaced = self._index.commit(entry)
+        if replaced is not None:
+            self._remove(replaced)
+
+    def _remove(self, entry: Entry) -> None:
+        def remove() -> None:
+            try:
+                self._directory.remove(entry.file)
+            except OSError as error:
+                logger.warning("store %s: cannot remove %s: %s", self._directory.path, entry.file, error)
+
+        try:
+            self._files.submit(remove, lambda: None)
+        except KVFlowError:
+            logger.info("store %s: %s is removed when it is opened again", self._directory.path, entry.file)
 
 
 async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_max: int) -> BlockStore:
-    """The store of a cache that is being registered. Cancelling leaves nothing open.
+    """Open the store of a cache that is being registered. Cancelling leaves nothing open.
 
     Args:
         cache: whose blocks are saved.
@@ -408,40 +410,30 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
         bytes_max: bytes of this rank's files.
 
     Raises:
-        ConfigError: blocks of such a cache cannot be saved.
-        TransportError: the memory or the folder cannot be used.
+        ConfigError: blocks of such a cache cannot be saved, or the folder cannot be used.
+        TransportError: the memory cannot be used.
     """
-    context, gear, local, memory = cache.context, cache.gear, cache.local, cache.memory
-    own, shown = memory.own, memory.shown
-    where = device_of([layer for one in own for layer in one.caches.items()])
-    through = where != HOST  # what is on the host needs no host buffers, though peers read them
-    if through and not memory.staging:
-        raise ConfigError(
-            f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
-        )
-    saved, device = (shown, memory.filled) if through else (own, memory.device)
-    digested = DigestedCache(saved, gear.copy_thread, device)
-    if problem := digested.problem:
-        raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
-    found = [(one.group, one.regions) for one in saved]
-    sets = [(group, regions.distinct) for group, regions in found]
-    shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
-    shared = [regions.first_of for _, regions in found if len(regions.distinct) < len(regions)]
-    facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
-    layers_once = [regions.distinct_layers for _, regions in found]
-    shelf = await open_shelf(context.identity.rank, files, folder, bytes_max)
-    layers = [layer for one in saved for layer in one.caches.items()]
+    stored, rank = StoredCache(cache), cache.context.identity.rank
+    directory = Directory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))
+    path = directory.path
     try:
-        await files.call(lambda: files.mover.register(map_spans(layers), layers))
-    except BaseException:
-        files.abandon(shelf.directory.close, 0.0)
+        await files.open()
+        index = StoreIndex(bytes_max, await files.call(directory.open))
+        victims = [entry.file for entry in index.make_room(0, "")]  # the bound may have been larger
+        await files.call(lambda: directory.remove_all(victims))
+        await files.call(lambda: files.mover.register(map_spans(stored.tensors), stored.tensors))
+    except BaseException as error:
+        files.abandon(directory.close, 0.0)
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(f"storage: {path!r} is in use by another runtime, here or in another process") from None
+        if isinstance(error, OSError):
+            raise ConfigError(f"storage: {path!r} cannot be used: {error}") from error
         raise
-    count, used = counted(len(shelf.index), "entry", "entries"), counted(shelf.index.used_bytes, "byte")
-    logger.info("store %s: %s, %s of %s", shelf.directory.path, count, used, shelf.index.bytes_max)
-    span_bytes_max = context.config.limits.slice_bytes_max
-    stored = StoredCache(sets, layers_once, local.groups, fingerprint_of(facts), digested)
-    if through:
-        copies = memory, digested, gear.copy_thread
-        staged = StagedBlocks(sets, layers_once, local.groups, *copies, span_bytes_max)
-        stored = stored._replace(staged=staged)
-    return BlockStore(context, gear, shelf, stored)
+    logger.info(
+        "store %s: %s, %s of %s",
+        path,
+        counted(len(index), "entry", "entries"),
+        counted(index.used_bytes, "byte"),
+        bytes_max,
+    )
+    return BlockStore(cache, stored, directory, index, files)

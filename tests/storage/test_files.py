@@ -15,7 +15,7 @@ import pytest
 from kvflow import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
-from kvflow.errors import ConfigError, TransportBroken
+from kvflow.errors import ConfigError, RuntimeBroken, TransportBroken
 from kvflow.storage.files import Direction, Files, MoveFailed, MoveLost, PlainMover, Settled
 from kvflow.storage.placing import FILE
 from kvflow.storage.posix import PosixMover
@@ -46,7 +46,15 @@ class Bench:
             local_device=Device("cpu", 0),
             remote_device=Device(FILE, self.fd),
         )
-        self.files.post(descriptors, direction, end.set_result, lambda: self.stopped.put_nowait(None))
+
+        def on_end(error: TransportError | RuntimeBroken | None) -> None:
+            assert not isinstance(error, RuntimeBroken)
+            if end.done():
+                self.stopped.put_nowait(None)
+            else:
+                end.set_result(error)
+
+        self.files.post(descriptors, direction, on_end, end.set_result)
         async with asyncio.timeout(WAIT_S):
             return await end
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvflow.storage.index import Entry, NoRoom, StoreIndex
+from kvflow.errors import StoreFull
+from kvflow.storage.index import Entry, StoreIndex
 from tests.support.budgets import examples
 
 BOUND = 100
@@ -20,7 +21,7 @@ def saved(index: StoreIndex, *entries: Entry) -> list[str]:
     """Save them in turn; whose room was needed."""
     gone = []
     for one in entries:
-        gone += [victim.name for victim in index.make_room(one.size_bytes)]
+        gone += [victim.name for victim in index.make_room(one.size_bytes, "save")]
         index.commit(one)
     return gone
 
@@ -42,10 +43,10 @@ def test_who_was_not_used_for_longest_goes_first() -> None:
 
 def test_what_is_read_stays_and_the_next_one_goes() -> None:
     index, a, _, _ = filled("abc")
-    index.begin_read(a)
+    a.readers += 1
     assert saved(index, entry("d")) == ["b"]
-    with pytest.raises(NoRoom, match="80 bytes more, 90 of 100 are used"):
-        index.make_room(80)
+    with pytest.raises(StoreFull, match="'save': 80 bytes more, 90 of 100 are used; all entries that are left"):
+        index.make_room(80, "save")
     assert len(index) == 3, "nobody has gone for what does not fit"
     index.end_read(a)
     assert saved(index, entry("e", 80)) == ["a", "c", "d"]
@@ -53,7 +54,7 @@ def test_what_is_read_stays_and_the_next_one_goes() -> None:
 
 def test_what_was_replaced_counts_until_nobody_reads_it() -> None:
     (index, old), new = filled("a"), entry("a")
-    index.begin_read(old)
+    old.readers += 1
     saved(index, new)
     assert (index.find("a"), index.used_bytes) == (new, 60)
     index.touch(old)
@@ -68,12 +69,12 @@ def test_what_was_replaced_counts_until_nobody_reads_it() -> None:
 def test_what_was_found_counts_and_makes_room_for_a_smaller_bound() -> None:
     index = StoreIndex(BOUND, [entry("a", 50), entry("b", 50), entry("c", 50)])
     assert index.used_bytes == 150
-    assert [one.name for one in index.make_room(0)] == ["a"]
+    assert [one.name for one in index.make_room(0, "save")] == ["a"]
 
 
 def test_what_could_not_be_removed_is_there_again_and_the_first_to_go() -> None:
     index, a, b, _ = filled("abc")
-    assert index.make_room(60) == (a, b)
+    assert index.make_room(60, "save") == [a, b]
     assert index.put_back([b]) == []
     index.give_back(60)
     assert (len(index), index.used_bytes) == (2, 60)
@@ -82,7 +83,7 @@ def test_what_could_not_be_removed_is_there_again_and_the_first_to_go() -> None:
 
 def test_what_was_saved_again_meanwhile_is_kept_when_the_old_one_could_not_be_removed() -> None:
     (index, old), new = filled("a"), entry("a")
-    assert index.make_room(80) == (old,)
+    assert index.make_room(80, "save") == [old]
     index.give_back(80)
     saved(index, new)
     assert index.put_back([old]) == [old]
@@ -100,9 +101,13 @@ def test_what_cannot_be_read_is_not_found_and_the_first_to_go() -> None:
     index.touch(a)
     assert index.find("a") is a, "somebody could read it"
     index.set_aside(c)
-    new = entry("c")
-    assert index.commit(index.reserved(new)) is c
-    assert (index.find("c"), index.used_bytes) == (new, 90)
+    new = entry("c", 0)
+    assert index.commit(new) is c
+    assert (index.find("c"), index.used_bytes) == (new, 60)
+    assert index.commit(new) is None, "it was added before"
+    index.drop(new)
+    assert index.commit(new) is None, "and was dropped since"
+    assert (index.find("c"), index.used_bytes) == (None, 60)
 
 
 class Index(RuleBasedStateMachine):
@@ -118,8 +123,8 @@ class Index(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abcdef"), size=st.integers(1, BOUND))
     def begin_save(self, name: str, size: int) -> None:
         try:
-            victims = self.index.make_room(size)
-        except NoRoom:
+            victims = self.index.make_room(size, "save")
+        except StoreFull:
             kept = sum(one.size_bytes for one in {*self.writing, *self.reading})
             assert kept + size > BOUND, "there was room"
             return
@@ -142,7 +147,7 @@ class Index(RuleBasedStateMachine):
     def begin_read(self, name: str) -> None:
         found = self.index.find(name)
         if found is not None:
-            self.index.begin_read(found)
+            found.readers += 1
             self.reading.append(found)
 
     @precondition(lambda self: self.reading)

@@ -1,0 +1,153 @@
+"""The cache whose blocks are saved and restored: in its own memory, or through the host buffers that peers read, too.
+
+In host buffers a span of blocks takes host blocks, as that of a load does: it waits its turn for them, and gives them
+back when nothing can touch them any more. So a save or restore of any size needs no more memory than there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvflow.core.cache.regions import device_of
+from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.protocol.proof import HOST
+from kvflow.errors import ConfigError
+from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
+from kvflow.runtime.memory import CopyDirection
+from kvflow.runtime.pool import give_back_after
+from kvflow.storage.entry import fingerprint_of
+from kvflow.storage.files import Direction
+from kvflow.storage.placing import BlockSpan, plan_file
+from kvflow.storage.store_transfer import StoreTransfer, opened_file
+from kvflow.verify import digests
+from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
+
+
+class StoredCache:
+    """The blocks of a registered cache, as the store moves and digests them."""
+
+    def __init__(self, cache: RegisteredCache) -> None:
+        """Raises ConfigError if blocks of such a cache cannot be saved."""
+        local, memory = cache.local, cache.memory
+        where = device_of([layer for one in memory.own for layer in one.caches.items()])
+        through = where != HOST  # what is on the host needs no host buffers, though peers read them
+        if through and not memory.staging:
+            raise ConfigError(
+                f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
+            )
+        saved, device = (memory.shown, memory.filled) if through else (memory.own, memory.device)
+        self._digested = DigestedCache(saved, cache.gear.copy_thread, device)
+        if problem := self._digested.problem:
+            raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
+        self._copy_thread = cache.gear.copy_thread
+        self._limits = cache.context.config.limits
+        self._staging = memory.staging if through else ()
+        self.groups = local.groups
+        self.tensors = [layer for one in saved for layer in one.caches.items()]
+        """Memory that moves touch, by layer."""
+        found = [(one.group, one.regions) for one in saved]
+        self.sets = [(group, regions.distinct) for group, regions in found]
+        """Group and regions of each set of layers; memory that several layers share is there once."""
+        self._layers = [regions.distinct_layers for _, regions in found]
+        """Layers of each set by position; of those that share all of their memory the first."""
+        shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
+        shared = [regions.first_of for _, regions in found if len(regions.distinct) < len(regions)]
+        facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
+        self.fingerprint = fingerprint_of(facts)
+
+    async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
+        """Moves of all blocks, span by span. Each takes its host blocks when it is asked for.
+
+        Args:
+            transfer: whose blocks are moved.
+            fd: the file.
+            start: offset of the first block in the file.
+        """
+        file, fetched = opened_file(), transfer.direction is Direction.SAVE
+        counts = [len(ids) for ids in transfer.tables]
+        for span in self._spans(transfer.tables):
+            here, release = await self._take(span, fetched=fetched)
+            slices = plan_file(
+                self.sets,
+                counts,
+                span._replace(ids=here),
+                fd=fd,
+                start=start,
+                bytes_max=self._limits.slice_bytes_max,
+                descriptors_max=self._limits.slice_descriptors_max,
+            )
+            reads = (Read(file, descriptors) for descriptors in slices)
+            if release is None:
+                for read in reads:
+                    yield CopyGroup([read])
+            else:
+                copy = partial(self._staging[span.group].copy, CopyDirection.TO_DEVICE, span.ids, here)
+                yield CopyGroup([*reads], None if fetched else copy, release)
+
+    async def digests(self, tables: Sequence[BlockIds]) -> bytes:
+        """Return digests of each layer of each set, of every byte that the blocks hold now, wherever in the prompt.
+
+        Raises CopyFailed. Cancelling stops the waiting only.
+        """
+        sums = [[0] * len(layers) for layers in self._layers]
+        for span in self._spans(tables):
+            size = self.groups[span.group].block_size
+            here, release = await self._take(span, fetched=True)
+            try:
+                blocks = TokenBlocks(here, size, span.first * size, (span.first + len(here)) * size)
+                places = [at for at, (group, _) in enumerate(self.sets) if group == span.group]
+                asked = [
+                    Digesting(at, self._layers[at], HeadSpan(0, self.sets[at][1].block.heads, 0), blocks)
+                    for at in places
+                ]
+                found = iter(await self._digested.digests(asked))
+            finally:
+                if release is not None:
+                    release()
+            for at in places:
+                sums[at] = [digests.added(before, next(found)) for before in sums[at]]
+        used = [numbers for (group, _), numbers in zip(self.sets, sums, strict=True) if len(tables[group])]
+        return np.array([number for numbers in used for number in numbers], dtype="<u8").tobytes()
+
+    def _spans(self, tables: Sequence[BlockIds]) -> Iterator[BlockSpan]:
+        """Blocks that are moved or digested at once: those of a group, or as many as find host blocks."""
+        for group, ids in enumerate(tables):
+            step = len(ids)
+            if self._staging:
+                buffers = self._staging[group]
+                step = max(min(self._limits.slice_bytes_max // buffers.block_size_bytes, buffers.pool.size), 1)
+            for first in range(0, len(ids), step or 1):
+                yield BlockSpan(group, first, ids[first : first + step])
+
+    async def _take(self, span: BlockSpan, *, fetched: bool) -> tuple[BlockIds, Callable[[], None] | None]:
+        """Take the blocks in memory that stand for a span, and return them, with what gives them back.
+
+        If the cache is on the host they are the span's own, and nothing is to give back. Raises CopyFailed.
+
+        Args:
+            span: blocks of the cache.
+            fetched: copy to the host blocks what the blocks hold.
+        """
+        if not self._staging:
+            return span.ids, None
+        buffers = self._staging[span.group]
+        host_ids = await buffers.pool.take(len(span.ids))
+        give_back = partial(buffers.pool.give_back, host_ids)
+        if not fetched:
+            return host_ids, give_back
+        copy = partial(buffers.copy, CopyDirection.TO_HOST, span.ids, host_ids)
+        copying = asyncio.ensure_future(self._copy_thread.run(copy))
+        try:
+            await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            give_back_after(copying, give_back)
+            raise
+        except Exception as error:
+            give_back()
+            raise CopyFailed(str(error)) from error
+        return host_ids, give_back
