@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 import kvflow
 from disaggregated.engines import EngineProcesses
-from disaggregated.messages import DecodeRequest, Generate, Loaded, Prefilled, PrefillRequest, Released
+from disaggregated.messages import DecodeRequest, Generate, Loaded, Offered, PrefillRequest, Released
 from disaggregated.router import ANSWER_TIMEOUT_S
 
 
@@ -34,14 +33,14 @@ async def hand_over(
     show: Callable[[int], None],
 ) -> HandOver:
     """Answer the prompt with two engines; `show` gets each token as soon as it is known."""
-    request = PrefillRequest(request_id=request_id, prompt=prompt, max_tokens=max_tokens, deadline_s=ANSWER_TIMEOUT_S)
-    await prefill.send(request)
-    prefilled = await prefill.expect(Prefilled)
-    show(prefill.agreed([rank.token for rank in prefilled]))
+    await prefill.send(PrefillRequest(request_id=request_id, prompt=prompt, deadline_s=ANSWER_TIMEOUT_S))
+    offers = await prefill.expect(Offered)
+    # Each rank of the prefill engine offers its own part; a decode engine takes one ticket of all of them.
+    ticket = kvflow.merge_tickets([kvflow.Ticket.from_params(offer.ticket) for offer in offers])
     await decode.send(
         DecodeRequest(
             request_id=request_id,
-            tickets=[_one_ticket([rank.ticket for rank in prefilled])],
+            ticket=ticket.to_params(),
             prompt_count=len(prompt),
             max_tokens=max_tokens,
             deadline_s=ANSWER_TIMEOUT_S,
@@ -51,8 +50,7 @@ async def hand_over(
     token_ids: list[int] = []
     async with aclosing(decode.tokens()) as tokens:
         async for token in tokens:
-            if token_ids:  # the first one is shown, and came with the blocks
-                show(token)
+            show(token)
             token_ids.append(token)
     released = await prefill.expect(Released)
     return HandOver(token_ids=token_ids, loaded=loaded, outcomes=[rank.outcome for rank in released])
@@ -63,8 +61,3 @@ async def answer_alone(engine: EngineProcesses, prompt: list[int], max_tokens: i
     await engine.send(Generate(prompt=prompt, max_tokens=max_tokens))
     async with aclosing(engine.tokens()) as tokens:
         return [token async for token in tokens]
-
-
-def _one_ticket(tickets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each rank of the prefill engine offers its own part; the decode engine wants to know all of them."""
-    return kvflow.merge_tickets([kvflow.Ticket.from_params(ticket) for ticket in tickets]).to_params()

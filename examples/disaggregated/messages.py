@@ -1,25 +1,18 @@
 """What routers and workers say to each other: in the demo over a socket, in the server over HTTP, in Ray by handles.
 
-    PrefillRequest -> PrefillReply once the prompt is computed, or a Failure
-    DecodeRequest  -> once the blocks are loaded each Step, or a Failure; before that an Again for each prefill
-                      worker that did not give its blocks
+    PrefillRequest -> Offered, once the prompt has blocks; they are computed meanwhile
+    DecodeRequest  -> Step ..., or a Failure
 
-Both may be asked at once, and meet by the request id, which nobody else knows: so the server does it. The demo asks one
-after the other, and hears more of both:
+The demo's workers are also asked `Generate`, an answer without a hand-over, and say more: `Ready` once, `Loaded` before
+the first step, `Done` after the last one, and `Released` when a prompt's blocks are free again.
 
-    PrefillRequest -> Prefilled, Released
-    DecodeRequest  -> Loaded, Step ..., Done
-    Generate       -> Step ..., Done
-
-Its workers say Ready once, and Failure in place of any answer. Tokens, not text: prompts are tokenized once, and the KV
-cache and the first token go from worker to worker without the router.
+Messages have tokens, not text: a prompt is tokenized once. The KV cache and the first token go from worker to worker,
+not through the router.
 """
 
 from __future__ import annotations
 
-import time
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -44,24 +37,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
         return msgspec.json.encode(self)
 
 
-class Instant(Message, frozen=True, kw_only=True):
-    """A moment on the clock that all processes of one machine share until it is booted again."""
-
-    boot_id: str
-    monotonic_s: float
-
-    @classmethod
-    def now(cls) -> Self:
-        return cls(boot_id=BOOT_ID, monotonic_s=time.monotonic())
-
-    def elapsed_s(self) -> float | None:
-        """How long ago it was; None if it was on another machine, whose clock says nothing here."""
-        return time.monotonic() - self.monotonic_s if self.boot_id == BOOT_ID else None
-
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 class Step(Message, frozen=True, kw_only=True):
     """One new token; the last one of an answer says why it is the last."""
 
@@ -75,53 +50,40 @@ class Step(Message, frozen=True, kw_only=True):
 
 
 class PrefillRequest(Message, frozen=True, kw_only=True):
-    """Compute the prompt, and have it loaded meanwhile by whoever knows the request id; not if one token is all."""
+    """Compute a prompt, and offer its blocks while they are computed."""
 
     request_id: str
     prompt: TokenIds
-    max_tokens: Count
     deadline_s: Seconds
     sampling: Sampling = GREEDY
     neighbours: list[str] = []
-    """Addresses of workers' runtimes that may have computed the beginning of the prompt."""
+    """Addresses of runtimes that may have computed the beginning of the prompt."""
 
 
-class PrefillReply(Message, frozen=True, kw_only=True):
-    """The prompt is computed, and this is the first token."""
+class Offered(Message, frozen=True, kw_only=True):
+    """The prompt has blocks; `ticket` is that of their lease."""
 
-    step: Step
+    ticket: dict[str, Any]
 
 
 class FirstToken(Message, frozen=True, kw_only=True):
-    """What the prefill worker tells the decode worker when the prompt is computed: it travels with the blocks."""
+    """The payload of the lease, which the decode worker gets with the last block."""
 
     token: int
-    computed_at: Instant
 
 
 class DecodeRequest(Message, frozen=True, kw_only=True):
-    """Load the blocks that a ticket's producer offers, or will; answer from the first token on.
-
-    The prompt itself is not sent: its KV cache is.
-    """
+    """Load the prompt's blocks, and answer from the first token on. The prompt itself is not sent: its KV cache is."""
 
     request_id: str
-    tickets: list[dict[str, Any]] = []
-    """Of the prompt, at one prefill worker after the other: the first one computes it, the next when it is asked for
-    (`Again`). None where they are brought (`disaggregated.decode.Bring`)."""
+    ticket: dict[str, Any] = {}
+    """Empty where `disaggregated.decode.Bring` brings tickets."""
     prompt_count: Count
     max_tokens: Count
-    """The first one included."""
+    """The first token included."""
     deadline_s: Seconds
     sampling: Sampling = GREEDY
-    """The same as the first token is chosen with."""
-
-
-class Again(Message, frozen=True, kw_only=True):
-    """Among the steps of an answer, before the first: the blocks did not come, those of the next ticket are awaited."""
-
-    again: str
-    """Why they did not come."""
+    """The same as the first token was chosen with."""
 
 
 class FailureKind(StrEnum):
@@ -157,13 +119,6 @@ class Ready(Message, frozen=True):
     """The worker takes commands."""
 
 
-class Prefilled(Message, frozen=True, kw_only=True):
-    """The prompt is computed; its blocks may be loaded with the ticket."""
-
-    token: int
-    ticket: dict[str, Any]
-
-
 class Released(Message, frozen=True, kw_only=True):
     """The prompt's blocks were given back, and why."""
 
@@ -189,4 +144,4 @@ class Done(Message, frozen=True):
 
 
 Command = PrefillRequest | DecodeRequest | Generate
-Event = Ready | Prefilled | Released | Loaded | Step | Done | Failure
+Event = Ready | Offered | Released | Loaded | Step | Done | Failure

@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack
 from paged_engine import BlockId, Engine
 
 import kvflow
+from disaggregated.background import StartTask, load_into
 from disaggregated.groups import LayerGroups
-from disaggregated.keeper import BlockKeeper
 from disaggregated.messages import PrefillRequest
 from kvflow.connector.paged_prefix_cache import PagedPrefixCache
 from kvflow.connector.scheduler import PagedGroup
@@ -27,19 +27,14 @@ TOKENS_MIN = 64  # fewer are computed sooner than asked for
 class Neighbours:
     """What one prefill worker shares with others, and gets of them."""
 
-    def __init__(self, engine: Engine, runtime: kvflow.Runtime, prefixes: Prefixes, keeper: BlockKeeper) -> None:
+    def __init__(self, engine: Engine, runtime: kvflow.Runtime, prefixes: Prefixes, start_task: StartTask) -> None:
         self._block_size = engine.block_size
         self._groups = LayerGroups(engine)
         self._cache = PagedPrefixCache([PagedGroup(group.facts) for group in self._groups.caches], engine.block_size)
         self._sharing = prefixes.share(self._cache, pinned_blocks_max=ANY_NUMBER)
         self._runtime = runtime
         self._prefixes = prefixes
-        self._keeper = keeper
-
-    def reserved(self, block_ids: Sequence[BlockId]) -> None:
-        """These blocks are about to be written: who reads there has a miss."""
-        for pinned in self._cache.take(block_ids):
-            self._sharing.end(pinned)
+        self._start_task = start_task
 
     def computed(self, prompt: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         """These blocks hold this prompt."""
@@ -49,10 +44,13 @@ class Neighbours:
             self._cache.add([CachedBlocks(parent=b"", keys=keys, block_tables=tables)], None)
 
     async def pull(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
-        """Fill blocks that `blocks` has reserved with what a neighbour has of the prompt; how many tokens that is.
+        """Fill reserved blocks with what a neighbour has of the prompt; return how many tokens that is.
 
-        Less than the prompt: its last token is computed. Raises what a load does where bytes may land still.
+        Whoever reads prefixes of these blocks gets a miss from here on. The last token is always computed. Raises what
+        a load does if bytes may still land.
         """
+        for pinned in self._cache.take(block_ids):
+            self._sharing.end(pinned)
         keys = prefix_keys(request.prompt[:-1], self._block_size)
         if not request.neighbours or len(keys) * self._block_size < TOKENS_MIN:
             return 0
@@ -76,7 +74,7 @@ class Neighbours:
             block_ids=self._groups.tables(block_ids, tokens),
         )
         try:
-            await self._keeper.load(load, blocks)
+            await load_into(blocks, self._runtime, load, self._start_task)
         except kvflow.errors.KVFlowError as error:
             if getattr(error, "quarantine", None) is not None:
                 raise

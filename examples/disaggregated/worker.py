@@ -21,28 +21,25 @@ from paged_engine.sharding import WHOLE, Shard
 from paged_engine.weights import load_model
 
 import kvflow
+from disaggregated.background import StartTask, background_tasks
 from disaggregated.channel import Channel, ChannelClosedError
 from disaggregated.decode import DecodeWorker
 from disaggregated.failures import failure_of
 from disaggregated.groups import LayerGroups, registered
-from disaggregated.keeper import StartTask, background_tasks
 from disaggregated.messages import (
-    Again,
     Command,
     DecodeRequest,
     Done,
     Event,
-    Failure,
     Generate,
     Loaded,
-    Prefilled,
+    Offered,
     PrefillRequest,
     Ready,
     Released,
     Step,
 )
 from disaggregated.prefill import PrefillWorker
-from disaggregated.told import Told
 
 # What a request may run into; anything else is a bug and ends the process with its traceback.
 EXPECTED_ERRORS = (kvflow.errors.KVFlowError, OutOfBlocksError, ValueError, OSError)
@@ -111,15 +108,6 @@ async def _started(
         yield _Worker(engine, runtime, start_task, channel)
 
 
-class _Reports(Told):
-    """Keeps what kvflow has said of the last load."""
-
-    last: kvflow.LoadReport
-
-    def loaded(self, report: kvflow.LoadReport) -> None:
-        self.last = report
-
-
 class _Worker:
     """Answers the router's commands, each in a task of its own."""
 
@@ -129,9 +117,8 @@ class _Worker:
         self._engine = engine
         self._channel = channel
         self._groups = LayerGroups(engine)
-        self._reports = _Reports()
-        self._prefill = PrefillWorker(engine, runtime, start_task, self._reports)
-        self._decode = DecodeWorker(engine, runtime, start_task, self._reports)
+        self._prefill = PrefillWorker(engine, runtime, start_task)
+        self._decode = DecodeWorker(engine, runtime, start_task)
 
     async def serve(self) -> None:
         """Take commands until the router hangs up, then drop what it no longer waits for."""
@@ -162,25 +149,24 @@ class _Worker:
                     await self._generated(command)
 
     async def _prefilled(self, request: PrefillRequest) -> None:
-        """Say when the prompt is computed, with the ticket of its blocks, and when they were given back."""
-        reply = await self._prefill.prefill(request)
-        offer = self._prefill.offers[request.request_id]
-        await self._channel.send(Prefilled(token=reply.step.token, ticket=offer.lease.ticket.to_params()))
-        await self._channel.send(Released(outcome=await offer.released()))
+        """Send the ticket of the prompt's blocks, and later how their lease ended."""
+        lease = await self._prefill.prefill(request)
+        await self._channel.send(Offered(ticket=lease.ticket.to_params()))
+        await self._prefill.released(request.request_id)
+        await self._channel.send(Released(outcome=await lease))
 
     async def _decoded(self, request: DecodeRequest) -> None:
-        """Say what was loaded, and each token."""
+        """Send what was loaded, and each step."""
         async with aclosing(await self._decode.decode(request)) as generation:
-            loaded = False
+            count = 0
             async for step in generation.steps():
-                assert not isinstance(step, Again), "its router gives one ticket"
-                if not (loaded or isinstance(step, Failure)):
-                    await self._channel.send(self._loaded(request, self._reports.last))
-                    loaded = True
+                if isinstance(step, Step) and not count:
+                    await self._channel.send(self._loaded(request, generation.report))
                 await self._channel.send(step)
+                count += isinstance(step, Step)
             # Last, as in every answer: then all ranks have given back their blocks before any gets another command.
             await generation.ended()
-        if loaded:
+        if count:
             await self._channel.send(Done())
 
     def _loaded(self, request: DecodeRequest, report: kvflow.LoadReport) -> Loaded:

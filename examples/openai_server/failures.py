@@ -23,9 +23,6 @@ class Status:
     """What they are told; "" is the failure's own message."""
 
 
-RETRY_AFTER_S = 2
-"""What clients are told to wait after a 503: a worker takes some seconds to start again, and a burst to pass."""
-
 STATUS = {
     FailureKind.INVALID: Status(http=400, type="invalid_request_error", retry=False),
     FailureKind.BUSY: Status(
@@ -47,6 +44,3 @@ STATUS = {
         http=504, type="timeout_error", retry=False, says="The request did not end before its deadline."
     ),
 }
-
-CODES = {FailureKind.INVALID: "context_length_exceeded"}
-"""What OpenAI calls a failure; the others are called by their kind."""

@@ -1,58 +1,87 @@
-"""Many clients at once, a worker killed in the middle, and a verdict; also the measurement on an idle machine.
+"""Many clients at once, a worker killed in the middle, and a verdict.
 
-The answers are compared with those of one engine that did everything by itself beforehand. A client may get an error,
-if it is one of the server's own; it must never get a wrong answer, not even the beginning of one. In the end the
-killed worker must be back and all blocks of all workers free.
+The answers are compared with those of one engine that has answered everything alone. A client may get an error, if it
+is one of the server's own; it must never get a wrong answer, not even the beginning of one. In the end the killed
+worker must be back and all blocks of all workers free.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
-import os
-import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any
 
 import aiohttp
 import openai
+from paged_engine import GREEDY, Sampling
+from paged_engine.tokenizer import ChatTokenizer, TextStream
 from paged_engine.weights import MODEL_NAME
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from openai_server.failures import STATUS
-from openai_server.launcher import Service, ServiceSettings, start_service, unpack_model
-from openai_server.worker import WorkerHealth
-from openai_server.workload import ALL_QUESTIONS, Question, answers_alone
+from openai_server.processes import Service, health, start_service, unpack_model
+from openai_server.worker import open_engine
 
 RECOVERY_TIMEOUT_S = 60.0
 LOOK_AGAIN_S = 0.1
-OVERHEAD = "openai_server_hand_over_overhead_seconds"
+BEGINNINGS = (
+    "The capital of France is",
+    "Once upon a time a fox",
+    "The three primary colours are",
+    "Water boils at",
+    "def fibonacci(n):",
+    "1, 2, 3, 4,",
+    "Dear Sir or Madam,",
+    "The largest planet is",
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Name three rivers.",
+    "What do cats eat?",
+    "Who wrote Hamlet?",
+    "What is 7 times 8?",
+    "Say hello in French.",
+    "What is a prime number?",
+    "Name a colour.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSettings:
-    """How much load."""
+class Question:
+    """A text to go on with, or a question to answer."""
+
+    text: str
+    chat: bool
+
+
+ALL_QUESTIONS = tuple(
+    Question(text=text, chat=chat)
+    for pair in zip(BEGINNINGS, QUESTIONS, strict=True)
+    for text, chat in zip(pair, (False, True), strict=True)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much is asked: `requests` of each client, one after the other, for answers of `tokens` tokens."""
 
     clients: int
     requests: int
-    """Of each client, one after the other."""
     tokens: int
-    kill: Literal["prefill", "decode", "none"]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What has happened so far."""
+    """What clients have seen so far."""
 
     right: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -66,79 +95,45 @@ class Tally:
     def ended(self) -> int:
         return self.right + len(self.wrong) + self.failed.total() + len(self.unclear)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult:
-    """What came of it."""
-
-    tally: Tally
-    killed: str
-    took_s: float
-    recovered_s: float | None
-    """How long after the last answer all workers were up and all blocks free; None if that took too long."""
-
     @property
     def good(self) -> bool:
-        return not self.tally.wrong and not self.tally.unclear and self.recovered_s is not None
+        return not self.wrong and not self.unclear
 
 
-async def run_load_test(service_settings: ServiceSettings, load: LoadSettings) -> int:
-    """The whole test; 0 if nothing was wrong."""
+async def run_load_test(options: argparse.Namespace) -> int:
+    """Run the whole test; return 0 if nothing was wrong."""
     console = Console()
-    async with _checkpoint(service_settings) as checkpoint:
+    with ExitStack() as stack:
+        if options.checkpoint is None:
+            options.checkpoint = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvflow-")))
+            await unpack_model(options.checkpoint)
         console.print(f"answering {len(ALL_QUESTIONS)} questions in one process, to know what is right")
-        right = await answers_alone(checkpoint, ALL_QUESTIONS, load.tokens)
-        console.print(f"starting {service_settings.prefill} prefill and {service_settings.decode} decode workers")
-        async with start_service(replace(service_settings, checkpoint=checkpoint)) as service:
-            result = await put_load(service, load, right)
-            retries = _samples(await _fetch(f"{service.url}/metrics"), "openai_server_retries_total")
-    _print_report(console, load, result)
-    console.print(f"killed: {result.killed}; the router tried again {sum(retries.values()):.0f} times")
-    return 0 if result.good else 1
+        right = await answers_alone(options.checkpoint, ALL_QUESTIONS, options.tokens)
+        console.print(f"starting {options.prefill} prefill and {options.decode} decode workers")
+        async with start_service(options) as service:
+            tally, began_s = Tally(), time.monotonic()
+            load = Load(options.clients, options.requests, options.tokens)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(put_load(service.url, load, right, tally))
+                if options.kill != "none":
+                    while tally.ended < load.clients * load.requests // 2:  # noqa: ASYNC110 - other processes
+                        await asyncio.sleep(LOOK_AGAIN_S)
+                    service.processes[f"{options.kill}-0"].kill()
+            took_s = time.monotonic() - began_s
+            recovered_s = await recovered(service)
+    _print_report(console, options, tally, took_s, recovered_s)
+    return 0 if tally.good and recovered_s is not None else 1
 
 
-async def put_load(service: Service, load: LoadSettings, right: Mapping[Question, str]) -> LoadResult:
-    """Have all clients ask, kill a worker in the middle, and wait until the service is whole and idle again."""
-    tally, began_s = Tally(), time.monotonic()
+async def put_load(url: str, load: Load, right: Mapping[Question, str], tally: Tally) -> None:
+    """Have all clients ask, and wait for their answers."""
     async with asyncio.TaskGroup() as clients:
         for index in range(load.clients):
-            clients.create_task(run_client(service.url, load, index, right, tally), name=f"client {index}")
-        killed = await _kill_in_the_middle(service, load, tally)
-    took_s = time.monotonic() - began_s
-    return LoadResult(tally=tally, killed=killed, took_s=took_s, recovered_s=await _recovered(service))
+            clients.create_task(run_client(url, load, index, right, tally), name=f"client {index}")
 
 
-async def run_measurement(service_settings: ServiceSettings, requests: int) -> int:
-    """One request after the other; prints what the hand-over costs on top of the bytes."""
-    console = Console()
-    async with (
-        _checkpoint(service_settings) as checkpoint,
-        start_service(replace(service_settings, checkpoint=checkpoint)) as service,
-    ):
-        load = LoadSettings(clients=1, requests=requests, tokens=4, kill="none")
-        await _ask_all(service, load)  # the first load of each pair of workers includes their handshake
-        before = await overheads(service)
-        await _ask_all(service, load)
-        found = await overheads(service) - before
-    console.print("from the end of the prompt's computation to the first decode step:")
-    p50, p90 = (quantile(found, fraction) * 1e3 for fraction in (0.5, 0.9))
-    console.print(f"p50 {p50:.2f} ms, p90 {p90:.2f} ms of {found.total()} requests")
-    return 0
-
-
-@asynccontextmanager
-async def _checkpoint(settings: ServiceSettings) -> AsyncIterator[Path]:
-    """The unpacked model."""
-    if settings.checkpoint is not None:
-        yield settings.checkpoint
-        return
-    with tempfile.TemporaryDirectory(prefix="kvflow-") as directory:
-        await unpack_model(Path(directory))
-        yield Path(directory)
-
-
-async def run_client(url: str, load: LoadSettings, index: int, right: Mapping[Question, str], tally: Tally) -> None:
-    """One client: its requests one after the other, every second one streamed."""
+async def run_client(url: str, load: Load, index: int, right: Mapping[Question, str], tally: Tally) -> None:
+    """Ask some questions one after the other, every second one streamed."""
     questions = list(right)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         for number in range(index, index + load.requests):
@@ -146,20 +141,21 @@ async def run_client(url: str, load: LoadSettings, index: int, right: Mapping[Qu
             await _ask(client, question, load.tokens, right[question], tally, stream=number % 2 == 0)
 
 
-async def _ask(
-    client: openai.AsyncOpenAI, question: Question, tokens: int, right: str, tally: Tally, *, stream: bool
-) -> None:
-    """One request; what came of it goes to the tally."""
+async def _ask(client: Any, question: Question, tokens: int, right: str, tally: Tally, *, stream: bool) -> None:
+    """Ask one question; what came of it goes to the tally."""
+    create = client.chat.completions.create if question.chat else client.completions.create
+    asked = {"messages": [{"role": "user", "content": question.text}]} if question.chat else {"prompt": question.text}
     began_s = time.monotonic()
     text = ""
     try:
+        answer = await create(model=MODEL_NAME, max_tokens=tokens, stream=stream, **asked)
         if stream:
-            async for piece in _pieces(client, question, tokens):
+            async for piece in answer:
                 if not text:
                     tally.first_token_s.append(time.monotonic() - began_s)
-                text += piece
+                text += (piece.choices[0].delta.content or "") if question.chat else piece.choices[0].text
         else:
-            text = await _whole(client, question, tokens)
+            text = answer.choices[0].message.content if question.chat else answer.choices[0].text
     except openai.APIError as error:
         if not right.startswith(text):
             tally.wrong.append(f"{question.text!r}: {text!r} ({error})")
@@ -175,128 +171,62 @@ async def _ask(
         tally.wrong.append(f"{question.text!r}: {text!r}, not {right!r}")
 
 
-async def _pieces(client: openai.AsyncOpenAI, question: Question, tokens: int) -> AsyncIterator[str]:
-    if question.chat:
-        async for chunk in await client.chat.completions.create(
-            model=MODEL_NAME, messages=[{"role": "user", "content": question.text}], max_tokens=tokens, stream=True
-        ):
-            yield chunk.choices[0].delta.content or ""
-    else:
-        async for completion in await client.completions.create(
-            model=MODEL_NAME, prompt=question.text, max_tokens=tokens, stream=True
-        ):
-            yield completion.choices[0].text
+async def tokens_alone(
+    checkpoint: Path, questions: Sequence[Question], max_tokens: int, sampling: Sampling = GREEDY
+) -> dict[Question, list[int]]:
+    """Return the tokens of each answer, from one engine in this process; it takes one thread."""
+    tokenizer = ChatTokenizer(checkpoint)
+    async with open_engine("alone", checkpoint) as engine:
+
+        async def answer(question: Question) -> list[int]:
+            encode = tokenizer.encode_chat if question.chat else tokenizer.encode_text
+            generating = engine.generate(encode(question.text), max_tokens=max_tokens, sampling=sampling)
+            async with aclosing(generating) as generated:
+                return [token async for token in generated]
+
+        return dict(zip(questions, await asyncio.gather(*map(answer, questions)), strict=True))
 
 
-async def _whole(client: openai.AsyncOpenAI, question: Question, tokens: int) -> str:
-    if question.chat:
-        answer = await client.chat.completions.create(
-            model=MODEL_NAME, messages=[{"role": "user", "content": question.text}], max_tokens=tokens
-        )
-        return answer.choices[0].message.content or ""
-    completion = await client.completions.create(model=MODEL_NAME, prompt=question.text, max_tokens=tokens)
-    return completion.choices[0].text
+async def answers_alone(checkpoint: Path, questions: Sequence[Question], max_tokens: int) -> dict[Question, str]:
+    """Return the same as text."""
+    tokenizer = ChatTokenizer(checkpoint)
+    tokens = await tokens_alone(checkpoint, questions, max_tokens)
+    return {question: TextStream(tokenizer, token_ids).text for question, token_ids in tokens.items()}
 
 
-async def _ask_all(service: Service, load: LoadSettings) -> None:
-    """The same without a look at the answers."""
-    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
-        for number in range(load.requests):
-            await _whole(client, ALL_QUESTIONS[number % len(ALL_QUESTIONS)], load.tokens)
-
-
-async def _kill_in_the_middle(service: Service, load: LoadSettings, tally: Tally) -> str:
-    """Kill the first worker of that kind once half of the requests have ended; its name."""
-    if load.kill == "none":
-        return "nobody"
-    name, url = next(iter((service.prefill if load.kill == "prefill" else service.decode).items()))
-    while tally.ended < load.clients * load.requests // 2:  # noqa: ASYNC110 - checked often enough
-        await asyncio.sleep(LOOK_AGAIN_S)
-    os.kill((await _health(url)).pid, signal.SIGKILL)
-    return name
-
-
-async def _recovered(service: Service) -> float | None:
-    """How long it took until all workers were up and idle; None if it took too long."""
+async def recovered(service: Service) -> float | None:
+    """Wait until all workers are up and idle; return how long that took, None if it took too long."""
     began_s = time.monotonic()
     urls = [*service.prefill.values(), *service.decode.values()]
     try:
-        async with asyncio.timeout(RECOVERY_TIMEOUT_S):
-            while not await _all_idle(service, urls):  # noqa: ASYNC110 - other processes are waited for
+        async with aiohttp.ClientSession() as client, asyncio.timeout(RECOVERY_TIMEOUT_S):
+            while True:
+                workers = await asyncio.gather(*(health(client, url) for url in urls))
+                idle = not any(worker.get("blocks_used", 1) for worker in workers)
+                if idle and (await health(client, service.url)).get("status") == "ok":
+                    return time.monotonic() - began_s
                 await asyncio.sleep(LOOK_AGAIN_S)
     except TimeoutError:
         return None
-    return time.monotonic() - began_s
 
 
-async def _all_idle(service: Service, urls: Sequence[str]) -> bool:
-    try:
-        status = json.loads(await _fetch(f"{service.url}/health"))["status"]
-        return status == "ok" and not any([(await _health(url)).blocks_used for url in urls])
-    except aiohttp.ClientError:
-        return False
-
-
-async def _health(url: str) -> WorkerHealth:
-    return WorkerHealth.model_validate_json(await _fetch(f"{url}/health"))
-
-
-def _samples(metrics: str, name: str) -> dict[str, float]:
-    """A metric's samples in the text of /metrics, by the value of their first label."""
-    return {
-        next(iter(sample.labels.values()), ""): sample.value
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-        if sample.name == name
-    }
-
-
-async def _fetch(url: str) -> str:
-    async with aiohttp.ClientSession() as client, client.get(url) as response:
-        return await response.text()
-
-
-async def overheads(service: Service) -> Counter[float]:
-    """See `overheads_in`, of all decode workers."""
-    return overheads_in([await _fetch(f"{url}/metrics") for url in service.decode.values()])
-
-
-def overheads_in(workers: Sequence[str]) -> Counter[float]:
-    """How many hand-overs had at most that overhead, and more than the next smaller one, by decode workers' metrics."""
-    counts: Counter[float] = Counter()
-    for metrics in workers:
-        buckets = {float(bound): int(count) for bound, count in _samples(metrics, f"{OVERHEAD}_bucket").items()}
-        for (_, below), (bound, count) in pairwise([(0.0, 0), *sorted(buckets.items())]):
-            counts[bound] += count - below
-    return counts
-
-
-def quantile(counts: Counter[float], fraction: float) -> float:
-    """The value that this fraction of a histogram lies below, a straight line drawn through its bucket."""
-    wanted, below, lower = counts.total() * fraction, 0, 0.0
-    for bound, count in sorted(counts.items()):
-        if count and below + count >= wanted:
-            return lower + (bound - lower) * (wanted - below) / count
-        below, lower = below + count, bound
-    raise ValueError("an empty histogram has no quantiles")
-
-
-def _print_report(console: Console, load: LoadSettings, result: LoadResult) -> None:
-    tally = result.tally
-    table = Table(title=f"{load.clients} clients, {load.clients * load.requests} requests", show_header=False)
+def _print_report(
+    console: Console, options: argparse.Namespace, tally: Tally, took_s: float, recovered_s: float | None
+) -> None:
+    table = Table(title=f"{options.clients} clients, {options.clients * options.requests} requests", show_header=False)
     table.add_row("right answers", str(tally.right))
     table.add_row("wrong answers", str(len(tally.wrong)))
     for code, count in sorted(tally.failed.items()):
         table.add_row(f"failed: {code}", str(count))
     table.add_row("unclear errors", str(len(tally.unclear)))
-    table.add_row("time", f"{result.took_s:.1f} s, {tally.right * load.tokens / result.took_s:.0f} tokens/s")
-    if tally.seconds:
-        table.add_row("request, p50", f"{median(tally.seconds):.2f} s")
-    if tally.first_token_s:
-        table.add_row("first token, p50", f"{median(tally.first_token_s):.2f} s")
-    back = "not in time" if result.recovered_s is None else f"{result.recovered_s:.1f} s after the last answer"
+    table.add_row("time", f"{took_s:.1f} s, {tally.right * options.tokens / took_s:.0f} tokens/s")
+    for name, seconds in (("request, p50", tally.seconds), ("first token, p50", tally.first_token_s)):
+        if seconds:
+            table.add_row(name, f"{median(seconds):.2f} s")
+    back = "not in time" if recovered_s is None else f"{recovered_s:.1f} s after the last answer"
     table.add_row("all workers up, all blocks free", back)
-    table.add_row("verdict", "[green]good[/]" if result.good else "[red]not as it should be[/]")
+    good = tally.good and recovered_s is not None
+    table.add_row("verdict", "[green]good[/]" if good else "[red]not as it should be[/]")
     console.print(table)
     for problem in [*tally.wrong, *tally.unclear][:10]:
         console.print(problem, style="red", markup=False)

@@ -1,93 +1,73 @@
-"""What clients may ask for, parameter by parameter, in OpenAI's words.
+"""What clients may ask for, in OpenAI's words.
 
-Everything that OpenAI's API knows is named here. What would change the answer and is not supported is refused, not
-ignored, unless its value asks for nothing: ordinary clients send a penalty of 0 or an empty list of tools. What cannot
-change the answer is taken and forgotten.
+What would change the answer and is not supported is refused, unless its value asks for nothing: ordinary clients send a
+penalty of 0 or an empty list of tools. What cannot change the answer is ignored.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from paged_engine import GREEDY, Sampling
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from openai_server.limits import CACHE_TOKENS
-
-DEFAULT_CHAT_TOKENS = 128
-DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
-STOPS_MAX = 4
-STOP_CHARS_MAX = 1000
-TEMPERATURE_MAX = 2.0  # as OpenAI has it
+CACHE_TOKENS = 4096
+"""Tokens of a worker's cache, hence of the longest prompt with its answer. About 180 MiB: 30 layers, K and V, 3 heads
+of 64 float32 values for each token."""
 SEED_MAX = 2**63 - 1
-
-
-def only(*harmless: object) -> BeforeValidator:
-    """A parameter that is not supported: null, and these values, ask for nothing."""
-
-    def check(value: object) -> None:
-        if value is not None and value not in harmless:
-            possible = " or ".join(json.dumps(one) for one in (None, *harmless))
-            raise ValueError(f"this server does not support it; it takes {possible}")
-
-    return BeforeValidator(check)
+IGNORED = frozenset(
+    {"user", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"}
+    | {"prompt_cache_retention", "safety_identifier", "service_tier"}
+)
+ASKS_FOR_NOTHING: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("n", "best_of"), ("1",)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), ("0", "0.0")),
+    **dict.fromkeys(("echo", "logprobs", "store"), ("false",)),
+    **dict.fromkeys(("tool_choice", "function_call"), ('"none"', '"auto"')),
+    **dict.fromkeys(("tools", "functions"), ("[]",)),
+    "logit_bias": ("{}",),
+    "suffix": ('""',),
+    "modalities": ('["text"]',),
+    "response_format": ('{"type": "text"}',),
+    "reasoning_effort": ('"none"',),
+    "verbosity": ('"medium"',),
+    **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
+}
+"""Parameters that are not supported, and their values, as JSON, that change no answer; null changes none of them."""
 
 
 def _stops(value: object) -> tuple[str, ...]:
     stops = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("expected a string or a list of strings")
-    if len(stops) > STOPS_MAX:
-        raise ValueError(f"expected at most {STOPS_MAX} strings, got {len(stops)}")
-    if not all(0 < len(stop) <= STOP_CHARS_MAX for stop in stops):
-        raise ValueError(f"expected strings of 1 to {STOP_CHARS_MAX} characters")
+    if not isinstance(stops, list | tuple) or not all(
+        isinstance(stop, str) and 0 < len(stop) <= 1000 for stop in stops
+    ):
+        raise ValueError("expected a string or a list of strings, of 1 to 1000 characters each")
+    if len(stops) > 4:
+        raise ValueError(f"expected at most 4 strings, got {len(stops)}")
     return tuple(stops)
 
 
 def _one_prompt(value: object) -> object:
-    """A text or its tokens; OpenAI takes lists of them, too, which may have one entry here."""
+    """Return a text or its tokens; OpenAI takes lists of them too, which may have one entry here."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
             raise ValueError(f"this server answers one prompt a request, got {len(value)}")
         value = value[0]
-    if isinstance(value, str):
-        return _utf8(value)
-    if isinstance(value, list) and all(type(token) is int for token in value):
+    if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
         return value
     raise ValueError("expected a text, or a list of tokens")
 
 
-def _utf8(text: str) -> str:
-    """JSON may hold half of a surrogate pair, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("expected a text that UTF-8 can carry") from None
-    return text
-
-
-def _text_of(content: object) -> str:
-    """What a message says, its parts put together."""
-    if isinstance(content, str):
-        return _utf8(content)
+def _text_of(content: object) -> object:
+    """Return what a message says; the texts of its parts are put together."""
     if not isinstance(content, list):
-        raise ValueError("expected a text, or a list of parts of type 'text'")
-    return _utf8("".join(map(_text_of_part, content)))
-
-
-def _text_of_part(part: object) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case {"type": kind} if kind != "text":
-            raise ValueError(f"this server reads text only, got a part of type {kind!r}")
-    raise ValueError("expected parts of type 'text', each with a 'text'")
-
-
-Anything: TypeAlias = Any
-"""A parameter that has nothing to do with the answer."""
+        return content
+    texts = [text for part in content if isinstance(part, dict) and isinstance(text := part.get("text"), str)]
+    if len(texts) < len(content) or any(part.get("type") != "text" for part in content):
+        raise ValueError("this server reads text only: expected parts of type 'text', each with a 'text'")
+    return "".join(texts)
 
 
 class StreamOptions(BaseModel):
@@ -105,31 +85,37 @@ class GenerationRequest(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(default=None, ge=0, le=TEMPERATURE_MAX, allow_inf_nan=False)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     """None is 0, greedy. (With OpenAI it is 1.)"""
     top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-SEED_MAX - 1, le=SEED_MAX)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Not OpenAI's: how long the whole answer may take; `extra_body={"deadline_s": 5}` in the openai client."""
+    """How long the whole answer may take. Not OpenAI's: `extra_body={"deadline_s": 5}` in the openai client."""
 
-    n: Annotated[Any, only(1)] = None
-    presence_penalty: Annotated[Any, only(0)] = None
-    frequency_penalty: Annotated[Any, only(0)] = None
-    logit_bias: Annotated[Any, only({})] = None
-    user: Anything = None
-
-    @property
-    def token_limit(self) -> int:
-        """How long the answer may be at most."""
-        raise NotImplementedError
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_changes_nothing(cls, given: Any) -> Any:
+        """What is left and no field is refused by name."""
+        if not isinstance(given, dict):
+            return given
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
+            raise ValueError("expected texts that UTF-8 can carry") from None
+        return {
+            name: value
+            for name, value in given.items()
+            if name not in IGNORED
+            and not (name in ASKS_FOR_NOTHING and (value is None or json.dumps(value) in ASKS_FOR_NOTHING[name]))
+        }
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def drawn_sampling(self) -> Sampling:
-        """How to choose tokens; a seed that the client does not care for is drawn now."""
+        """Return how to choose tokens. Without a seed one is drawn now, so that all attempts choose alike."""
         if not self.temperature:
             return GREEDY
         return Sampling(
@@ -143,14 +129,10 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
-    best_of: Annotated[Any, only(1)] = None
-    echo: Annotated[Any, only(False)] = None
-    logprobs: Annotated[Any, only()] = None
-    suffix: Annotated[Any, only("")] = None
 
     @property
     def token_limit(self) -> int:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return self.max_tokens or 16  # as OpenAI has it
 
 
 class ChatMessage(BaseModel):
@@ -162,7 +144,7 @@ class ChatMessage(BaseModel):
     content: Annotated[str, BeforeValidator(_text_of)]
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """Return the message as chat templates take it."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
@@ -170,32 +152,8 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=CACHE_TOKENS)
-    """Each takes a token at least."""
+    """Each takes at least one token."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
-
-    audio: Annotated[Any, only()] = None
-    function_call: Annotated[Any, only("none", "auto")] = None
-    functions: Annotated[Any, only([])] = None
-    logprobs: Annotated[Any, only(False)] = None
-    modalities: Annotated[Any, only(["text"])] = None
-    moderation: Annotated[Any, only()] = None
-    reasoning_effort: Annotated[Any, only("none")] = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
-    store: Annotated[Any, only(False)] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    tools: Annotated[Any, only([])] = None
-    top_logprobs: Annotated[Any, only(0)] = None
-    verbosity: Annotated[Any, only("medium")] = None
-    web_search_options: Annotated[Any, only()] = None
-
-    metadata: Anything = None
-    parallel_tool_calls: Anything = None  # there are none
-    prediction: Anything = None
-    prompt_cache_key: Anything = None
-    prompt_cache_options: Anything = None
-    prompt_cache_retention: Anything = None
-    safety_identifier: Anything = None
-    service_tier: Anything = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
@@ -205,4 +163,4 @@ class ChatRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int:
-        return self.max_completion_tokens or self.max_tokens or DEFAULT_CHAT_TOKENS
+        return self.max_completion_tokens or self.max_tokens or 128

@@ -1,10 +1,7 @@
-"""The workers as a router sees them, over HTTP: picks two for each attempt, notices who is lost, and who is back.
+"""The router's process: it picks two workers for each attempt, and asks them over HTTP.
 
-Theory: whatever goes wrong before the client has seen a token, the next attempt starts over with a fresh prefill,
-avoiding the worker that failed; the request's deadline and `attempts_max` bound it. Once tokens have been streamed a
-failure is the client's to handle. A worker is lost when a connection to it fails; the watch brings it back when it
-answers again, and requests wait for that where no other worker is up. Blocks that were prefilled and will not be loaded
-are released.
+A worker is lost when a connection to it fails, and is back when it answers /health. Requests wait for that where no
+other worker is up. Blocks that were offered and will not be loaded are released.
 """
 
 from __future__ import annotations
@@ -12,238 +9,215 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+import socket
+from collections.abc import AsyncGenerator, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, TypeVar
+from pathlib import Path
 
 import aiohttp
 import msgspec
-from disaggregated.messages import Again, DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from disaggregated.messages import Failure, FailureKind, Offered, Step
+from paged_engine.tokenizer import ChatTokenizer
 
-import kvflow
-from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, hand_over
-from openai_server.http_server import CLIENT_KEEP_ALIVE_S
-from openai_server.metrics import RouterMetrics
-from openai_server.rotation import Rotation, Worker
+from openai_server.attempts import AttemptError, Prompt
+from openai_server.front import Front, front_app
+from openai_server.http_io import CLIENT_KEEP_ALIVE_S, serve_http
+from openai_server.metrics import FrontMetrics
+from openai_server.replies import Reply
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
-# The deadline of each request bounds its reads.
-REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
+WORKER_WAIT_S = 30.0
+"""How long a request waits for a worker where none is up."""
+PROBE_S = 0.5
 RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-PROBE_TICK_S = 0.1
-
-
-def open_client() -> aiohttp.ClientSession:
-    """Connections to workers, as many as there are requests; idle ones are kept for the next."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
-        headers={"Content-Type": "application/json"},
-        timeout=REQUEST_TIMEOUT,
-    )
+LINE = msgspec.json.Decoder(Step | Failure)
 
 
 @dataclass(slots=True, eq=False)
-class Router:
-    """Knows all workers, and asks them through `client` (see `open_client`)."""
+class Worker:
+    """One worker as the router knows it."""
 
-    prefill: Rotation
-    decode: Rotation
-    client: aiohttp.ClientSession
-    tasks: asyncio.TaskGroup
-    """Where releases and the watch run."""
-    metrics: RouterMetrics
-    attempts_max: int = 3
-    share_prefixes: bool = False
-    """Whether prefill workers are told of each other, to load what one has computed of a prompt."""
-    worker_wait_s: float = 30.0
-    """How long a request waits for a worker where none is up, within its deadline: one that died is started again."""
-    _came_up: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a worker comes up; then there is another one."""
+    name: str
+    url: str
+    up: bool = False
+    address: str = ""
+    """Address of its kvflow runtime."""
 
-    async def whole(self, prompt: Prompt, read: Callable[[AsyncIterator[Step]], Awaitable[Result]]) -> Result:
-        """See `Answers`."""
-        return await self._attempts.whole(prompt, read)
 
-    async def stream(self, prompt: Prompt) -> Stream:
-        """See `Answers`."""
-        return await self._attempts.stream(prompt)
+class Workers:
+    """The workers of one role, asked in turns."""
+
+    def __init__(self, role: str, urls: Mapping[str, str]) -> None:
+        self.role = role
+        self.all = [Worker(name, url) for name, url in urls.items()]
+        self._came_up = asyncio.Event()
 
     @property
-    def _attempts(self) -> Attempts:
-        return Attempts(attempt=self._attempt, retried=self.metrics.retried, attempts_max=self.attempts_max)
+    def up(self) -> list[Worker]:
+        return [worker for worker in self.all if worker.up]
 
-    async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        prefills = await self._prefills(avoid)
-        decoding = partial(self._decoding, prefills[0].worker, avoid)
-        async with aclosing(hand_over(request_id, prompt, prefills, decoding, self._start_task)) as steps:
-            async for step in steps:
-                yield step
-
-    async def _prefills(self, avoid: set[Hashable]) -> list[_Prefill]:
-        """The worker whose turn it is, and those that are to compute the prompt should it fail."""
-        first = await self._pick(self.prefill, avoid)
-        others = [one for one in self.prefill.up if one is not first and one not in avoid]
-        return [_Prefill(self, one) for one in (first, *others[: self.attempts_max - 1])]
-
-    def _start_task(self, body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        return self.tasks.create_task(body, name=name)
-
-    async def _pick(self, rotation: Rotation, avoid: set[Hashable]) -> Worker:
-        """The worker whose turn it is; where none is up, the first one that comes back. Raises AttemptError."""
+    async def pick(self, avoid: Collection[Hashable]) -> Worker:
+        """Return a worker that is up, one that is not to be avoided if there is one. Raises AttemptError."""
         try:
-            async with asyncio.timeout(self.worker_wait_s):
-                while (worker := rotation.pick(avoid)) is None:
+            async with asyncio.timeout(WORKER_WAIT_S):
+                while not (up := self.up):
+                    self._came_up.clear()
                     await self._came_up.wait()
-                return worker
         except TimeoutError:
-            message = f"no {rotation.role} worker is up, nor came back within {self.worker_wait_s:g} s; try again"
+            message = f"no {self.role} worker is up, nor came back within {WORKER_WAIT_S:g} s; try again"
             raise AttemptError(Failure(kind=FailureKind.NO_WORKER, message=message)) from None
+        worker = next((one for one in up if one not in avoid), up[0])
+        self.all.remove(worker)
+        self.all.append(worker)
+        return worker
 
-    async def ask_prefill(self, worker: Worker, request: PrefillRequest) -> PrefillReply:
-        if self.share_prefixes:
-            others = [one.introduction for one in self.prefill.up if one is not worker]
-            told = [other.address for other in others if other is not None]
-            request = msgspec.structs.replace(request, neighbours=told)
-        with self._losses(self.prefill, worker):
-            async with self.client.post(f"{worker.url}/prefill", data=request.written()) as response:
+    async def watch(self, client: aiohttp.ClientSession, worker: Worker) -> None:
+        """Ask a worker for its health again and again."""
+        while True:
+            said: Reply = {}
+            with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+                async with client.get(f"{worker.url}/health", timeout=PROBE_TIMEOUT) as response:
+                    said = json.loads(await response.read()) if response.status == HTTPStatus.OK else {}
+            self.found(worker, said)
+            await asyncio.sleep(PROBE_S)
+
+    def found(self, worker: Worker, said: Reply) -> None:
+        """Note what a worker says of its health; nothing if it is lost."""
+        if bool(said) is not worker.up:
+            logger.info("%s is %s", worker.name, "up" if said else "down")
+        worker.up, worker.address = bool(said), said.get("address", worker.address)
+        if said:
+            self._came_up.set()
+
+
+class Router:
+    """Makes attempts with the workers."""
+
+    def __init__(
+        self, prefill: Workers, decode: Workers, client: aiohttp.ClientSession, tasks: asyncio.TaskGroup, *, share: bool
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self._client = client
+        self._tasks = tasks
+        self._share = share
+
+    async def attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
+        """Yield the steps of an answer. See `attempts.Attempt`."""
+        prefill, decode = await self.prefill.pick(avoid), await self.decode.pick(avoid)
+        read = False
+        try:
+            offered = await self._offered(prefill, request_id, prompt)
+            asked = prompt.to_answer(request_id, offered.ticket).written()
+            with self._noticed(self.decode, decode):
+                async with self._client.post(f"{decode.url}/decode", data=asked) as response:
+                    if response.status != HTTPStatus.OK:
+                        raise _failed(_failure_in(await response.read(), response.status, decode), prefill, decode)
+                    async for line in response.content:
+                        step = LINE.decode(line)
+                        if isinstance(step, Failure):
+                            raise _failed(step, prefill, decode)
+                        read = True  # the first token comes with the last block
+                        yield step
+                        if step.finish_reason is not None:
+                            return
+            message = f"{decode.name} ended its answer early"
+            raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), decode)
+        finally:
+            if not read:
+                self._tasks.create_task(self._release(prefill, request_id), name=f"release {request_id}")
+
+    async def _offered(self, prefill: Worker, request_id: str, prompt: Prompt) -> Offered:
+        neighbours = [one.address for one in self.prefill.up if one is not prefill] if self._share else []
+        asked = prompt.to_compute(request_id, neighbours).written()
+        with self._noticed(self.prefill, prefill):
+            async with self._client.post(f"{prefill.url}/prefill", data=asked) as response:
                 body = await response.read()
         if response.status != HTTPStatus.OK:
-            raise AttemptError(_failure_in(response, body, worker), worker)
-        return PrefillReply.read(body)
-
-    @asynccontextmanager
-    async def _decoding(
-        self, prefill: Worker, avoid: set[Hashable], request: DecodeRequest
-    ) -> AsyncIterator[AsyncGenerator[Step | Again, None]]:
-        decode = await self._pick(self.decode, avoid)
-        with self._losses(self.decode, decode):
-            async with self.client.post(f"{decode.url}/decode", data=request.written()) as response:
-                if response.status != HTTPStatus.OK:
-                    raise _failed(_failure_in(response, await response.read(), decode), prefill, decode)
-                yield _steps_in(response, prefill, decode, self.metrics.retried)
+            raise AttemptError(_failure_in(body, response.status, prefill), prefill)
+        return Offered.read(body)
 
     @contextmanager
-    def _losses(self, rotation: Rotation, worker: Worker) -> Iterator[None]:
+    def _noticed(self, workers: Workers, worker: Worker) -> Iterator[None]:
         """A connection that fails means that the worker is lost."""
         try:
             yield
         except aiohttp.ClientError as error:
-            if worker.up:
-                logger.info("%s is down: a request has lost it", worker.name)
-            rotation.lost(worker, asyncio.get_running_loop().time())
+            workers.found(worker, {})
             message = f"{worker.name} was lost: {type(error).__name__} {error}".rstrip()
             raise AttemptError(Failure(kind=FailureKind.WORKER_LOST, message=message), worker) from error
 
-    def release(self, worker: Worker, request_id: str) -> None:
-        """Tell a prefill worker that nobody is going to load; if it cannot be told the lease runs out by itself."""
+    async def _release(self, worker: Worker, request_id: str) -> None:
+        """Withdraw an offer. If its worker cannot be reached, the lease runs out."""
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with self._client.delete(f"{worker.url}/prefill/{request_id}", timeout=RELEASE_TIMEOUT):
+                pass
 
-        async def release() -> None:
-            with suppress(aiohttp.ClientError, TimeoutError):
-                async with self.client.delete(f"{worker.url}/prefill/{request_id}", timeout=RELEASE_TIMEOUT):
-                    pass
-
-        self.tasks.create_task(release(), name=f"release {request_id}")
-
-    def watch(self) -> list[asyncio.Task[None]]:
-        """Probe all workers, until these tasks are cancelled."""
-        return [
-            self.tasks.create_task(self._watch(rotation, worker), name=f"watch {worker.name}")
-            for rotation in (self.prefill, self.decode)
-            for worker in rotation.workers
+    def health(self) -> Reply:
+        """Return "ok" if all workers are up, "degraded" if some of each role are, else "down"."""
+        roles = (self.prefill, self.decode)
+        listed = [
+            {"name": worker.name, "role": role.role, "url": worker.url, "up": worker.up}
+            for role in roles
+            for worker in role.all
         ]
-
-    async def _watch(self, rotation: Rotation, worker: Worker) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            if worker.probe_at_s <= loop.time():
-                was_up, health = worker.up, await self._probe(worker)
-                healthy = health is not None
-                rotation.probed(worker, loop.time(), healthy=healthy, introduction=_introduction_in(health or {}))
-                if healthy and not was_up:
-                    self._came_up.set()
-                    self._came_up = asyncio.Event()
-                if healthy is not was_up:
-                    logger.info("%s is %s", worker.name, "up" if healthy else "down: it does not answer")
-            await asyncio.sleep(PROBE_TICK_S)
-
-    async def _probe(self, worker: Worker) -> dict[str, Any] | None:
-        """What it says of itself; None if it is not to be used."""
-        try:
-            async with self.client.get(f"{worker.url}/health", timeout=PROBE_TIMEOUT) as response:
-                said = json.loads(await response.read())
-                return said if response.status == HTTPStatus.OK and isinstance(said, dict) else None
-        except (aiohttp.ClientError, TimeoutError, ValueError):
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """See `attempts.PrefillWorker`."""
-
-    router: Router
-    worker: Worker
-
-    @property
-    def introduction(self) -> kvflow.Ticket:
-        assert self.worker.introduction is not None, "it is up, so it has been probed"
-        return self.worker.introduction
-
-    async def ask(self, request: PrefillRequest) -> PrefillReply:
-        return await self.router.ask_prefill(self.worker, request)
-
-    def give_up(self, request_id: str) -> None:
-        self.router.release(self.worker, request_id)
-
-
-async def _steps_in(
-    response: aiohttp.ClientResponse, prefill: Worker, decode: Worker, retried: Callable[[str], None]
-) -> AsyncGenerator[Step | Again, None]:
-    """The steps of a decode worker's answer, up to the last one."""
-    async for line in response.content:
-        try:
-            step = _line_in(line)
-        except msgspec.DecodeError:
-            raise _failed(_failure_in(response, line, decode), prefill, decode) from None
-        if isinstance(step, Again):
-            retried(FailureKind.PREFILL_AGAIN)
-        yield step
-        if isinstance(step, Step) and step.finish_reason is not None:
-            return
-    message = f"{decode.name} ended its answer early"
-    raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), decode)
-
-
-def _line_in(line: bytes) -> Step | Again:
-    try:
-        return Step.read(line)
-    except msgspec.DecodeError:
-        return Again.read(line)
+        whole = all(worker["up"] for worker in listed)
+        return {
+            "status": "ok" if whole else "degraded" if all(role.up for role in roles) else "down",
+            "workers": listed,
+        }
 
 
 def _failed(failure: Failure, prefill: Worker, decode: Worker) -> AttemptError:
-    """What a decode worker says: it may be the prefill worker that the next attempt should avoid."""
+    """Return the error of an answer; the prefill worker is to be avoided if its blocks could not be loaded."""
     return AttemptError(failure, prefill if failure.kind is FailureKind.PREFILL_AGAIN else decode)
 
 
-def _introduction_in(health: dict[str, Any]) -> kvflow.Ticket | None:
-    """Where the blocks of a worker are to be had, if it is one that prefills."""
-    said = health.get("introduction")
-    return None if said is None else kvflow.Ticket.from_params(said)
-
-
-def _failure_in(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> Failure:
-    """What a worker says of a failure; if it says nothing that we know, it failed."""
+def _failure_in(body: bytes, status: int, worker: Worker) -> Failure:
+    """Return what a worker says of a failure; if that is nothing known, the worker failed."""
     try:
         failure = Failure.read(body)
     except msgspec.DecodeError:
-        return Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} answered {response.status}")
-    if failure.kind is FailureKind.INVALID:  # no worker's affair, and its message is for the client
+        return Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} answered {status}")
+    if failure.kind is FailureKind.INVALID:  # the client's fault, and its message is for the client
         return failure
     return Failure(kind=failure.kind, message=f"{worker.name}: {failure.message}")
+
+
+async def run_router(
+    listening: socket.socket,
+    checkpoint: Path,
+    *,
+    deadline_s: float,
+    prefill: Mapping[str, str],
+    decode: Mapping[str, str],
+    share: bool,
+) -> None:
+    """Run the router until it is told to end. `prefill` and `decode` are URLs of workers by name."""
+    metrics = FrontMetrics()
+    roles = Workers("prefill", prefill), Workers("decode", decode)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)  # a request's deadline bounds its reads
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client, asyncio.TaskGroup() as tasks:
+        watching = [
+            tasks.create_task(role.watch(client, worker), name=f"watch {worker.name}")
+            for role in roles
+            for worker in role.all
+        ]
+        for role in roles:
+            metrics.watch_workers(role.role, lambda role=role: len(role.up))  # type: ignore[misc]
+        router = Router(*roles, client, tasks, share=share)
+        front = Front(
+            attempt=router.attempt,
+            tokenizer=ChatTokenizer(checkpoint),
+            metrics=metrics,
+            deadline_s=deadline_s,
+            health=router.health,
+        )
+        await serve_http(front_app(front), listening)
+        for task in watching:
+            task.cancel()

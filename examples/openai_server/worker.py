@@ -1,154 +1,105 @@
-"""A worker of the service: one of `disaggregated`'s two, an engine, a kvflow runtime that knows its cache, HTTP.
+"""A worker of the service: an engine, a kvflow runtime that knows its cache, and one of `disaggregated`'s workers.
 
-POST   /prefill               PrefillRequest -> PrefillReply, or a Failure
-DELETE /prefill/<request id>  give up: nobody is going to load these blocks
+POST   /prefill               PrefillRequest -> Offered, or a Failure
+DELETE /prefill/<request id>  withdraw the offer: nobody is going to load these blocks
 POST   /decode                DecodeRequest -> a line of JSON for each Step, or a Failure
-GET    /health                WorkerHealth
+GET    /health                200 if the worker can be used
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import socket
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
+import msgspec
 import torch
+from disaggregated.background import background_tasks
 from disaggregated.decode import DecodeWorker
-from disaggregated.failures import EXPECTED_ERRORS
+from disaggregated.failures import EXPECTED_ERRORS, failure_of
 from disaggregated.groups import registered
-from disaggregated.keeper import background_tasks
-from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillRequest
+from disaggregated.messages import DecodeRequest, Message, Offered, PrefillRequest
 from disaggregated.prefill import PrefillWorker
-from disaggregated.told import reported
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import FastAPI, HTTPException, Request, Response
 from paged_engine import Engine, blocks_for
 from paged_engine.weights import MODEL_NAME, load_model
-from pydantic import BaseModel
 
 import kvflow
 from kvflow.prefix import Prefixes
-from openai_server.bodies import BodyLimits, BodyRefusedError
 from openai_server.failures import STATUS
-from openai_server.http_server import SHUTDOWN_TIMEOUT_S, serve_http
-from openai_server.limits import CACHE_TOKENS
-from openai_server.metrics import DecodeMetrics, PrefillMetrics, WorkerMetrics, add_metrics
-from openai_server.responses import ClientGoneError, LiveStream, read_message, unless_gone
-from openai_server.starts import listen_at
+from openai_server.http_io import SHUTDOWN_TIMEOUT_S, BodyLimit, ClientGoneError, LiveStream, serve_http, unless_gone
+from openai_server.metrics import WorkerMetrics, add_metrics
+from openai_server.parameters import CACHE_TOKENS
+from openai_server.replies import Reply, json_reply
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["prefill", "decode"]
+Asked = TypeVar("Asked", bound=Message)
 
 BLOCK_SIZE = 16
-BATCH_SIZE = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """Everything a worker is told when it is started."""
-
-    name: str
-    role: Literal["prefill", "decode"]
-    host: str
-    port: int
-    checkpoint: Path
-    share_prefixes: bool = False
-    """Whether prefill workers load prefixes from each other."""
-
-
-class WorkerHealth(BaseModel):
-    """What a worker says of itself at /health."""
-
-    name: str
-    role: Literal["prefill", "decode"]
-    pid: int
-    runtime: str
-    """kvflow's state; "open" is the healthy one."""
-    blocks_used: int
-    blocks_free: int
-    introduction: dict[str, Any] | None = None
-    """Of a prefill worker: a ticket that says where its blocks are to be had, for the router to make others of it."""
 
 
 def open_engine(name: str, checkpoint: Path) -> Engine:
-    """An engine; torch takes one thread for all engines of this process."""
-    # All workers share the machine's cores, and one thread gives the same sums everywhere.
-    torch.set_num_threads(1)
+    """Return an engine. torch takes one thread for all engines of this process."""
+    torch.set_num_threads(1)  # all workers share the machine's cores, and one thread gives the same sums everywhere
     return Engine(
         load_model(checkpoint),
         block_count=blocks_for(CACHE_TOKENS, BLOCK_SIZE),
         block_size=BLOCK_SIZE,
-        batch_size=BATCH_SIZE,
-        # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
-        shuffle_seed=name,
+        batch_size=8,
+        shuffle_seed=name,  # scattered blocks, others in each engine, as in a real engine's cache
     )
 
 
-async def run_worker(settings: WorkerSettings) -> None:
-    """The whole life of a worker."""
+async def run_worker(name: str, role: Role, listening: socket.socket, checkpoint: Path, *, share: bool) -> None:
+    """Run a worker until it is told to end. With `share`, prefill workers load prefixes from each other."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    listening = listen_at(settings.host, settings.port)
-    config = kvflow.Config(
-        engine_id=settings.name, listen=f"tcp://{settings.host}:0", model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S
-    )
-    async with open_engine(settings.name, settings.checkpoint) as engine, _app(settings, config, engine) as app:
-        await serve_http(app, listening)
+    host = listening.getsockname()[0]
+    listen = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+    config = kvflow.Config(engine_id=name, listen=listen, model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S)
+    prefixes = Prefixes() if share and role == "prefill" else None
+    parts = [] if prefixes is None else [prefixes]
+    async with open_engine(name, checkpoint) as engine:
+        metrics = WorkerMetrics(engine)
+        async with registered(config, engine, [metrics.kvflow], parts) as runtime, background_tasks() as start_task:
+            metrics.kvflow.watch(runtime)
+            app = worker_app(name, engine, runtime)
+            add_metrics(app, metrics.registry)
+            if role == "prefill":
+                add_prefill(app, PrefillWorker(engine, runtime, start_task, prefixes=prefixes))
+            else:
+                add_decode(app, DecodeWorker(engine, runtime, start_task))
+            await serve_http(app, listening)
 
 
-@asynccontextmanager
-async def _app(settings: WorkerSettings, config: kvflow.Config, engine: Engine) -> AsyncIterator[FastAPI]:
-    """The application of a worker of its role, whose loads and leases the metrics show."""
-    kind = PrefillMetrics if settings.role == "prefill" else DecodeMetrics
-    metrics = kind.of(engine)
-    prefixes = Prefixes() if settings.share_prefixes else None
-    parts = [prefixes] if prefixes is not None else []
-    async with registered(config, engine, [metrics.kvflow], parts) as runtime, background_tasks() as start_task:
-        metrics.kvflow.watch(runtime)
-        if settings.role == "prefill":
-            introduction = runtime.introduce()
-            app = worker_app(settings, engine, runtime, metrics, introduction)
-            yield prefill_app(app, PrefillWorker(engine, runtime, start_task, metrics, prefixes=prefixes))
-        else:
-            app = worker_app(settings, engine, runtime, metrics)
-            yield decode_app(app, DecodeWorker(engine, runtime, start_task, metrics))
+def worker_app(name: str, engine: Engine, runtime: kvflow.Runtime) -> FastAPI:
+    """Return the application that both kinds of workers start from."""
+    app = FastAPI(title=f"worker {name}")
+    app.add_middleware(BodyLimit)
 
-
-def worker_app(
-    settings: WorkerSettings,
-    engine: Engine,
-    runtime: kvflow.Runtime,
-    metrics: WorkerMetrics,
-    introduction: kvflow.Ticket | None = None,
-) -> FastAPI:
-    """The application that both kinds of workers start from; the `introduction` is for /health to tell."""
-    app = FastAPI(title=f"{settings.role} worker {settings.name}")
-    add_metrics(app, metrics.registry)
-    app.add_middleware(BodyLimits, refusal=_body_refused)
-    told = None if introduction is None else introduction.to_params()
-
-    @app.get("/health")
-    async def health(response: Response) -> WorkerHealth:
-        """200 if the worker can be used; 503 says that it must be started again."""
-        if runtime.state is not kvflow.RuntimeState.OPEN or runtime.statistics().transport.deaf:
-            response.status_code = 503
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        good = runtime.state is kvflow.RuntimeState.OPEN and not runtime.statistics().transport.deaf
         statistics = engine.statistics()
-        return WorkerHealth(
-            name=settings.name,
-            role=settings.role,
-            pid=os.getpid(),
-            runtime=runtime.state,
-            blocks_used=statistics.blocks_used,
-            blocks_free=statistics.blocks_free,
-            introduction=told,
-        )
+        said: Reply = {
+            "name": name,
+            "pid": os.getpid(),
+            "runtime": runtime.state,
+            "address": runtime.introduce().address,
+            "blocks_used": statistics.blocks_used,
+            "blocks_free": statistics.blocks_free,
+        }
+        return json_reply(said, 200 if good else 503)
 
     async def expected(_: Request, error: Exception) -> Response:
-        failure = reported(error, metrics)
-        return Response(failure.written(), status_code=STATUS[failure.kind].http, media_type="application/json")
+        failure = failure_of(error)
+        return Response(failure.written(), STATUS[failure.kind].http, media_type="application/json")
 
     async def client_gone(_: Request, __: Exception) -> Response:
-        metrics.failed("client_gone")
         return Response(status_code=499)  # nobody sees it
 
     for kind in EXPECTED_ERRORS:
@@ -157,18 +108,12 @@ def worker_app(
     return app
 
 
-def _body_refused(error: BodyRefusedError) -> Response:
-    failure = Failure(kind=FailureKind.INVALID, message=str(error))
-    return Response(failure.written(), status_code=error.http, media_type="application/json")
-
-
-def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
-    """Add the prefill worker's own endpoints."""
+def add_prefill(app: FastAPI, worker: PrefillWorker) -> None:
+    """Add the endpoints of a prefill worker."""
 
     async def prefill(request: Request) -> Response:
-        body = await read_message(request, PrefillRequest)
-        reply = await unless_gone(request, worker.prefill(body))
-        return Response(reply.written(), media_type="application/json")
+        lease = await unless_gone(request, worker.prefill(await _read(request, PrefillRequest)))
+        return Response(Offered(ticket=lease.ticket.to_params()).written(), media_type="application/json")
 
     app.add_route("/prefill", prefill, methods=["POST"])
 
@@ -176,16 +121,20 @@ def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
     async def release(request_id: str) -> None:
         worker.release(request_id)
 
-    return app
 
+def add_decode(app: FastAPI, worker: DecodeWorker) -> None:
+    """Add the endpoint of a decode worker."""
 
-def decode_app(app: FastAPI, worker: DecodeWorker) -> FastAPI:
-    """Add the decode worker's own endpoint."""
-
-    async def decode(request: Request) -> StreamingResponse:
-        body = await read_message(request, DecodeRequest)
-        generation = await unless_gone(request, worker.decode(body))
-        return LiveStream(generation.lines(), generation, media_type="application/x-ndjson")
+    async def decode(request: Request) -> Response:
+        generation = await unless_gone(request, worker.decode(await _read(request, DecodeRequest)))
+        lines = (step.written() + b"\n" async for step in generation.steps())
+        return LiveStream(lines, generation, media_type="application/x-ndjson")
 
     app.add_route("/decode", decode, methods=["POST"])
-    return app
+
+
+async def _read(request: Request, kind: type[Asked]) -> Asked:
+    try:
+        return kind.read(await request.body())
+    except msgspec.DecodeError as error:
+        raise HTTPException(422, str(error)) from None

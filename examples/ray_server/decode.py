@@ -6,23 +6,22 @@ loads, and once more by another prefill replica when the load asks for that (`Lo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from disaggregated.decode import DecodeWorker
-from disaggregated.failures import EXPECTED_ERRORS
-from disaggregated.messages import Again, Failure, FailureKind, PrefillReply, PrefillRequest, Step
-from disaggregated.told import reported
+from disaggregated.failures import EXPECTED_ERRORS, failure_of
+from disaggregated.messages import Failure, FailureKind, Step
 from openai_server.attempts import AttemptError, Prompt
-from openai_server.metrics import DecodeMetrics
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 import kvflow
 from kvflow.ray import keep_prewarmed
 from ray_server.losses import next_said
-from ray_server.messages import Begun, Ended
+from ray_server.messages import AnswerRequest, Begun, Ended
 from ray_server.replica import Replica
 
 
@@ -34,28 +33,30 @@ class Decode:
         self, prefill: DeploymentHandle, checkpoint: str
     ) -> None:
         self._prefill = prefill.options(stream=True)
-        self._replica = Replica(checkpoint, DecodeMetrics)
+        self._replica = Replica(checkpoint)
         self._opened = opened = await self._replica.open()
-        self._worker = DecodeWorker(opened.engine, opened.kvflow.runtime, opened.start_task, opened.metrics)
+        self._worker = DecodeWorker(opened.engine, opened.kvflow.runtime, opened.start_task)
         opened.start_task(keep_prewarmed(opened.kvflow.runtime, prefill), "prewarm")
 
-    async def generate(self, request: PrefillRequest, avoid: Collection[str]) -> AsyncIterator[Step | Ended]:
+    async def generate(self, request: AnswerRequest, avoid: Collection[str]) -> AsyncIterator[Step | Ended]:
         """The steps of an answer as they come. Cancelling it ends the work for it at both ends."""
-        prompt = Prompt.asked(request)
+        prompt = Prompt(
+            id=request.request_id,
+            token_ids=request.prompt,
+            max_tokens=request.max_tokens,
+            deadline=asyncio.get_running_loop().time() + request.deadline_s,
+            sampling=request.sampling,
+        )
         prefills = _Prefills(self._prefill, prompt, avoid)
         try:
-            if prompt.max_tokens == 1:
-                yield await prefills.only_step()
-                return
             generation = await self._worker.decode(prompt.to_answer(prompt.id), prefills.bring)
             async with aclosing(generation):
                 async for step in generation.steps():
-                    assert not isinstance(step, Again), "its tickets are brought"
                     yield self._ended(step, prefills) if isinstance(step, Failure) else step
         except AttemptError as error:
             yield Ended(failure=error.failure, replica=str(error.worker or ""))
         except EXPECTED_ERRORS as error:
-            yield self._ended(reported(error, self._opened.metrics), prefills)
+            yield self._ended(failure_of(error), prefills)
         finally:
             prefills.end()
 
@@ -104,12 +105,6 @@ class _Prefills:
         self.last = begun.replica
         self._avoid.append(begun.replica)
         return begun.ticket
-
-    async def only_step(self) -> Step:
-        """The first token, where no more are wanted: nothing is loaded."""
-        await self.bring(())
-        reply: PrefillReply = await next_said(self._asked[-1], "prefill")
-        return reply.step
 
     def end(self) -> None:
         """Nobody wants what was asked; no effect on what has ended."""

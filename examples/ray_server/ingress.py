@@ -12,14 +12,15 @@ from pathlib import Path
 
 from disaggregated.messages import Step
 from fastapi import FastAPI
-from openai_server.attempts import Attempts, Prompt
-from openai_server.front import Front, RouterHealth, front_app
-from openai_server.metrics import RouterMetrics
+from openai_server.attempts import Prompt
+from openai_server.front import Front, front_app
+from openai_server.metrics import FrontMetrics
 from paged_engine.tokenizer import ChatTokenizer
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ray_server.losses import next_said
+from ray_server.messages import AnswerRequest
 
 
 @serve.deployment
@@ -29,21 +30,27 @@ class Ingress:
 
     def __init__(self, decode: DeploymentHandle, checkpoint: str, deadline_s: float) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
-        metrics = RouterMetrics()
         self._decode = decode.options(stream=True)
         self._front = Front(
-            router=Attempts(attempt=self._attempt, retried=metrics.retried),
+            attempt=self._attempt,
             tokenizer=ChatTokenizer(Path(checkpoint)),
-            metrics=metrics,
+            metrics=FrontMetrics(),
             deadline_s=deadline_s,
-            health=lambda: RouterHealth(status="ok", workers=[]),  # `serve status` knows the replicas
+            health=lambda: {"status": "ok"},  # `serve status` knows the replicas
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return front_app(self._front)
 
     async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        response = self._decode.generate.remote(prompt.to_compute(request_id), avoid=tuple(avoid))
+        request = AnswerRequest(
+            request_id=request_id,
+            prompt=list(prompt.token_ids),
+            max_tokens=prompt.max_tokens,
+            deadline_s=prompt.remaining_s,
+            sampling=prompt.sampling,
+        )
+        response = self._decode.generate.remote(request, avoid=tuple(avoid))
         try:
             while True:
                 step: Step = await next_said(response, "decode")

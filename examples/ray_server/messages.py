@@ -1,30 +1,34 @@
-"""What replicas say to each other; the rest is `disaggregated.messages`. Each is asked with a PrefillRequest:
+"""What replicas say to each other; the rest is in `disaggregated.messages`.
 
-    ingress -> Decode.generate  -> Step ..., or Ended where it ends without
-    decode  -> Prefill.prefill  -> Begun, then once the blocks were read PrefillReply, or Ended
+    ingress, AnswerRequest  -> Decode.generate: Step ..., or Ended
+    decode, PrefillRequest  -> Prefill.prefill: Begun; the stream ends when the blocks were read; or Ended
 
-Failures are values: an exception would arrive wrapped, or not at all. Beside the request stands `avoid`, the names of
-replicas that have failed it, for who routes (`routing`).
+Failures are values: an exception would arrive wrapped, or not at all. Each request comes with `avoid`, the names of
+replicas that have failed it, for `routing`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from disaggregated.messages import Failure, Message
+from disaggregated.messages import Count, Failure, Message, PrefillRequest
+
+
+class AnswerRequest(PrefillRequest, frozen=True, kw_only=True):
+    """Answer a prompt that a prefill replica computes."""
+
+    max_tokens: Count
 
 
 class Begun(Message, frozen=True, kw_only=True):
-    """A prefill replica computes the prompt."""
+    """A prefill replica computes the prompt; `ticket` is that of its blocks."""
 
     replica: str
     ticket: dict[str, Any]
-    """A rendezvous with its blocks."""
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """An answer came to nothing."""
+    """An answer came to nothing; the next attempt should avoid `replica`."""
 
     failure: Failure
     replica: str = ""
-    """The replica that another attempt should avoid; "" if there is none."""

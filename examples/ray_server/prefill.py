@@ -6,14 +6,11 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from disaggregated.failures import EXPECTED_ERRORS
-from disaggregated.messages import PrefillReply, PrefillRequest
+from disaggregated.failures import EXPECTED_ERRORS, failure_of
+from disaggregated.messages import PrefillRequest
 from disaggregated.prefill import PrefillWorker
-from disaggregated.told import reported
-from openai_server.metrics import PrefillMetrics
 from ray import serve
 
-import kvflow
 from kvflow.prefix import Prefixes
 from kvflow.ray import keep_prewarmed, list_replicas
 from ray_server.messages import Begun, Ended
@@ -30,32 +27,22 @@ class Prefill:
     async def __init__(self, checkpoint: str, share_prefixes: bool = False) -> None:  # type: ignore[misc]  # Serve awaits it
         prefixes = Prefixes() if share_prefixes else None
         parts = [prefixes] if prefixes is not None else []
-        self._replica = Replica(checkpoint, PrefillMetrics, parts)
+        self._replica = Replica(checkpoint, parts)
         self._opened = opened = await self._replica.open()
-        self._introduction = opened.kvflow.runtime.introduce()
-        self._worker = PrefillWorker(
-            opened.engine, opened.kvflow.runtime, opened.start_task, opened.metrics, prefixes=prefixes
-        )
+        self._worker = PrefillWorker(opened.engine, opened.kvflow.runtime, opened.start_task, prefixes=prefixes)
         self._others: Sequence[Mapping[str, Any]] = ()
         if share_prefixes:
             opened.start_task(keep_prewarmed(opened.kvflow.runtime, self._look_around), "others")
 
-    async def prefill(
-        self, request: PrefillRequest, avoid: Collection[str]
-    ) -> AsyncIterator[Begun | PrefillReply | Ended]:
-        """Compute the prompt, and end when its blocks were read, or will not be. Cancelling it withdraws the offer.
-
-        What the reply says, a reader learns with the blocks: one that comes meanwhile is only in the way of the read.
-        """
-        ticket = kvflow.Ticket.rendezvous(self._introduction, request.request_id, ttl_s=request.deadline_s)
-        yield Begun(replica=self._opened.name, ticket=ticket.to_params())
+    async def prefill(self, request: PrefillRequest, avoid: Collection[str]) -> AsyncIterator[Begun | Ended]:
+        """Offer the prompt's blocks, and end when they were read, or will not be. Cancelling it withdraws the offer."""
         addresses = [other["address"] for other in self._others]
         try:
-            reply = await self._worker.prefill(msgspec.structs.replace(request, neighbours=addresses))
+            lease = await self._worker.prefill(msgspec.structs.replace(request, neighbours=addresses))
+            yield Begun(replica=self._opened.name, ticket=lease.ticket.to_params())
             await self._worker.released(request.request_id)
-            yield reply
         except EXPECTED_ERRORS as error:
-            yield Ended(failure=reported(error, self._opened.metrics), replica=self._opened.name)
+            yield Ended(failure=failure_of(error), replica=self._opened.name)
         finally:
             self._worker.release(request.request_id)
 

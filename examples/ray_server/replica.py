@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from disaggregated.background import StartTask, background_tasks
 from disaggregated.groups import LayerGroups
-from disaggregated.keeper import StartTask, background_tasks
 from openai_server.metrics import WorkerMetrics
 from openai_server.worker import open_engine
 from paged_engine import Engine
@@ -21,17 +21,15 @@ from prometheus_client import generate_latest
 from kvflow import Part
 from kvflow.ray import Lifetime, RayMetrics, ReplicaRuntime
 
-MetricsT = TypeVar("MetricsT", bound=WorkerMetrics)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened(Generic[MetricsT]):
+class Opened:
     """What a replica works with."""
 
     engine: Engine
     kvflow: ReplicaRuntime
     start_task: StartTask
-    metrics: MetricsT
+    metrics: WorkerMetrics
 
     @property
     def name(self) -> str:
@@ -39,15 +37,15 @@ class Opened(Generic[MetricsT]):
         return self.kvflow.place.unique_id
 
 
-class Replica(Generic[MetricsT]):
+class Replica:
     """One replica's engine and runtime, from `open` to `close`."""
 
-    def __init__(self, checkpoint: str, metrics_kind: type[MetricsT], parts: Sequence[Part] = ()) -> None:
+    def __init__(self, checkpoint: str, parts: Sequence[Part] = ()) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
-        self._lifetime = Lifetime(_opened(Path(checkpoint), metrics_kind, parts), "replica")
-        self._opened: Opened[MetricsT] | None = None
+        self._lifetime = Lifetime(_opened(Path(checkpoint), parts), "replica")
+        self._opened: Opened | None = None
 
-    async def open(self) -> Opened[MetricsT]:
+    async def open(self) -> Opened:
         self._opened = await self._lifetime.start()
         return self._opened
 
@@ -61,7 +59,7 @@ class Replica(Generic[MetricsT]):
         self.opened.kvflow.check()
 
     @property
-    def opened(self) -> Opened[MetricsT]:
+    def opened(self) -> Opened:
         assert self._opened is not None, "Serve asks only what has started"
         return self._opened
 
@@ -80,15 +78,13 @@ class Replica(Generic[MetricsT]):
 
 
 @asynccontextmanager
-async def _opened(
-    checkpoint: Path, metrics_kind: type[MetricsT], parts: Sequence[Part]
-) -> AsyncIterator[Opened[MetricsT]]:
+async def _opened(checkpoint: Path, parts: Sequence[Part]) -> AsyncIterator[Opened]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     shown = RayMetrics()
     replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown], parts=parts)
     async with open_engine(replica.place.engine_id, checkpoint) as engine:
-        metrics = metrics_kind.of(engine)
+        metrics = WorkerMetrics(engine)
         with replica.runtime.observed_by(metrics.kvflow):
             async with replica, background_tasks() as start_task:
                 await replica.runtime.register_kv_caches(LayerGroups(engine).caches)

@@ -235,7 +235,7 @@ async def test_a_failed_request_leaves_the_worker_in_service_and_a_kill_is_an_er
     settings: Settings, tiny: Model
 ) -> None:
     async with ready_engine(settings("decode-0")) as decode:
-        await decode.send(PrefillRequest(request_id="long", prompt=[3] * 65, max_tokens=2, deadline_s=30))
+        await decode.send(PrefillRequest(request_id="long", prompt=[3] * 67, deadline_s=30))
         with pytest.raises(WorkerError, match=r"decode-0 failed: .* length is 64 tokens.* 67 tokens"):
             await decode.expect(Step)
         assert await answer_alone(decode, PROMPT, 5) == tiny.greedy(PROMPT, 5)

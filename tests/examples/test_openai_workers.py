@@ -1,8 +1,7 @@
-"""The example server's workers without HTTP: whose blocks they are when something fails; in-process transport."""
+"""The example server's workers without HTTP: which task keeps blocks when something fails; in-process transport."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,25 +9,15 @@ from typing import Any, NamedTuple
 
 import disaggregated.neighbours
 import httpx2
-import msgspec
 import pytest
+from disaggregated.background import background_tasks
 from disaggregated.decode import DecodeWorker
 from disaggregated.failures import RequestTooLongError
 from disaggregated.groups import LayerGroups
-from disaggregated.keeper import background_tasks
-from disaggregated.messages import (
-    DecodeRequest,
-    Failure,
-    FailureKind,
-    FirstToken,
-    Instant,
-    PrefillReply,
-    PrefillRequest,
-    Step,
-)
+from disaggregated.messages import DecodeRequest, Failure, FailureKind, FirstToken, Offered, PrefillRequest, Step
 from disaggregated.prefill import PrefillWorker
-from openai_server.metrics import DecodeMetrics, PrefillMetrics
-from openai_server.worker import WorkerSettings, prefill_app, worker_app
+from openai_server.metrics import WorkerMetrics
+from openai_server.worker import add_decode, add_prefill, worker_app
 from paged_engine import GREEDY, Engine, LlamaModel, Sampling
 from paged_engine.weights import load_model
 from tests_support import until
@@ -45,8 +34,7 @@ SAMPLED = Sampling(temperature=0.5, top_p=0.25, seed=-(2**63))
 class Side(NamedTuple):
     engine: Engine
     runtime: kvflow.Runtime
-    metrics: Any
-    """Of a prefill or of a decode worker."""
+    metrics: WorkerMetrics
 
     @property
     def blocks_used(self) -> int:
@@ -62,17 +50,15 @@ class Side(NamedTuple):
 
 @asynccontextmanager
 async def open_side(
-    model: LlamaModel, world: World, name: str, kind: type[Any], blocks: int, parts: Sequence[kvflow.Part] = ()
+    model: LlamaModel, world: World, name: str, blocks: int, parts: Sequence[kvflow.Part] = ()
 ) -> AsyncIterator[Side]:
-    metrics = kind(blocks_used=int, blocks_free=int)
     config = kvflow.Config(engine_id=name, listen="tcp://127.0.0.1:0", drain_timeout_s=1, cancel_grace_s=0.05)
-    async with (
-        Engine(model, block_count=blocks, block_size=4, batch_size=2, shuffle_seed=len(name)) as engine,
-        kvflow.Runtime(config, world=world, observers=[metrics.kvflow], parts=parts) as runtime,
-    ):
-        await runtime.register_kv_caches(LayerGroups(engine).caches)
-        metrics.kvflow.watch(runtime)
-        yield Side(engine, runtime, metrics)
+    async with Engine(model, block_count=blocks, block_size=4, batch_size=2, shuffle_seed=len(name)) as engine:
+        metrics = WorkerMetrics(engine)
+        async with kvflow.Runtime(config, world=world, observers=[metrics.kvflow], parts=parts) as runtime:
+            await runtime.register_kv_caches(LayerGroups(engine).caches)
+            metrics.kvflow.watch(runtime)
+            yield Side(engine, runtime, metrics)
 
 
 @dataclass
@@ -85,43 +71,41 @@ class Workers:
     decode_side: Side
     cluster: InprocCluster
 
-    async def prefilled(self, request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> PrefillReply:
-        return await self.prefill.prefill(request_of(request_id, max_tokens, sampling))
-
-    async def answer(self, request_id: str = "r", sampling: Sampling = GREEDY) -> list[int]:
-        """The tokens of a whole answer."""
-        generation = await self.decode.decode(self.decode_request(request_id, sampling=sampling))
-        reply = await self.prefilled(request_id, sampling=sampling)
-        steps = [Step.read(line) async for line in generation.lines()]
-        assert steps[0] == reply.step
-        assert [step.finish_reason for step in steps] == [None] * 5 + ["length"]
-        return [step.token for step in steps]
-
-    async def failure(self, request: DecodeRequest) -> FailureKind:
-        """Why there is no answer."""
-        (line,) = [line async for line in (await self.decode.decode(request)).lines()]
-        return Failure.read(line).kind
-
-    def ticket(self, request_id: str) -> dict[str, Any]:
-        return kvflow.Ticket.rendezvous(self.prefill_side.runtime.introduce(), request_id).to_params()
-
-    def decode_request(self, request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> DecodeRequest:
+    async def request(self, request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> DecodeRequest:
+        """Have the prompt computed, and return what a decode worker is asked then."""
+        lease = await self.prefill.prefill(request_of(request_id, sampling))
         return DecodeRequest(
             request_id=request_id,
-            tickets=[self.ticket(request_id)],
+            ticket=lease.ticket.to_params(),
             prompt_count=len(PROMPT),
             max_tokens=max_tokens,
             deadline_s=30,
             sampling=sampling,
         )
 
+    async def answer(self, request_id: str = "r", sampling: Sampling = GREEDY) -> list[int]:
+        """The tokens of a whole answer."""
+        steps = await self.lines(await self.request(request_id, sampling=sampling))
+        assert all(isinstance(step, Step) for step in steps)
+        assert [step.finish_reason for step in steps if isinstance(step, Step)] == [None] * 5 + ["length"]
+        return [step.token for step in steps if isinstance(step, Step)]
+
+    async def lines(self, request: DecodeRequest) -> list[Step | Failure]:
+        return [step async for step in (await self.decode.decode(request)).steps()]
+
+    async def failure(self, request: DecodeRequest) -> FailureKind:
+        """Why there is no answer."""
+        (line,) = await self.lines(request)
+        assert isinstance(line, Failure)
+        return line.kind
+
     async def idle(self) -> None:
         """Wait until all blocks of both engines are free."""
         await until(lambda: not self.prefill_side.blocks_used + self.decode_side.blocks_used)
 
 
-def request_of(request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> PrefillRequest:
-    return PrefillRequest(request_id=request_id, prompt=PROMPT, max_tokens=max_tokens, deadline_s=30, sampling=sampling)
+def request_of(request_id: str = "r", sampling: Sampling = GREEDY, prompt: Sequence[int] = PROMPT) -> PrefillRequest:
+    return PrefillRequest(request_id=request_id, prompt=list(prompt), deadline_s=30, sampling=sampling)
 
 
 @pytest.fixture
@@ -129,27 +113,21 @@ async def workers(tiny: Model) -> AsyncIterator[Workers]:
     """Two workers; afterwards all blocks are free, or become free."""
     model, cluster = load_model(tiny.checkpoint), InprocCluster()
     async with (
-        open_side(model, cluster.world(), "prefill-0", PrefillMetrics, 16) as ours,
-        open_side(model, cluster.world(), "decode-0", DecodeMetrics, 16) as theirs,
+        open_side(model, cluster.world(), "prefill-0", 16) as ours,
+        open_side(model, cluster.world(), "decode-0", 16) as theirs,
         background_tasks() as start_task,
     ):
-        prefill = PrefillWorker(ours.engine, ours.runtime, start_task, ours.metrics)
-        decode = DecodeWorker(theirs.engine, theirs.runtime, start_task, theirs.metrics)
+        prefill = PrefillWorker(ours.engine, ours.runtime, start_task)
+        decode = DecodeWorker(theirs.engine, theirs.runtime, start_task)
         workers = Workers(prefill, decode, ours, theirs, cluster)
         yield workers
         await workers.idle()
-    # What was counted is still shown when the runtimes have closed.
-    loads = theirs.sample("openai_server_load_seconds_count", phase="wire")
-    assert theirs.sample("kvflow_loads_total", outcome="loaded") == loads
 
 
 async def test_the_decode_worker_goes_on_where_the_prefill_worker_stopped(workers: Workers, tiny: Model) -> None:
     prefill, decode = workers.prefill_side, workers.decode_side
     assert await workers.answer() == tiny.greedy(PROMPT, 6)
     await workers.idle()
-    assert prefill.sample("openai_server_leases_total", outcome="read") == 1
-    assert decode.sample("openai_server_load_seconds_count", phase="wire") == 1
-    assert decode.sample("openai_server_hand_over_overhead_seconds_count") == 1
     assert prefill.sample("kvflow_leases_total", outcome="read") == 1
     assert prefill.sample("kvflow_open_leases") == 0
     assert decode.sample("kvflow_loads_total", outcome="loaded") == 1
@@ -167,32 +145,38 @@ async def test_both_draw_what_one_engine_would(workers: Workers) -> None:
     assert len({answer[0] for answer in answers}) > 1  # the first token is drawn as well
 
 
-async def test_who_brings_tickets_is_asked_once_there_is_room_and_again_by_a_load_that_fails(
+async def test_an_answer_of_one_token_is_the_payload(workers: Workers, tiny: Model) -> None:
+    (step,) = await workers.lines(await workers.request(max_tokens=1))
+    assert step == Step(token=tiny.greedy(PROMPT, 1)[0], finish_reason="length")
+
+
+async def test_tickets_are_brought_once_there_is_room_and_again_by_a_load_that_fails(
     workers: Workers, tiny: Model
 ) -> None:
-    asked, prefilling = list[tuple[int, list[str]]](), list[asyncio.Task[PrefillReply]]()
+    asked = list[tuple[int, list[str]]]()
 
     async def bring(attempts: Sequence[kvflow.Attempt]) -> dict[str, Any]:
         asked.append((workers.decode_side.blocks_used, [one.outcome for one in attempts]))
-        if attempts:
-            prefilling.append(asyncio.create_task(workers.prefilled("second"), name="prefill"))
-            return workers.ticket("second")
-        workers.prefill_side.runtime.decline("first", "no room")
-        return workers.ticket("first")
+        request = await workers.request(f"attempt-{len(asked)}")
+        if not attempts:
+            workers.prefill.release("attempt-1")
+        return request.ticket
 
-    generation = await workers.decode.decode(workers.decode_request(), bring)
-    steps = [Step.read(line) async for line in generation.lines()]
-    assert [step.token for step in steps] == tiny.greedy(PROMPT, 6)
-    assert asked == [(4, []), (4, ["PrefillFailed"])]
-    assert (await prefilling[0]).step == steps[0]
+    request = DecodeRequest(request_id="r", prompt_count=len(PROMPT), max_tokens=6, deadline_s=30)
+    generation = await workers.decode.decode(request, bring)
+    steps = [step async for step in generation.steps()]
+    assert [step.token for step in steps if isinstance(step, Step)] == tiny.greedy(PROMPT, 6)
+    assert [blocks for blocks, _ in asked] == [4, 4]
+    assert [len(outcomes) for _, outcomes in asked] == [0, 1]
 
 
-async def test_who_has_no_ticket_to_bring_costs_no_blocks(workers: Workers) -> None:
+async def test_a_ticket_that_is_not_brought_costs_no_blocks(workers: Workers) -> None:
     async def bring(_: object) -> dict[str, Any]:
         raise LookupError("no prefill replica")
 
+    request = DecodeRequest(request_id="r", prompt_count=len(PROMPT), max_tokens=6, deadline_s=30)
     with pytest.raises(LookupError, match="no prefill replica"):
-        await workers.decode.decode(workers.decode_request(), bring)
+        await workers.decode.decode(request, bring)
     assert workers.decode_side.blocks_used == 0
 
 
@@ -201,78 +185,57 @@ def test_messages_carry_how_to_choose() -> None:
     assert PrefillRequest.read(request.written()) == request
 
 
-async def test_one_token_is_answered_without_a_lease(workers: Workers, tiny: Model) -> None:
-    reply = await workers.prefilled(max_tokens=1)
-    assert reply.step == Step(token=tiny.greedy(PROMPT, 1)[0], finish_reason="length")
-    assert workers.prefill_side.blocks_used == 0
+async def test_what_can_never_fit_is_refused(workers: Workers) -> None:
+    with pytest.raises(RequestTooLongError, match=r"length is 64 tokens.* 65 tokens \(65 in the prompt"):
+        await workers.prefill.prefill(request_of(prompt=[3] * 65))
+    request = DecodeRequest(request_id="r", prompt_count=len(PROMPT), max_tokens=55, deadline_s=30)
+    with pytest.raises(RequestTooLongError, match=r"65 tokens \(10 in the prompt, 55 in the completion"):
+        await workers.decode.decode(request)
 
 
-async def test_a_prompt_that_can_never_fit_is_refused(workers: Workers) -> None:
-    for asked in (workers.prefilled(max_tokens=55), workers.decode.decode(workers.decode_request(max_tokens=55))):
-        with pytest.raises(
-            RequestTooLongError, match=r"length is 64 tokens.* 65 tokens \(10 in the prompt, 55 in the completion"
-        ):
-            await asked
-
-
-# --- what the router is answered
-
-
-async def posted(workers: Workers, tiny: Model) -> tuple[int, Failure | None]:
-    """Status of the prefill worker's answer as the router gets it, and the failure in it."""
-    settings = WorkerSettings(name="prefill-0", role="prefill", host="", port=0, checkpoint=tiny.checkpoint)
+async def test_over_http_a_worker_answers_failures_in_its_own_words(workers: Workers) -> None:
     side = workers.prefill_side
-    app = prefill_app(worker_app(settings, side.engine, side.runtime, side.metrics), workers.prefill)
+    app = worker_app("prefill-0", side.engine, side.runtime)
+    add_prefill(app, workers.prefill)
+    add_decode(app, workers.decode)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://worker") as client:
-        answer = await client.post("/prefill", content=request_of().written())
-    return answer.status_code, None if answer.status_code == 200 else Failure.read(answer.content)
-
-
-async def test_what_is_our_own_fault_leaves_a_traceback(
-    workers: Workers, tiny: Model, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert await posted(workers, tiny) == (200, None)
-    status, failure = await posted(workers, tiny)  # the same id again, while its lease is open
-    workers.prefill.release("r")
-    assert failure is not None
-    assert (status, failure.kind) == (502, FailureKind.WORKER_FAILED)
-    (record,) = [record for record in caplog.records if record.name == "disaggregated.told"]
-    assert failure.message in record.getMessage()
-    assert record.exc_info is not None
-
-
-async def test_a_worker_on_its_way_out_is_busy_and_leaves_none(
-    workers: Workers, tiny: Model, caplog: pytest.LogCaptureFixture
-) -> None:
-    await workers.prefill_side.runtime.drain(deadline_s=0.1)
-    status, failure = await posted(workers, tiny)
-    assert failure is not None
-    assert (status, failure.kind) == (503, FailureKind.BUSY)
-    assert [record for record in caplog.records if record.name == "disaggregated.told"] == []
-
-
-# --- whose blocks they are
+        offered = await client.post("/prefill", content=request_of().written())
+        ticket = Offered.read(offered.content).ticket
+        again = await client.post("/prefill", content=request_of().written())  # the id of an open lease
+        assert (again.status_code, Failure.read(again.content).kind) == (502, FailureKind.WORKER_FAILED)
+        request = DecodeRequest(request_id="r", ticket=ticket, prompt_count=10, max_tokens=3, deadline_s=30)
+        lines = (await client.post("/decode", content=request.written())).content.splitlines()
+        assert [Step.read(line).finish_reason for line in lines] == [None, None, "length"]
+        for body, message in ((b"{", "truncated"), (b"{}", "request_id")):
+            answer = await client.post("/prefill", content=body)
+            assert (answer.status_code, message in answer.text) == (422, True)
+        assert (await client.delete("/prefill/unknown")).status_code == 204
+        health = (await client.get("/health")).json()
+        assert (health["runtime"], health["address"]) == ("open", side.runtime.address)
+        await side.runtime.drain(deadline_s=0.1)
+        busy = await client.post("/prefill", content=request_of("s").written())
+        assert (busy.status_code, Failure.read(busy.content).kind) == (503, FailureKind.BUSY)
 
 
 async def test_offered_blocks_stay_reserved_until_they_are_released(workers: Workers) -> None:
-    await workers.prefilled()
+    request = await workers.request()
     assert workers.prefill_side.blocks_used == 3
     assert workers.prefill_side.sample("kvflow_open_leases") == 1
     for request_id in ("r", "r", "never heard of"):
         workers.prefill.release(request_id)
     # The hold: a reader that has just looked at the seal may still be reading.
     assert workers.prefill_side.blocks_used == 3
-    assert await workers.failure(workers.decode_request()) is FailureKind.PREFILL_AGAIN
+    assert await workers.failure(request) is FailureKind.PREFILL_AGAIN
     assert workers.decode_side.blocks_used == 0
     await workers.idle()
-    assert workers.prefill_side.sample("openai_server_leases_total", outcome="revoked") == 1
+    assert workers.prefill_side.sample("kvflow_leases_total", outcome="revoked") == 1
 
 
 async def test_an_answer_that_is_given_up_keeps_its_blocks_until_no_byte_can_land(workers: Workers) -> None:
-    await workers.prefilled()
+    request = await workers.request()
     transport = workers.cluster.transport("decode-0")
     transport.faults.hold = True
-    generation = await workers.decode.decode(workers.decode_request())
+    generation = await workers.decode.decode(request)
     await until(lambda: transport.held)
     await generation.aclose()
     await until(lambda: workers.decode_side.runtime.quarantines)
@@ -282,53 +245,56 @@ async def test_an_answer_that_is_given_up_keeps_its_blocks_until_no_byte_can_lan
     while transport.held:
         transport.perform()
     await quarantine.settled()
+    workers.prefill.release("r")
     await workers.idle()
-    assert workers.prefill_side.sample("openai_server_leases_total", outcome="read") == 1  # given back
 
 
-async def test_an_answer_that_nobody_wants_any_more_gives_its_blocks_back(workers: Workers, tiny: Model) -> None:
-    await workers.prefilled(max_tokens=50)
-    generation = await workers.decode.decode(workers.decode_request(max_tokens=50))
-    await anext(generation.lines())
+async def test_an_answer_that_is_closed_gives_its_blocks_back(workers: Workers, tiny: Model) -> None:
+    generation = await workers.decode.decode(await workers.request(max_tokens=50))
+    await anext(generation.steps())
     await generation.aclose()
     await workers.idle()
     assert await workers.answer("s") == tiny.greedy(PROMPT, 6)  # and the engine goes on with others
 
 
-async def test_a_cancelled_prefill_fails_its_reader_and_gives_its_blocks_back(workers: Workers) -> None:
-    generation = await workers.decode.decode(workers.decode_request())
-    prefilling = asyncio.create_task(workers.prefilled(), name="prefill")
-    await until(lambda: workers.prefill_side.blocks_used)
-    prefilling.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await prefilling
-    (line,) = [line async for line in generation.lines()]
-    assert Failure.read(line).kind is FailureKind.PREFILL_AGAIN
+async def test_a_prompt_that_is_released_while_it_is_computed_fails_its_reader(workers: Workers) -> None:
+    request = await workers.request()
+    generation = await workers.decode.decode(request)
+    workers.prefill.release("r")
+    (line,) = [step async for step in generation.steps()]
+    assert isinstance(line, Failure)
+    assert line.kind is FailureKind.PREFILL_AGAIN
     await workers.idle()
 
 
-FAR = FirstToken(token=1 << 40, computed_at=Instant.now()).written()
+async def test_a_prompt_that_cannot_be_computed_fails_its_reader_and_leaves_a_traceback(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object, **__: object) -> int:
+        raise ZeroDivisionError("scripted")
+
+    monkeypatch.setattr(workers.prefill_side.engine, "prefill", broken)
+    assert await workers.failure(await workers.request()) is FailureKind.PREFILL_AGAIN
+    await workers.idle()
+    (record,) = [record for record in caplog.records if record.name == "disaggregated.prefill"]
+    assert "r was not computed" in record.getMessage()
+    assert record.exc_info is not None
 
 
-@pytest.mark.parametrize("payload", [b"", b'{"token": 5}', FAR])
-async def test_a_prefill_worker_that_speaks_otherwise_costs_one_request(
+@pytest.mark.parametrize("payload", [b"", b'{"tokens": 5}', FirstToken(token=1 << 40).written()])
+async def test_a_prefill_worker_of_another_version_costs_one_request(
     workers: Workers, tiny: Model, payload: bytes
 ) -> None:
-    """As one of another version: what comes with its blocks is no first token."""
+    """What comes with its blocks is no first token."""
     offer = kvflow.ServeRequest("r", block_ids=[0, 1, 2], num_tokens=len(PROMPT), computed_tokens=0, payload=True)
     lease = workers.prefill_side.runtime.serve_blocks(offer)
     lease.complete(payload)
-    assert await workers.failure(workers.decode_request()) is FailureKind.PREFILL_AGAIN
-    await workers.idle()
+    request = DecodeRequest(
+        request_id="r", ticket=lease.ticket.to_params(), prompt_count=len(PROMPT), max_tokens=6, deadline_s=30
+    )
+    assert await workers.failure(request) is FailureKind.PREFILL_AGAIN
     assert await lease is kvflow.LeaseOutcome.READ
-    assert workers.decode_side.sample("openai_server_failures_total", kind="prefill_again") == 1
     assert await workers.answer("s") == tiny.greedy(PROMPT, 6)  # and the worker goes on with others
-
-
-def test_clocks_of_two_machines_are_not_compared() -> None:
-    now = Instant.now()
-    assert (now.elapsed_s() or -1) >= 0
-    assert msgspec.structs.replace(now, boot_id="another machine's").elapsed_s() is None
 
 
 # --- prefill workers beside each other: what one has computed the other loads
@@ -348,15 +314,17 @@ class Neighbour:
 
     async def prefill(self, prompt: list[int], *neighbours: str, name: str = "r") -> int:
         """The first token of its answer, computed by this worker alone or not."""
-        request = PrefillRequest(
-            request_id=name, prompt=prompt, max_tokens=1, deadline_s=30, neighbours=list(neighbours)
-        )
-        return (await self.worker.prefill(request)).step.token
+        request = PrefillRequest(request_id=name, prompt=prompt, deadline_s=30, neighbours=list(neighbours))
+        await self.worker.prefill(request)
+        token = await self.worker.computed(name)
+        self.worker.release(name)
+        await self.worker.released(name)
+        return token
 
     @property
-    def computed(self) -> float | None:
+    def computed(self) -> int:
         """Tokens of prompts that it has computed itself."""
-        return self.side.sample("openai_server_tokens_total")
+        return self.side.engine.statistics().tokens_prefilled
 
 
 @pytest.fixture
@@ -365,12 +333,12 @@ async def sides(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[l
     model, world = load_model(tiny.checkpoint), InprocCluster().world()
     prefixes = [Prefixes(), Prefixes()]
     async with (
-        open_side(model, world, "one", PrefillMetrics, 12, prefixes[:1]) as one,
-        open_side(model, world, "other", PrefillMetrics, 12, prefixes[1:]) as other,
+        open_side(model, world, "one", 12, prefixes[:1]) as one,
+        open_side(model, world, "other", 12, prefixes[1:]) as other,
         background_tasks() as start_task,
     ):
         yield [
-            Neighbour(side, PrefillWorker(side.engine, side.runtime, start_task, side.metrics, prefixes=part))
+            Neighbour(side, PrefillWorker(side.engine, side.runtime, start_task, prefixes=part))
             for side, part in zip((one, other), prefixes, strict=True)
         ]
         await until(lambda: not one.blocks_used + other.blocks_used)

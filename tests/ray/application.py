@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Collection
 from typing import Any
 
-from disaggregated.messages import PrefillReply, PrefillRequest
 from ray import serve
 from ray.serve import Application
 from ray_server.decode import Decode
 from ray_server.ingress import Ingress
-from ray_server.messages import Begun, Ended
 from ray_server.prefill import Prefill
 
 import kvflow
@@ -23,21 +20,21 @@ TOKENS = 32
 
 @serve.deployment(name="Prefill")
 class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
-    """Offers blocks on demand, and halts at a prompt, once, if it finds the file that it was told of."""
-
-    _halt = ""
-
-    async def prefill(
-        self, request: PrefillRequest, avoid: Collection[str]
-    ) -> AsyncIterator[Begun | PrefillReply | Ended]:
-        async for said in super().prefill(request, avoid):
-            yield said
-            if os.path.exists(self._halt):
-                os.rename(self._halt, f"{self._halt}-{os.getpid()}")
-                await asyncio.Event().wait()
+    """Offers blocks on demand, and halts at a prompt if it is asked to."""
 
     async def halt(self, path: str) -> None:
-        self._halt = path
+        """Have the next prompt halt, if there is such a file then."""
+        engine = self._replica.opened.engine
+        prefill = engine.prefill
+
+        async def halting(*arguments: Any, **options: Any) -> int:
+            if os.path.exists(path):
+                os.rename(path, f"{path}-{os.getpid()}")
+                await asyncio.Event().wait()
+            token: int = await prefill(*arguments, **options)
+            return token
+
+        engine.prefill = halting
 
     async def hold(self, request_id: str) -> dict[str, Any]:
         """A ticket of a lease that stays open until it is read, or revoked."""
@@ -54,9 +51,9 @@ class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
         return {
             "replica": opened.name,
             "read": now.serving.read,
-            "computed": opened.metrics.registry.get_sample_value("openai_server_tokens_total"),
+            "computed": opened.engine.statistics().tokens_prefilled,
             "others": len(self._others),
-            "found": now.sharing.found if now.sharing else 0,
+            "found": now.parts["prefix"].sharing.found if "prefix" in now.parts else 0,
         }
 
 

@@ -15,26 +15,16 @@ import argparse
 import asyncio
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
-from openai_server.launcher import Service, ServiceSettings, start_service
-from openai_server.load_test import LoadSettings, Tally, overheads, overheads_in, quantile, run_client
-from openai_server.workload import ALL_QUESTIONS, answers_alone
+from openai_server.load_test import ALL_QUESTIONS, Load, Tally, answers_alone, run_client
+from openai_server.processes import start_service
 from ray_server.cluster import kill_process, local_cluster, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
 
 TOKENS = 8
-
-
-class Result(NamedTuple):
-    """What clients have seen, and how many hand-overs took how long, from the prompt's end to the first decode step."""
-
-    tally: Tally
-    overheads: Counter[float]
 
 
 def main() -> None:
@@ -53,47 +43,38 @@ def main() -> None:
             killed(fleet, options.clients)
 
 
-async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Result]:
-    settings = ServiceSettings(
-        prefill=1, decode=1, host="127.0.0.1", port=0, checkpoint=Path(fleet.checkpoint), deadline_s=120.0
-    )
-    load = LoadSettings(clients=1, requests=2, tokens=TOKENS, kill="none")
-    async with start_service(settings) as service:
+async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Tally]:
+    workers = {"prefill": 1, "decode": 1, "host": "127.0.0.1", "port": 0, "share_prefixes": False}
+    options = argparse.Namespace(**workers, checkpoint=Path(fleet.checkpoint), deadline_s=120.0)
+    load = Load(clients=1, requests=2, tokens=TOKENS)
+    async with start_service(options) as service:
         urls = {"example server": service.url, "Ray Serve": fleet.cluster.url}
         tallies = {name: Tally() for name in urls}
         for url in urls.values():  # the first hand-over includes a handshake
             await run_client(url, load, 0, fleet.right, Tally())
-        before = await overheads_of(service, fleet)
         for index in range(rounds):
             for name in sorted(urls, reverse=bool(index % 2)):
                 await run_client(urls[name], load, index, fleet.right, tallies[name])
-        after = await overheads_of(service, fleet)
-    return {name: Result(tallies[name], after[name] - before[name]) for name in urls}
+    return tallies
 
 
-async def overheads_of(service: Service, fleet: Fleet) -> dict[str, Counter[float]]:
-    """See `overheads_in`, of either."""
-    theirs = await asyncio.to_thread(fleet.ask, "Decode", "metrics")
-    return {"example server": await overheads(service), "Ray Serve": overheads_in(theirs)}
-
-
-def report(results: dict[str, Result]) -> None:
+def report(tallies: dict[str, Tally]) -> None:
     rows = {}
-    for name, (tally, counts) in results.items():
-        assert tally.wrong == [] == tally.unclear, (name, tally.wrong, tally.unclear)
-        rows[name] = median(tally.first_token_s), median(tally.seconds), quantile(counts, 0.5)
-        first, whole, overhead = (f"{one_s * 1e3:.1f} ms" for one_s in rows[name])
-        print(f"{name}: p50 of the first piece {first}, of a request {whole}, of the hand-over {overhead};", end=" ")
-        print(f"{tally.right} right, {tally.failed.total()} failed, {counts.total()} hand-overs")
+    for name, tally in tallies.items():
+        assert tally.good, (name, tally.wrong, tally.unclear)
+        rows[name] = median(tally.first_token_s), median(tally.seconds)
+        first, whole = (f"{one_s * 1e3:.1f} ms" for one_s in rows[name])
+        print(f"{name}: p50 of the first piece {first}, of a request {whole};", end=" ")
+        print(f"{tally.right} right, {tally.failed.total()} failed")
     ratios = (theirs / ours for ours, theirs in zip(rows["example server"], rows["Ray Serve"], strict=True))
-    first, whole, overhead = (f"{ratio:.2f}" for ratio in ratios)
-    print(f"Ray Serve to the example server: first piece {first}, request {whole}, hand-over {overhead}", flush=True)
+    first, whole = (f"{ratio:.2f}" for ratio in ratios)
+    print(f"Ray Serve to the example server: first piece {first}, request {whole}", flush=True)
 
 
 def killed(fleet: Fleet, clients: int) -> None:
     """One of two decode replicas is killed under load; how long until the service is whole."""
     fleet.have(fixed(2), fixed(2))
-    load = LoadSettings(clients=clients, requests=2, tokens=TOKENS, kill="none")
+    load = Load(clients=clients, requests=2, tokens=TOKENS)
     with fleet.under_load(load) as tally:
         wait_until(lambda: tally.ended >= clients // 2, "the load has begun", 120.0)
         pid = next(iter(fleet.pids("Decode")))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai_server.workload import ALL_QUESTIONS, answers_alone
+from openai_server.load_test import ALL_QUESTIONS, answers_alone
 from ray_server.cluster import local_cluster
 
 from tests.ray.fleet import LOAD, Fleet

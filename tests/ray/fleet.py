@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from openai_server.load_test import LoadSettings, Tally, run_client
-from openai_server.workload import Question
+from openai_server.load_test import Load, Question, Tally, run_client
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray_server.cluster import APP, HEAD, LocalCluster, deploy, service_config, wait_until
 
 WHOLE_S = 240.0  # bounds of waits on a busy machine; what it took is printed
 CALL_S = 60.0
-LOAD = LoadSettings(clients=6, requests=3, tokens=12, kill="none")
+LOAD = Load(clients=6, requests=3, tokens=12)
 
 Changes = Mapping[str, Mapping[str, Any]]
 
@@ -116,7 +115,7 @@ class Fleet:
         return True
 
     @contextmanager
-    def under_load(self, load: LoadSettings = LOAD) -> Iterator[Tally]:
+    def under_load(self, load: Load = LOAD) -> Iterator[Tally]:
         """Clients ask while the block runs; leaving it waits until all have their answers. Nothing may be wrong."""
         tally = Tally()
 

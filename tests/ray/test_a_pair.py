@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from openai_server.load_test import LoadSettings
+from openai_server.load_test import Load
 from paged_engine.weights import MODEL_NAME
 from ray_server.cluster import HEAD, wait_until
 
@@ -27,7 +27,7 @@ def test_answers_are_those_of_one_engine_alone(fleet: Fleet) -> None:
     assert set(fleet.pids("Prefill").values()) == {PREFILL}
     assert set(fleet.pids("Decode").values()) == {DECODE}
     (before,) = fleet.ask("Prefill", "counts")
-    with fleet.under_load(LoadSettings(clients=4, requests=5, tokens=12, kill="none")) as tally:
+    with fleet.under_load(Load(clients=4, requests=5, tokens=12)) as tally:
         pass
     assert tally.right == 20
     (after,) = fleet.ask("Prefill", "counts")
@@ -38,7 +38,7 @@ def test_answers_are_those_of_one_engine_alone(fleet: Fleet) -> None:
 def test_a_client_that_hangs_up_frees_blocks_at_both_ends(fleet: Fleet) -> None:
     """Long before its answer would have ended."""
     tokens = 400
-    before = tokens_of(fleet)
+    before = steps_of(fleet)
     asked = {"model": MODEL_NAME, "prompt": "1, 2, 3, 4,", "max_tokens": tokens, "stream": True}
     request = urllib.request.Request(
         f"{fleet.cluster.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
@@ -48,16 +48,16 @@ def test_a_client_that_hangs_up_frees_blocks_at_both_ends(fleet: Fleet) -> None:
         (used,) = fleet.ask("Decode", "record_routing_stats")
         assert used["blocks_used"] > 0
     wait_until(fleet.whole, "all blocks are free", WHOLE_S)
-    assert tokens_of(fleet) - before < tokens - 1, "it went on to its end"
+    assert steps_of(fleet) - before < tokens - 1, "it went on to its end"
 
 
-def tokens_of(fleet: Fleet) -> float:
+def steps_of(fleet: Fleet) -> float:
     (text,) = fleet.ask("Decode", "metrics")
-    return float(next(line for line in text.splitlines() if line.startswith("openai_server_tokens_total")).split()[1])
+    return float(next(line for line in text.splitlines() if line.startswith("openai_server_steps")).split()[1])
 
 
 def test_metrics_are_at_the_nodes_own_ports(fleet: Fleet) -> None:
-    with fleet.under_load(LoadSettings(clients=1, requests=1, tokens=12, kill="none")):
+    with fleet.under_load(Load(clients=1, requests=1, tokens=12)):
         pass
 
     wait_until(lambda: fleet.shows("kvflow_load_seconds_count", '"Decode"'), "loads are counted", WHOLE_S)
@@ -69,7 +69,7 @@ def test_a_replica_whose_runtime_is_broken_is_replaced(fleet: Fleet) -> None:
     (old,) = fleet.pids("Decode")
     fleet.call("Decode", "break_runtime")
     wait_until(lambda: old not in fleet.pids("Decode") and fleet.whole(), "another replica runs", WHOLE_S)
-    with fleet.under_load(LoadSettings(clients=1, requests=2, tokens=12, kill="none")) as tally:
+    with fleet.under_load(Load(clients=1, requests=2, tokens=12)) as tally:
         pass
     assert tally.right == 2
 

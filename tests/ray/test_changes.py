@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from openai_server.load_test import LoadSettings
+from openai_server.load_test import Load
 from ray_server.cluster import deploy, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
@@ -58,7 +58,7 @@ def test_a_rolling_update_is_seen_by_nobody(fleet: Fleet) -> None:
     fleet.have(fixed(2, **PATIENT), fixed(2, **PATIENT))
     old = {*fleet.pids("Prefill"), *fleet.pids("Decode")}
     other = {"ray_actor_options": {"num_cpus": 0.4}, **PATIENT}
-    with fleet.under_load(LoadSettings(clients=6, requests=5, tokens=12, kill="none")) as tally:
+    with fleet.under_load(Load(clients=6, requests=5, tokens=12)) as tally:
         fleet.begun(tally)
         fleet.deployed = fleet.config(fixed(2, **other), fixed(2, **other))
         deploy(fleet.deployed)
@@ -79,7 +79,7 @@ def test_replicas_come_with_load_and_go_without(fleet: Fleet) -> None:
     }
     fleet.have(fixed(1), fixed(1, num_replicas=None, autoscaling_config=scaling, **PATIENT))
     assert fleet.count("Decode") == 1
-    with fleet.under_load(LoadSettings(clients=6, requests=6, tokens=12, kill="none")) as tally:
+    with fleet.under_load(Load(clients=6, requests=6, tokens=12)) as tally:
         wait_until(lambda: fleet.count("Decode") == 2, "another one comes", WHOLE_S)
     wait_until(lambda: fleet.count("Decode") == 1 and fleet.whole(), "it goes again", WHOLE_S)
     assert (tally.right, dict(tally.failed)) == (36, {})

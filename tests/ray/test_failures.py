@@ -6,7 +6,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from openai_server.load_test import LoadSettings
+from openai_server.load_test import Load
 from ray_server.cluster import HEAD, kill_process, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
@@ -36,7 +36,7 @@ def test_a_load_goes_on_with_another_prefill_replica(fleet: Fleet, tmp_path: Pat
     halt.touch()
     fleet.ask("Prefill", "halt", str(halt))
     left, retries = sum(fleet.ask("Decode", "sources_left")), retries_of(fleet)
-    with fleet.under_load(LoadSettings(clients=1, requests=1, tokens=12, kill="none")) as tally:
+    with fleet.under_load(Load(clients=1, requests=1, tokens=12)) as tally:
         wait_until(lambda: not halt.exists() and open_loads(fleet) == 1, "the load waits for its blocks", WHOLE_S)
         (halted,) = tmp_path.iterdir()
         kill_process(int(halted.name.removeprefix("halt-")))

@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from disaggregated.messages import PrefillRequest, Step
-from openai_server.workload import BEGINNINGS, Question, tokens_alone
+from disaggregated.messages import Step
+from openai_server.load_test import BEGINNINGS, Question, tokens_alone
 from paged_engine.tokenizer import ChatTokenizer
 from ray import serve
 from ray_server.application import build
 from ray_server.cluster import APP, wait_until
+from ray_server.messages import AnswerRequest
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
 
@@ -57,7 +58,7 @@ def test_a_setting_that_cannot_be_right_is_refused() -> None:
 
 def answer(fleet: Fleet, prompt: list[int], avoid: str = "", tokens: int = TOKENS) -> list[int]:
     """Tokens of an answer, of which the named replica has no part."""
-    request = PrefillRequest(request_id=f"r{tokens}{avoid}", prompt=prompt, max_tokens=tokens, deadline_s=60)
+    request = AnswerRequest(request_id=f"r{tokens}{avoid}", prompt=prompt, max_tokens=tokens, deadline_s=60)
     handle = serve.get_deployment_handle("Decode", APP).options(stream=True)
     steps: list[Step] = list(handle.generate.remote(request, avoid=(avoid,)))
     return [step.token for step in steps]

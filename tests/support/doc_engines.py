@@ -6,6 +6,7 @@ page's blocks have made of them. Whatever a page takes from here its text explai
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -161,15 +162,15 @@ async def vllm(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterat
 async def server(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
     """The openai package's client; at the page's address somebody answers one word, in the server's own shapes."""
     patch.syspath_prepend(str(ROOT / "examples"))
-    from openai_server.dialects import Chat
     from openai_server.parameters import ChatRequest
+    from openai_server.replies import Replies
 
     def one_word(request: httpx2.Request) -> httpx2.Response:
         assert request.url == "http://127.0.0.1:8000/v1/chat/completions"
         ChatRequest.model_validate_json(request.content)
-        chat = Chat()
-        pieces = (*chat.opening(), chat.piece("Rayleigh", None), chat.piece("", "stop"))
-        lines = [f"data: {said}\n\n" for said in (*(piece.model_dump_json() for piece in pieces), "[DONE]")]
+        chat = Replies(chat=True)
+        pieces = chat.piece("", first=True), chat.piece("Rayleigh"), chat.piece("", "stop")
+        lines = [f"data: {said}\n\n" for said in (*map(json.dumps, pieces), "[DONE]")]
         return httpx2.Response(200, headers={"Content-Type": "text/event-stream"}, text="".join(lines))
 
     with httpx2.Client(transport=httpx2.MockTransport(one_word)) as client:

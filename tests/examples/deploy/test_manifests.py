@@ -164,6 +164,6 @@ def test_the_dockerfile_copies_what_a_checkout_has() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(bool(docker_error()), reason=f"docker: {docker_error()}")
 def test_the_image_for_ray_is_built() -> None:
-    """Its fast sibling is `test_the_dockerfile_copies_what_a_checkout_has`."""
+    """Thorough: see `test_the_dockerfile_copies_what_a_checkout_has` of this file."""
     file = str(DEPLOY / "Dockerfile")
     subprocess.run(["docker", "build", "--file", file, "--target", "ray", str(ROOT)], check=True, timeout=1100)
