@@ -1,6 +1,8 @@
-"""A toy engine that hands prompts over with kvflow: what is tested in `test_engine.py`.
+"""A toy engine that hands prompts over with kvflow.
 
-Its "KV cache" holds the token ids themselves, so that a decode engine can tell the prompt from what it has loaded.
+It shows what an engine needs for `kvflow.testing`: it takes a `World`, which a test replaces by its own, and it opens
+and closes its runtime. `test_engine.py` beside it tests it with faults and in virtual time. Its "KV cache" holds the
+token ids themselves, so that a decode engine can tell the prompt from what it has loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The example server on Ray Serve: the same workers, front and dialects, in replicas that Serve places and replaces.
+"""The example server on Ray Serve: the same workers and front, in replicas that Serve places and replaces.
 
     python3 dev.py ray                       a cluster of three nodes on this machine, and the service on it
     serve deploy examples/ray_server/service.yaml
