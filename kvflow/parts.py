@@ -18,7 +18,7 @@ from kvflow.errors import KVFlowError, RequestError
 
 PARTS: Mapping[str, str] = {
     "failover": "kvflow.failover.several_tickets",  # loads of several tickets, or with `again`
-    "growing": "kvflow.growing.growing_part",  # prompts that are still being computed, offers that are still to come
+    "growing": "kvflow.growing.growing_loads",  # prompts that are still being computed, offers that are still to come
     "staging": "kvflow.staging.buffered",  # caches that peers cannot read, and blocks in small pieces
     "verify": "kvflow.verify.verifying",  # loads that are compared with the producer, and questions of such readers
 }

@@ -15,6 +15,7 @@ the deadline, cancellation and the end of this engine end the load as well.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.clock import Timer
+from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.loader import Loader
@@ -81,7 +82,9 @@ class Course:
         """Read one source after the other. Whatever it raises, its last flight has stopped, or is quarantined."""
         ledger, work = self._loader.gear.ledger, self._work
         ledger.keep(work.entries)
-        timer = self._keep_later()
+        alarm = Alarm(self._loader.clock, self._keep_waiting)
+        if self._waiting:
+            alarm.set(self._begun_s + _KEEP_AFTER * min(one.ttl_s for one in self._waiting))
         try:
             while True:
                 report = await self._attempt()
@@ -95,8 +98,7 @@ class Course:
                     self._loader.remote_leases.release_soon(ticket)
             raise
         finally:
-            if timer is not None:
-                timer.cancel()
+            alarm.set(math.inf)
             self._kept.close()
             ledger.let_go(work.entries, safe=work.flight is None or work.flight.safe)
 
@@ -198,15 +200,8 @@ class Course:
             for ticket in (*self._to_release, *self._waiting):
                 self._loader.remote_leases.release_soon(ticket)
 
-    def _keep_later(self) -> Timer | None:
-        """Have the leases of waiting tickets kept, if the load takes long."""
-        if not self._waiting:
-            return None
-        after_s = _KEEP_AFTER * min(one.ttl_s for one in self._waiting)
-        return self._loader.clock.call_later(after_s, self._keep_waiting)
-
     def _keep_waiting(self) -> None:
-        """Callback of the timer."""
+        """Callback of an alarm: the load takes long, so keep the leases of waiting tickets."""
         with contextlib.suppress(KVFlowError):  # it closes
             for ticket in self._waiting:
                 self._kept.enter_context(self._loader.remote_leases.keep_while(ticket))

@@ -11,34 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
 
 from kvflow.checks import counted
 from kvflow.core.cache.groups import tokens_held
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import Told
-from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.load import LeaseNews, LeaseOver
+from kvflow.runtime.context import Spawn
+from kvflow.runtime.load.load import LeaseNews, Work
 from kvflow.runtime.load.plan import Matched, known_so_far
-from kvflow.runtime.peers.peer import LocalRank, Source, words
+from kvflow.runtime.peers.peer import Source, words
 from kvflow.runtime.peers.table import Peers
 
 _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
-
-
-class _Unknown(NamedTuple):
-    """Block ids of a load that may not be known yet: the array to fill, and positions in the table of the lease."""
-
-    ids: BlockIds
-    positions: BlockIds
-    table: BlockIds
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +42,6 @@ class Followed:
     num_tokens: int
     end: asyncio.Future[Told]
     """End of the lease, or an error: it will not be known."""
-    wake: Callable[[], object]
-    """Callback told of every answer."""
     payload: bytes = b""
     failed: str = ""
     """Reason in words, once it is told that the prompt could not be computed."""
@@ -63,7 +50,8 @@ class Followed:
     missing_max: int = -1
     """Missing tokens at which the next news is of interest; -1: at the end of the lease."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
-    unknown: list[_Unknown] = field(default_factory=list)
+    unknown: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
+    """Block ids of a load that may not be known yet: an array to fill, positions in a table of the lease, the table."""
     known_tokens: int = field(init=False)
     """Tokens of the prompt that the known blocks hold."""
 
@@ -74,7 +62,7 @@ class Followed:
         """Have the chunks of a load get their block ids as they are told."""
         wanted = (some for block_map in self.source.connection.block_maps for some in matched[block_map.of_groups])
         for (block_map, chunks), some in zip(self.source.chunks, wanted, strict=True):
-            self.unknown.append(_Unknown(chunks.remote_ids, some.remote_ids, self.tables[block_map.remote_group]))
+            self.unknown.append((chunks.remote_ids, some.remote_ids, self.tables[block_map.remote_group]))
 
     def want(self, missing_max: int) -> None:
         """Ask to be told when so few tokens are missing, from the next question on."""
@@ -110,7 +98,6 @@ class Followed:
             self.end.exception()  # seen: who needs nothing of it goes on
         if self.unknown and self.known_tokens < self.num_tokens:
             self.problem = error
-        self.wake()
 
     def _add(self, more: tuple[tuple[int, ...], ...]) -> None:
         at = self.source.peer.at
@@ -133,8 +120,8 @@ class Followed:
             self.known[index] = len(found)
             self.tables[index][: len(found)] = found
         self._count_tokens()
-        for one in self.unknown:
-            one.ids[:] = one.table[one.positions]
+        for ids_of_load, positions, table in self.unknown:
+            ids_of_load[:] = table[positions]
 
     def _count_tokens(self) -> None:
         groups, counts = self.source.connection.groups, tuple(map(len, self.tables))
@@ -142,11 +129,30 @@ class Followed:
 
 
 class News(LeaseNews):
-    """The questions of one load, from `Follower.follow` to `close`."""
+    """The questions of one load, until `close`."""
 
-    def __init__(self, followed: Sequence[Followed]) -> None:
-        self.followed = followed
-        self.tasks: list[asyncio.Task[None]] = []
+    def __init__(self, work: Work, sources: Sequence[Source], reader: str, peers: Peers) -> None:
+        loop, ticket = asyncio.get_running_loop(), work.ticket
+        self.followed = [
+            Followed(
+                source=source,
+                tables=source.tables or known_so_far(ticket, source),
+                known=[len(ids) for ids in source.lease.block_tables or ticket.block_tables],
+                num_tokens=ticket.num_tokens,
+                end=loop.create_future(),
+            )
+            for source in sources
+        ]
+        self._work = work
+        self._request_id = ticket.request_id
+        self._reader = reader
+        self._peers = peers
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, spawn: Spawn) -> None:
+        """Ask the ranks from now on. Raises RuntimeUnavailable."""
+        for one in self.followed:
+            self._tasks.append(spawn(self._ask(one), name=f"kvflow-news {self._request_id}"))
 
     @property
     def failed(self) -> str:
@@ -155,76 +161,47 @@ class News(LeaseNews):
 
     def close(self) -> None:
         """See `LeaseNews`."""
-        for task in self.tasks:
+        for task in self._tasks:
             task.cancel()
 
-    async def payload(self) -> bytes:
+    async def payload(self) -> bytes | None:
         """See `LeaseNews`."""
         found = b""
         for one in self.followed:
             if one.source.lease.payload:
                 if await asyncio.shield(one.end) is not Told.COMPLETE:
-                    raise LeaseOver
+                    return None
                 found = found or one.payload
         return found
 
-
-class Follower:
-    """Asks for news, for all loads of one rank."""
-
-    def __init__(self, context: RankContext, local: LocalRank, peers: Peers) -> None:
-        self._spawn = context.spawn
-        self._reader = local.reader
-        self._peers = peers
-
-    def follow(self, ticket: Ticket, sources: Sequence[Source], wake: Callable[[Source], object]) -> News:
-        """Ask these ranks from now on; `wake` is called at every answer. Raises RuntimeUnavailable."""
-        loop = asyncio.get_running_loop()
-        following = News(
-            [
-                Followed(
-                    source=source,
-                    tables=source.tables or known_so_far(ticket, source),
-                    known=[len(ids) for ids in source.lease.block_tables or ticket.block_tables],
-                    num_tokens=ticket.num_tokens,
-                    end=loop.create_future(),
-                    wake=partial(wake, source),
-                )
-                for source in sources
-            ]
-        )
-        for one in following.followed:
-            following.tasks.append(self._spawn(self._ask(ticket, one), name=f"kvflow-news {ticket.request_id}"))
-        return following
-
-    async def _ask(self, ticket: Ticket, one: Followed) -> None:
+    async def _ask(self, one: Followed) -> None:
         """Body of a task: ask one rank until its lease has come to its end, or the rank fails to answer.
 
         Task `kvflow-news <request>`: begun by a load, for each rank whose lease is not complete. Ends when
         there is no more to tell, or with the load.
         """
-        peer, lease = one.source.peer, one.source.lease
-        while True:
+        peer, state = one.source.peer, Told.OPEN
+        while state is Told.OPEN:
             known = tuple(one.known)
             one.lowered.clear()
             question = messages.LeaseRequest(
                 reader=self._reader,
                 target=peer.at.target,
-                request_id=ticket.request_id,
-                lease_id=lease.lease_id,
+                request_id=self._request_id,
+                lease_id=one.source.lease.lease_id,
                 known=known,
                 missing_max=one.missing_max,
             )
             try:
                 answer = await self._peers.ask_until(peer, question)
                 one.take(answer)
+                state = answer.state
             except PeerError as error:
                 one.fail(error)
-                return
-            one.wake()
-            if answer.state is not Told.OPEN:
-                return
-            if tuple(one.known) == known:
+                state = Told.ENDED
+            if self._work.grown is not None:
+                self._work.grown(one.source)
+            if state is Told.OPEN and tuple(one.known) == known:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_PAUSE_S):
                         await one.lowered.wait()

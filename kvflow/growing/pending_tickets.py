@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple, Self, TypeVar
+from functools import partial
+from typing import Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -26,6 +27,7 @@ from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, changed, read_ticket
 from kvflow.core.protocol.ticket_checks import too_many
 from kvflow.errors import (
+    COMPUTE,
     KVFlowError,
     LeaseExpired,
     LoadError,
@@ -36,6 +38,9 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.load.expected import check_met
+from kvflow.runtime.load.load import Carry, Load, Work
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, words
 from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX
@@ -47,12 +52,8 @@ ErrorT = TypeVar("ErrorT", bound=LoadError)
 _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
 
 
-class _Offered(NamedTuple):
-    """The offer of one rank, and its lease; None if there is nothing to read."""
-
-    at: Address
-    offer: messages.Offer
-    lease: RankLease | None
+_Offered: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
+"""A rank, its offer, and its lease; None if there is nothing to read."""
 
 
 class Rendezvous:
@@ -64,6 +65,23 @@ class Rendezvous:
         self._limits = cache.context.config.limits
         self._local = cache.local
         self._reach = cache.own_reach
+        self._remote_leases = cache.remote_leases
+
+    def met(self, carry: Carry) -> Carry:
+        """Return a carrier that waits for the offer of a rendezvous; from then on `carry` carries the load."""
+        return partial(self._meet_and_carry, carry)
+
+    async def _meet_and_carry(self, carry: Carry, load: Load, work: Work) -> LoadReport:
+        work.enter("handshake")
+
+        def found(source: Source, ttl_s: float) -> None:
+            self._remote_leases.keep(load, ttl_s, source)
+
+        work.ticket = await self.meet(work.ticket, found, partial(work.compute, lambda: "its lease is not opened yet"))
+        if work.phase == COMPUTE:
+            work.enter("handshake")
+        check_met(self._local.groups, load.request, work.ticket, work.tables)
+        return await carry(load, work)
 
     async def meet(
         self,
@@ -159,7 +177,7 @@ class Rendezvous:
             elif any(offer.block_ids) or offer.extends:
                 raise at.failure(ProtocolError, "an offer of blocks without a lease")
             room[at] = connection.num_blocks
-            return _Offered(at, offer, lease)
+            return at, offer, lease
 
         await self._reach.check(ticket)
         offers = await self._reach.walk(ticket, visit)

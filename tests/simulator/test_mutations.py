@@ -22,7 +22,7 @@ from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferSta
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
 from kvflow.failover.several_tickets import Course
-from kvflow.growing.growing_loads import GrowingLoads
+from kvflow.growing.growing_loads import Growing
 from kvflow.growing.load_news import News
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load import plan, whole
@@ -203,8 +203,8 @@ def wait_for_a_forgotten_fail(real: Any, self: Serving) -> None:
     real(self)
 
 
-@instead_of(GrowingLoads, "follow", "I7", 25, "device")
-def follow_without_a_deadline(real: Any, self: GrowingLoads, load: Any, *others: Any) -> None:
+@instead_of(Growing, "follow", "I7", 25, "device")
+def follow_without_a_deadline(real: Any, self: Growing, load: Any, *others: Any) -> None:
     """A load waits for a prompt that is being computed as long as the lease is renewed, which is by itself."""
     load.work.ends_s = math.inf
     real(self, load, *others)

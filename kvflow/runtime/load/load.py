@@ -28,10 +28,6 @@ Carry: TypeAlias = "Callable[[Load, Work], Awaitable[LoadReport]]"
 """Carries a load out: from its offer, as far as that is known, to its report."""
 
 
-class LeaseOver(Exception):
-    """The lease has ended, and the payload will not come."""
-
-
 class LeaseNews:
     """What ranks tell of leases that a load reads under, beside their seals: `kvflow.growing` asks them."""
 
@@ -44,14 +40,13 @@ class LeaseNews:
         """Stop asking."""
         raise NotImplementedError
 
-    async def payload(self) -> bytes:
+    async def payload(self) -> bytes | None:
         """Wait for the end of the leases that promise a payload.
 
         Returns:
-            The payload; empty if none was promised.
+            The payload; empty if none was promised. None if a lease has ended without it.
 
         Raises:
-            LeaseOver: a lease has ended without it.
             PeerError: it will not be known.
         """
         raise NotImplementedError

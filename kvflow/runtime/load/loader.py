@@ -252,7 +252,7 @@ class Loader:
 
     def met(self, carry: Carry, what: str) -> Carry:
         """Return a carrier that waits for the offer of a rendezvous, and then hands over to `carry`."""
-        met: Carry = self._asked.get("growing", f"{what}: a load of a rendezvous").met(carry)
+        met: Carry = self._asked.get("growing", f"{what}: a load of a rendezvous").rendezvous.met(carry)
         return met
 
     def _look_at(self, when_s: float) -> None:

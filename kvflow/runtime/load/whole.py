@@ -28,7 +28,7 @@ from kvflow.runtime.load.expected import check_offered
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.gear import TURN_S, Gate, Gear
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.load import LeaseOver, Load, Work
+from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.reader import Reader
 from kvflow.runtime.load.reads import CopyFailed, Read
@@ -162,7 +162,7 @@ class Whole:
 
     def _growing(self, load: Load) -> Any:
         """Return the part that carries loads of leases that grow."""
-        return self._asked.get("growing", f"request {load.request_id!r}: a load of a lease that grows").loads
+        return self._asked.get("growing", f"request {load.request_id!r}: a load of a lease that grows")
 
     def buffered(self, load: Load, plan: Plan) -> Any:
         """Return the part that reads through buffers; None if all of the load goes straight into the cache."""
@@ -222,10 +222,10 @@ class Whole:
         if work.news is not None:
             tokens = counted(work.tokens, "token")
             work.compute(lambda: f"{tokens} read, the whole prompt, but the payload that was promised has not come")
-            try:
-                work.payload = await work.news.payload()
-            except LeaseOver:
-                raise self._over_error(load, work) from None
+            payload = await work.news.payload()
+            if payload is None:
+                raise self._over_error(load, work)
+            work.payload = payload
         work.enter("notify")
         told = not load.request.keep_offer
         if told:
