@@ -45,7 +45,7 @@ def begin(cache: RegisteredCache) -> Growing:
 
 
 class Growing:
-    """The part of one registration: it carries loads of leases that grow. Loads straight into the cache it cuts itself."""
+    """The part of one registration: it carries loads of leases that grow, and cuts those that need no buffers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self.rendezvous = Rendezvous(cache)
