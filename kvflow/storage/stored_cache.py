@@ -25,7 +25,7 @@ from kvflow.storage.files import Direction
 from kvflow.storage.placing import BlockSpan, plan_file
 from kvflow.storage.store_transfer import StoreTransfer, opened_file
 from kvflow.verify import digests
-from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
+from kvflow.verify.cache_digests import DigestedCache, Digesting
 
 
 class StoredCache:
@@ -99,10 +99,10 @@ class StoredCache:
             size = self.groups[span.group].block_size
             here, release = await self._take(span, fetched=True)
             try:
-                blocks = TokenBlocks(here, size, span.first * size, (span.first + len(here)) * size)
+                tokens = range(span.first * size, (span.first + len(here)) * size)
                 places = [at for at, (group, _) in enumerate(self.sets) if group == span.group]
                 asked = [
-                    Digesting(at, self._layers[at], HeadSpan(0, self.sets[at][1].block.heads, 0), blocks)
+                    Digesting(at, self._layers[at], range(self.sets[at][1].block.heads), 0, here, size, tokens)
                     for at in places
                 ]
                 found = iter(await self._digested.digests(asked))

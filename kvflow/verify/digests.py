@@ -35,45 +35,32 @@ WORD_BYTES = 8
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORDS, _PARTS, _TOKENS, _HEADS = range(1, 5)  # which weights
-_WEIGHTS_KEPT = 16
-_LEAST = 1 << 10
 
 
+@lru_cache(maxsize=16)
 def word_weights(count: int) -> UInt64Array:
-    """Weights of the first `count` words of a run."""
-    return _weights(_WORDS, _rounded(count))[:count]
+    """Return the weights of the `count` words of a run, which nobody may change."""
+    return _scrambled(np.arange(count), _WORDS)
 
 
 def part_weights(count: int) -> UInt64Array:
-    """Weights of K, V, or whichever parts a layer has."""
-    return _weights(_PARTS, _rounded(count))[:count]
+    """Return the weights of K, V, or whichever parts a layer has."""
+    return _scrambled(np.arange(count), _PARTS)
 
 
 def token_weights(tokens: npt.NDArray[np.int64]) -> UInt64Array:
-    """Weights of tokens, by their places in the prompt."""
-    return _scrambled(tokens.astype(np.uint64), _TOKENS)
+    """Return the weights of tokens, by their places in the prompt."""
+    return _scrambled(tokens, _TOKENS)
 
 
 def head_weights(start: int, count: int) -> UInt64Array:
-    """Weights of the model's heads from `start` on."""
-    return _scrambled(np.arange(start, start + count, dtype=np.uint64), _HEADS)
+    """Return the weights of `count` of the model's heads from `start` on."""
+    return _scrambled(np.arange(start, start + count), _HEADS)
 
 
-def _rounded(count: int) -> int:
-    """A power of 2, so that there are few tables."""
-    return max(1 << (count - 1).bit_length(), _LEAST)
-
-
-@lru_cache(maxsize=_WEIGHTS_KEPT)
-def _weights(kind: int, count: int) -> UInt64Array:
-    table = _scrambled(np.arange(count, dtype=np.uint64), kind)
-    table.flags.writeable = False
-    return table
-
-
-def _scrambled(numbers: UInt64Array, kind: int) -> UInt64Array:
+def _scrambled(numbers: npt.NDArray[np.int64], kind: int) -> UInt64Array:
     """Odd numbers that look like chance, one for each (the finalizer of splitmix64)."""
-    x = numbers + np.uint64((kind << 56) + 1)
+    x = numbers.astype(np.uint64) + np.uint64((kind << 56) + 1)
     x *= np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -81,5 +68,5 @@ def _scrambled(numbers: UInt64Array, kind: int) -> UInt64Array:
 
 
 def added(total: int, more: int) -> int:
-    """A sum of digests."""
+    """Return the sum of two digests."""
     return (total + more) & _MASK

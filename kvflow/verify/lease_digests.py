@@ -23,7 +23,7 @@ from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.producer.open_lease import OpenLease
-from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
+from kvflow.verify.cache_digests import DigestedCache, Digesting
 from kvflow.verify.digests import DEFINITION
 
 logger = logger_of(__name__)
@@ -115,10 +115,17 @@ class DigestAnswers:
         if len(heads) != share.kv_heads or not heads.start <= part.head < part.head + part.heads <= heads.stop:
             of = f"{part.head}+{part.heads} of the model's {part.model_heads}"
             raise codec.WireError(f"digests: heads {of}, this rank has {share.kv_heads}")
-        group = self._local.groups[share.group]
-        blocks = offered_blocks(group, tables[share.group], ticket, part)
-        positions = [share.layers.index(layer) for layer in part.layers]
-        return Digesting(at, positions, HeadSpan(part.head - heads.start, part.heads, part.head), blocks)
+        group, ids = self._local.groups[share.group], tables[share.group]
+        first = part.head - heads.start
+        return Digesting(
+            layer_set=at,
+            layers=[share.layers.index(layer) for layer in part.layers],
+            heads=range(first, first + part.heads),
+            model_head=part.head,
+            block_ids=ids[: offered_blocks(group, len(ids), ticket, part)],
+            block_size=group.block_size,
+            tokens=range(part.start, part.stop),
+        )
 
     def _share_of(self, part: messages.DigestPart) -> tuple[int, CacheShare]:
         """Find the set that has all these layers."""
@@ -129,16 +136,15 @@ class DigestAnswers:
         raise codec.WireError(f"digests: no layers of this rank look alike that are {sorted(layers)[:6]}")
 
 
-def offered_blocks(group: GroupFacts, ids: BlockIds, ticket: Ticket, part: messages.DigestPart) -> TokenBlocks:
-    """A lease's blocks of a group that hold these tokens. WireError if there are none."""
+def offered_blocks(group: GroupFacts, blocks: int, ticket: Ticket, part: messages.DigestPart) -> int:
+    """Return how many of a lease's blocks of a group hold these tokens. WireError if not all tokens are there."""
     size = group.block_size
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
     last = -(-tokens // size)
     if group.whole:
-        last, tokens = len(ids), min(tokens, len(ids) * size)
-    first = last - len(ids)
+        last, tokens = blocks, min(tokens, blocks * size)
+    first = last - blocks
     if not first * size <= part.start < part.stop <= tokens:
         had = f"{first * size} to {tokens}"
         raise codec.WireError(f"digests: tokens {part.start} to {part.stop}, the lease has {had}")
-    count = -(-part.stop // size) - first
-    return TokenBlocks(ids[:count], size, part.start, part.stop)
+    return -(-part.stop // size) - first

@@ -11,10 +11,9 @@ differ, the load reads and compares once more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TypeAlias
 
 from kvflow.checks import counted
 from kvflow.core.plan.block_map import BlockMap
@@ -31,26 +30,18 @@ from kvflow.runtime.load.plan import Plan
 from kvflow.runtime.load.reader import Reader
 from kvflow.runtime.load.requests import VERIFY, Verification
 from kvflow.runtime.peers.peer import Source
-from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks
+from kvflow.verify.cache_digests import DigestedCache, Digesting
 from kvflow.verify.digests import DEFINITION
 from kvflow.verify.lease_digests import DigestAnswers
 
 logger = logger_of(__name__)
 
-
-class LeaseEnded(Exception):
-    """The producer does not hold the blocks any more: nobody can tell what was in them."""
+Compared: TypeAlias = tuple[messages.DigestPart, Digesting]
+"""A part of a question for digests, and what our digests of the same are computed from."""
 
 
 class NotCompared(Exception):
     """Comparison without digests; `__cause__` is the peer's error, if it is the peer that has none."""
-
-
-class _Compared(NamedTuple):
-    """A part of a question for digests, and the blocks that our digest is computed from."""
-
-    asked: messages.DigestPart
-    ours: Digesting
 
 
 def begin(cache: RegisteredCache) -> Verifying:
@@ -67,10 +58,8 @@ class Verifying:
         self._peers = cache.peers
         self.own = DigestedCache(memory.own, copy_thread, memory.device)
         """The engine's cache, which its loads fill."""
-        self.shown = self.own
+        self.shown = DigestedCache(memory.shown, copy_thread) if memory.staging else self.own
         """Memory that peers read: the cache or, with host staging, the host blocks."""
-        if memory.staging:
-            self.shown = DigestedCache(memory.shown, copy_thread)
         self.answers = DigestAnswers(cache, self.shown)
 
     @property
@@ -86,30 +75,8 @@ class Verifying:
         """Return a reader that reads by another one, and compares."""
         return Verified(self, reader)
 
-    @asynccontextmanager
-    async def asking(
-        self, request_id: str, reads: Sequence[Source], tables: Sequence[BlockIds]
-    ) -> AsyncIterator[Comparison]:
-        """Ask the ranks for their digests while the block reads from them, as far as their blocks are there already.
-
-        `request_id` is the producer's. Questions that are not answered at the end of the block are given up.
-        """
-        async with AsyncExitStack() as stack:
-            theirs = []
-            for read in reads:
-                parts = list(self._parts(read, tables))
-                theirs.append(_Theirs(read, parts, partial(self._ask, request_id, read, parts)))
-                stack.push_async_callback(theirs[-1].give_up)
-            await asyncio.sleep(0)  # the questions are sent before the read is planned and posted
-            yield Comparison(theirs, self._digests)
-
-    async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
-        try:
-            return await self.own.digests(asked)
-        except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
-            raise NotCompared(f"no digests of our cache: {error}") from None
-
-    async def _ask(self, request_id: str, read: Source, parts: Sequence[_Compared]) -> Sequence[int]:
+    async def ask(self, request_id: str, read: Source, parts: Sequence[Compared]) -> Sequence[int] | None:
+        """Ask a rank for its digests; None if its lease has ended. `request_id` is the producer's."""
         peer, lease = read.peer, read.lease
         question = messages.DigestRequest(
             reader=self._local.reader,
@@ -117,22 +84,22 @@ class Verifying:
             request_id=request_id,
             lease_id=lease.lease_id,
             definition=DEFINITION,
-            parts=tuple(part.asked for part in parts),
+            parts=tuple(asked for asked, _ in parts),
         )
         try:
             reply = await self._peers.ask_digests(peer, question)
         except PeerError as error:
             raise NotCompared(str(error)) from error
         if isinstance(reply, messages.LeaseAnswer):
-            raise LeaseEnded
-        count = sum(len(part.asked.layers) for part in parts)
+            return None
+        count = sum(len(asked.layers) for asked, _ in parts)
         if len(reply.values) != count:
             wrong = peer.at.failure(ProtocolError, f"{counted(len(reply.values), 'digest')}, expected {count}")
             raise NotCompared(str(wrong)) from wrong
         return reply.values
 
-    def _parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[_Compared]:
-        """Parts that were read from one rank, for each pair of sets of layers."""
+    def parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[Compared]:
+        """Parts that are read from one rank, for each pair of sets of layers."""
         for block_map in read.connection.block_maps:
             chunks = [some for its_map, some in read.chunks if its_map is block_map and len(some)]
             if chunks:
@@ -140,27 +107,34 @@ class Verifying:
 
     def _part(
         self, read: Source, block_map: BlockMap, chunks: Sequence[Chunks], tables: Sequence[BlockIds]
-    ) -> _Compared:
-        size = block_map.chunk_tokens
+    ) -> Compared:
+        size, span = block_map.chunk_tokens, block_map.heads
         start = min(some.first * size for some in chunks)
         stop = max((some.first + len(some) - 1) * size + some.tokens for some in chunks)
         mine = self._local.cache_shares[block_map.local_set]
         positions = [ours for ours, _ in block_map.places]
         layers = tuple(mine.layers[at] for at in positions)
         model_heads = kv_heads_of_model(mine, _their_share(read, mine, layers))
-        head = heads_held(mine, model_heads).start + block_map.heads.local_start
-        heads = HeadSpan(block_map.heads.local_start, block_map.heads.heads, head)
-        blocks = TokenBlocks(tables[block_map.local_group], block_map.local.block.tokens, start, stop)
+        head = heads_held(mine, model_heads).start + span.local_start
         asked = messages.DigestPart(
             part=mine.part,
             layers=layers,
             head=head,
-            heads=heads.heads,
+            heads=span.heads,
             model_heads=model_heads,
             start=start,
             stop=stop,
         )
-        return _Compared(asked, Digesting(block_map.local_set, positions, heads, blocks))
+        ours = Digesting(
+            layer_set=block_map.local_set,
+            layers=positions,
+            heads=range(span.local_start, span.local_start + span.heads),
+            model_head=head,
+            block_ids=tables[block_map.local_group],
+            block_size=block_map.local.block.tokens,
+            tokens=range(start, stop),
+        )
+        return asked, ours
 
 
 class Verified:
@@ -178,7 +152,6 @@ class Verified:
         read = partial(self._reader.read, flight, load, work, plan)
         try:
             difference = await self._read_and_compare(work, read)
-            work.verification = Verification.VERIFIED
             if difference:
                 work.verification = Verification.MISMATCH
                 logger.warning("load %s is read once more: %s", load.request_id, difference)
@@ -188,21 +161,50 @@ class Verified:
                 if difference:
                     why = f"what was read twice is not what is offered: {difference}"
                     raise work.failure(load, ChecksumMismatch, why)
-                work.verification = Verification.REPAIRED
-        except LeaseEnded:
-            return False
+            if difference is None:
+                return False
+            repaired = work.verification is Verification.MISMATCH
+            work.verification = Verification.REPAIRED if repaired else Verification.VERIFIED
         except NotCompared as problem:
             self._not_verified(load, work, problem)
         return True
 
-    async def _read_and_compare(self, work: Work, read: Callable[[], Awaitable[bool]]) -> str:
-        """Read, and give the difference in words, "" if there is none. Raises LeaseEnded or NotCompared afterwards."""
-        async with self._verifying.asking(work.ticket.request_id, work.sources, work.tables) as comparison:
+    async def _read_and_compare(self, work: Work, read: Callable[[], Awaitable[bool]]) -> str | None:
+        """Read, and return the difference in words, "" if there is none; None if a lease has ended.
+
+        Ranks whose blocks are there compute while we read. Raises NotCompared afterwards.
+        """
+        compared = [(source, list(self._verifying.parts(source, work.tables))) for source in work.sources]
+        request_id = work.ticket.request_id
+        under_way = {
+            source: asyncio.ensure_future(self._verifying.ask(request_id, source, parts))
+            for source, parts in compared
+            if not source.proof.grows
+        }
+        try:
+            await asyncio.sleep(0)  # the questions are sent before the read is planned and posted
             work.enter("wire")
             if not await read():
-                raise LeaseEnded
+                return None
             work.enter(VERIFY)
-            return await comparison.difference()
+            ours = [await self._digests([ours for _, ours in parts]) for _, parts in compared]
+            found = []
+            for (source, parts), mine in zip(compared, ours, strict=True):
+                answer = under_way.get(source) or self._verifying.ask(request_id, source, parts)
+                if (theirs := await answer) is None:
+                    return None
+                found.append(_difference(source, parts, mine, theirs))
+            return "; ".join(filter(None, found))
+        finally:
+            for asking in under_way.values():
+                asking.cancel()
+            await asyncio.gather(*under_way.values(), return_exceptions=True)
+
+    async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
+        try:
+            return await self._verifying.own.digests(asked)
+        except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
+            raise NotCompared(f"no digests of our cache: {error}") from None
 
     def _not_verified(self, load: Load, work: Work, problem: NotCompared) -> None:
         """Note that a read could not be compared. Raises if the load must not go on without that."""
@@ -217,57 +219,15 @@ class Verified:
             raise work.failure(load, TransferFailed, f"it cannot be verified: {problem}") from problem
 
 
-class _Theirs:
-    """The digests that one rank is asked for."""
-
-    def __init__(
-        self, read: Source, parts: Sequence[_Compared], ask: Callable[[], Coroutine[Any, Any, Sequence[int]]]
-    ) -> None:
-        self.read = read
-        self.parts = parts
-        self._ask = ask
-        self._answer = None if read.proof.grows else asyncio.ensure_future(ask())
-
-    async def digests(self) -> Sequence[int]:
-        """Wait for the digests. If the lease grew during the read they are asked for now."""
-        if self._answer is None:
-            self._answer = asyncio.ensure_future(self._ask())
-        return await self._answer
-
-    async def give_up(self) -> None:
-        if self._answer is not None:
-            self._answer.cancel()
-            await asyncio.gather(self._answer, return_exceptions=True)
-
-
-class Comparison:
-    """A load's blocks as it has read them, and as its producer holds them."""
-
-    def __init__(
-        self, theirs: Sequence[_Theirs], compute: Callable[[Sequence[Digesting]], Awaitable[list[int]]]
-    ) -> None:
-        self._theirs = theirs
-        self._compute = compute
-
-    async def difference(self) -> str:
-        """Difference in words, "" if there is none. After the read. Raises LeaseEnded or NotCompared."""
-        ours = [await self._compute([part.ours for part in one.parts]) for one in self._theirs]
-        found = [
-            _differences(one.read, one.parts, mine, await one.digests())
-            for one, mine in zip(self._theirs, ours, strict=True)
-        ]
-        return "; ".join(text for text in found if text)
-
-
 def _their_share(read: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
     """The producer's share that holds these layers."""
     shares = read.connection.cache_shares
     return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
 
 
-def _differences(read: Source, parts: Sequence[_Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Layers that differ, with the first one's digests."""
-    named = [(part.asked, layer) for part in parts for layer in part.asked.layers]
+def _difference(read: Source, parts: Sequence[Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
+    """Layers that differ, with the first one's digests; "" if there are none."""
+    named = [(asked, layer) for asked, _ in parts for layer in asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
     if not wrong:
         return ""

@@ -54,11 +54,10 @@ async def test_what_changes_between_read_and_digest_is_found(times: int) -> None
 
 def _ask_after_the_read(verifying: Any) -> None:
     """As if the blocks had been staged: else the questions come while they are read."""
-    asking = verifying.asking
+    parts = verifying.parts
 
-    def later(request_id: str, reads: Any, tables: Any) -> Any:
-        for read in reads:
-            read.proof.grows = True
-        return asking(request_id, reads, tables)
+    def later(read: Any, tables: Any) -> Any:
+        read.proof.grows = True
+        return parts(read, tables)
 
-    verifying.asking = later
+    verifying.parts = later

@@ -184,13 +184,13 @@ BUGS: dict[str, Bug] = {
     ),
     # --- digests
     "tokens beyond the prompt are digested": Bug(
-        "weights[(tokens < blocks.start) | (tokens >= blocks.stop)] = 0",
-        "weights[tokens < blocks.start] = 0",
+        "weights[(tokens < start) | (tokens >= stop)] = 0",
+        "weights[tokens < start] = 0",
         ("tests/verify/test_digests.py",),
     ),
     "heads are digested by their place in the block": Bug(
-        "digests.head_weights(heads.of_model, heads.heads)",
-        "digests.head_weights(heads.start, heads.heads)",
+        "digests.head_weights(asked.model_head, len(heads))",
+        "digests.head_weights(heads.start, len(heads))",
         ("tests/verify/test_digests.py",),
     ),
     # --- storage

@@ -39,8 +39,7 @@ from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.registration import Registration
 from kvflow.runtime.world import World
 from kvflow.verify import verifying
-from kvflow.verify.cache_digests import TokenBlocks
-from kvflow.verify.verifying import Comparison
+from kvflow.verify.cache_digests import Digesting
 from tests.simulator import simulate
 from tests.simulator.planted_prefixes import PREFIX_MUTATIONS
 from tests.simulator.settings import model_of
@@ -298,16 +297,16 @@ def leave_state_behind(real: Any, *given: Any, remote_block_size: int, **named: 
     return () if remote_block_size == 1 else found
 
 
-@instead_of(Comparison, "difference", "I2", 31, "verifies")
-async def ignore_mismatches(*_: Any) -> str:
+@instead_of(verifying, "_difference", "I2", 31, "verifies")
+def ignore_mismatches(*_: Any) -> str:
     """What digests say is not listened to."""
     return ""
 
 
-@instead_of(verifying, "TokenBlocks", "I2", 26)
-def digest_the_wrong_blocks(real: Any, ids: Any, *others: Any) -> TokenBlocks:
+@instead_of(verifying, "Digesting", "I2", 26)
+def digest_the_wrong_blocks(_: Any, *, block_ids: Any, **others: Any) -> Digesting:
     """The reader compares blocks in another order than that of the prompt."""
-    return TokenBlocks(ids[::-1], *others)
+    return Digesting(block_ids=block_ids[::-1], **others)
 
 
 @instead_of(OfferedBlocks, "extend", "I3", 9)

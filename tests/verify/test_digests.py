@@ -16,7 +16,7 @@ from kvflow.core.cache.layout import KVStyle
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.verify import cache_digests as digesting
 from kvflow.verify import digests
-from kvflow.verify.cache_digests import DigestedCache, Digesting, HeadSpan, TokenBlocks, Undigestible
+from kvflow.verify.cache_digests import DigestedCache, Digesting, Undigestible
 from tests.core.caches import Cache, Recipe, recipes
 from tests.support.budgets import examples
 
@@ -60,8 +60,9 @@ def compute(
     heads: tuple[int, int, int],
 ) -> list[int]:
     """The digests of all layers."""
-    blocks = TokenBlocks(np.array(ids, dtype=np.int64), cache.recipe.tokens, start, stop)
-    asked = Digesting(0, range(cache.recipe.layers), HeadSpan(*heads), blocks)
+    layers, (first, count, of_model) = range(cache.recipe.layers), heads
+    blocks = np.array(ids, dtype=np.int64), cache.recipe.tokens, range(start, stop)
+    asked = Digesting(0, layers, range(first, first + count), of_model, *blocks)
     return result_of(digested(cache).digests([asked]))
 
 
@@ -113,17 +114,61 @@ def test_digests_are_as_defined_on_the_host_and_by_torch(case: Any) -> None:
     expected = [defined(cache, layer, *where) for layer in range(cache.recipe.layers)]
     assert compute(*case) == expected
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(digesting, "_STEP_BYTES", 1)  # block by block
+        patched.setattr(digesting, "_JOB_BYTES", 1)  # block by block, layer by layer
+        assert compute(*case) == expected
         patched.setattr(digesting, "_PIECE_BYTES", 1)
         patched.setattr(digesting, "_DIRECT_BYTES_MIN", 1)
         assert compute(*case) == expected
-        patched.undo()
-        patched.setattr(digesting, "_JOB_BYTES", 1)  # layer by layer
-        assert compute(*case) == expected
         patched.setattr(digesting, "_is_host", lambda _: False)
         assert compute(*case) == expected
-        patched.setattr(digesting, "_STEP_BYTES_ON_DEVICE", 1)
+        patched.setattr(digesting, "_JOB_BYTES_ON_DEVICE", 1)
         assert compute(*case) == expected
+
+
+STORED: list[tuple[Recipe, tuple[list[int], int, int, tuple[int, int, int]], list[int]]] = [
+    (
+        Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=24),
+        ([1, 5, 2], 1, 11, (1, 2, 4)),
+        [0x0138806DD865DEB2, 0xBF33482511F94363],
+    ),
+    (
+        Recipe(
+            style=KVStyle.BLOCKS_FIRST,
+            order="HND",
+            layers=2,
+            blocks=5,
+            tokens=8,
+            heads=2,
+            dim=10,
+            dtype=torch.float16,
+            block_padding=3,
+        ),
+        ([4, 0], 9, 22, (0, 2, 6)),
+        [0x6A2EBB5A43923139, 0xD04CC02C1A3D1623],
+    ),
+    (
+        Recipe(style=KVStyle.MLA, order="NHD", layers=1, blocks=4, tokens=16, heads=1, dim=72, dtype=torch.bfloat16),
+        ([3], 0, 16, (0, 1, 0)),
+        [0x625CA229732DBFD0],
+    ),
+    (
+        Recipe(style=KVStyle.FUSED, order="HND", layers=1, blocks=4, tokens=4, heads=4, dim=32),
+        ([0, 1, 2, 3], 0, 13, (0, 4, 8)),
+        [0xC73D3331F20E3FA8],
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "where", "expected"), STORED)
+def test_digests_are_those_of_earlier_versions(recipe: Recipe, where: Any, expected: list[int]) -> None:
+    """Engines of several versions compare them: another value needs another number of the definition."""
+    cache = Cache(recipe)
+    for at, storage in enumerate(cache.storages):
+        content = storage.view(torch.uint8)
+        numbers = np.arange(content.numel(), dtype=np.uint64) + np.uint64(7919 * at)
+        content.copy_(torch.from_numpy((numbers * np.uint64(2654435761) >> np.uint64(13)).astype(np.uint8)))
+    assert compute(cache, *where) == expected
+    assert digests.DEFINITION == 1
 
 
 @pytest.mark.parametrize(
@@ -183,7 +228,5 @@ def test_memory_that_is_none_of_torch_has_no_digests() -> None:
     found = DigestedCache([sets[0]._replace(caches=strange)], AtOnce("digests"))
     assert found.problem == "Strange is no torch tensor"
     with pytest.raises(Undigestible):
-        result_of(
-            found.digests([Digesting(0, [0], HeadSpan(0, 1, 0), TokenBlocks(np.array([0], dtype=np.int64), 4, 0, 4))])
-        )
+        result_of(found.digests([Digesting(0, [0], range(1), 0, np.array([0], dtype=np.int64), 4, range(4))]))
     assert DigestedCache(sets, AtOnce("digests")).problem == ""
