@@ -11,7 +11,6 @@ What a value does when it is looked at is its own: an object whose methods raise
 from __future__ import annotations
 
 import difflib
-import enum
 import numbers
 import operator
 import re
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args, 
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import Meta, StructMeta, ValidationError, convert, defstruct
 
 from kvflow.errors import ConfigError, InvalidInput, RequestError
 
@@ -38,7 +37,6 @@ ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
 """Function that gives a value back in Python's own type, or raises an error with its name."""
 ValueT = TypeVar("ValueT")
-EnumT = TypeVar("EnumT", bound=enum.Enum)
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
@@ -95,17 +93,58 @@ def said(error: BaseException) -> str:
     return "it does not say why" if text is None else printable(text, _SAID_CHARS)
 
 
+def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError) -> Any:
+    """Return a value as one of `kind`, a type with bounds as msgspec has them, in Python's own type.
+
+    Raises:
+        InvalidInput: `error`, if it is none.
+    """
+    plain = value if type(value) in _OWN else _plain(value)
+    try:
+        if type(plain) is str and not encodes(plain):
+            raise ValidationError("Expected a text that UTF-8 can carry")
+        return convert({"value": plain}, kind if type(kind) is StructMeta else _held(kind)).value
+    except InvalidInput:  # of a field of a field
+        raise
+    except Exception as refused:
+        size = f"{len(plain)}: " if isinstance(plain, str) and "length" in str(refused) else ""
+        raise error(f"{what}: {_expected(refused)}, got {size}{shown(value)}") from refused
+
+
+@lru_cache
+def _held(kind: Any) -> Any:
+    """Return a struct of one value of a kind: msgspec remembers what it knows of structs, and of no other type."""
+    return defstruct("Held", [("value", kind)])
+
+
+_OWN = {int, float, bool, str, bytes, tuple, list, dict, NoneType}
+_OWN_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers.Real, float), (str, str.__str__))
+
+
+def _plain(value: Any) -> object:
+    """Return a number or a text of any class as Python's own; for anything else an object that is of no kind."""
+    own = next((own for kind, own in _OWN_OF if isinstance(value, kind)), None)
+    found = None if own is None else answer(partial(own, value))
+    return object() if found is None else found
+
+
+def _expected(refused: Exception) -> str:
+    """Words of a refusal by msgspec, without what it says of the value: that is shown."""
+    words, _, place = str(refused).partition(" - at `$.value")
+    words = words.partition(", got ")[0]
+    return f"{words[:1].lower()}{words[1:]}{f' at {place[:-1]}' if place[:-1] else ''}"
+
+
 def whole(
     value: object, what: str, *, least: int = INT64_MIN, most: int = INT64_MAX, error: ErrorKind = RequestError
 ) -> int:
     """A whole number from `least` to `most`."""
-    if type(value) is int and least <= value <= most:
-        return value
-    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    plain = answer(lambda: int(value)) if is_number else None  # type: ignore[call-overload]
-    if plain is None or not least <= plain <= most:
-        raise error(f"{what}: expected a whole number {_bounds(least, most)}, got {shown(value)}")
-    return int(plain)
+    return int(checked(value, what, _of(int, ge=least, le=most), error))
+
+
+@lru_cache
+def _of(kind: Any, **bounds: Any) -> Any:
+    return Annotated[kind, Meta(**bounds)]
 
 
 _EXACT_MAX = 1 << 53  # of a double: above it not every whole number is one
@@ -125,74 +164,30 @@ def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
     return value
 
 
-def _bounds(least: int, most: int) -> str:
-    if most < INT64_MAX:
-        return f"from {least} to {most}"
-    return "of 64 bits" if least == INT64_MIN else f"from {least} on, of 64 bits"
-
-
-def seconds(value: object, what: str, *, most: float = SECONDS_MAX, error: ErrorKind = RequestError) -> float:
+def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
     """A time: more than 0, and such that a timer can be set to it."""
-    if type(value) is float and 0 < value <= most:
-        return value
-    plain = _real(value)
-    if plain is None or not 0 < plain <= most:
-        raise error(f"{what}: expected seconds above 0 and up to {most:g}, got {shown(value)}")
-    return plain
-
-
-def share(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
-    """A share: a number from 0 to 1."""
-    plain = _real(value)
-    if plain is None or not 0 <= plain <= 1:
-        raise error(f"{what}: expected 0 to 1, got {shown(value)}")
-    return plain
-
-
-def _real(value: object) -> float | None:
-    """The number that a value is, of whatever package; None if it is none."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return answer(lambda: float(value)) if is_number else None  # type: ignore[arg-type]
+    return float(checked(value, what, Seconds, error))
 
 
 def timeout(value: object, what: str, *, error: ErrorKind = RequestError) -> float | None:
     """A bound on waiting: a time, 0 for not at all, or None for as long as it takes."""
-    return value if value is None or (type(value) in (int, float) and value == 0) else seconds(value, what, error=error)
-
-
-def member(value: object, what: str, kind: type[EnumT], *, error: ErrorKind = RequestError) -> EnumT:
-    """Check that a value is one of an enum's, or equal to one."""
-    found = answer(partial(kind, value))
-    if found is None:
-        raise error(f"{what}: expected one of {[str(one) for one in kind]}, got {shown(value)}")
+    found: float | None = checked(value, what, Timeout | None, error)
     return found
 
 
 def flag(value: object, what: str, *, error: ErrorKind = RequestError) -> bool:
     """True or False, and nothing that only counts as one of them."""
-    if type(value) is not bool:
-        raise error(f"{what}: expected True or False, got {shown(value)}")
-    return value
+    return bool(checked(value, what, bool, error))
 
 
 def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> str:
     """Text of up to `most` characters that UTF-8, hence every message, can carry: half of a surrogate pair is none."""
-    if not isinstance(value, str):
-        raise error(f"{what}: expected a text, got {shown(value)}")
-    plain = value if type(value) is str else str.__str__(value)
-    if len(plain) > most:
-        raise error(f"{what}: expected at most {counted(most, 'character')}, got {len(plain)}: {shown(plain)}")
-    if not encodes(plain):
-        raise error(f"{what}: expected a text that UTF-8 can carry, got {shown(plain)}")
-    return plain
+    return str(checked(value, what, _of(str, max_length=most), error))
 
 
 def request_id(value: object, most: int = GIVEN_ID_CHARS_MAX) -> str:
     """A request's id: a text of 1 to `most` characters."""
-    plain = text(value, "request_id")
-    if not 0 < len(plain) <= most:
-        raise RequestError(f"request_id: expected 1 to {counted(most, 'character')}, got {plain[:40]!r}")
-    return plain
+    return str(checked(value, "request_id", _of(str, min_length=1, max_length=most)))
 
 
 def encodes(value: str) -> bool:
@@ -215,15 +210,6 @@ def instance(value: object, kind: type[ValueT], what: str, *, error: ErrorKind =
     if not isinstance(value, kind):
         raise error(f"{what}: expected a {kind.__name__}, got {shown(value)}")
     return value
-
-
-def instances(
-    values: object, what: str, *, kind: type[ValueT], least: int, most: int, error: ErrorKind = RequestError
-) -> tuple[ValueT, ...]:
-    """A tuple or list of `least` to `most` objects of a class, as a tuple."""
-    if not isinstance(values, tuple | list) or not least <= len(values) <= most:
-        raise error(f"{what}: expected {least} to {most} {kind.__name__}s, got {shown(values)}")
-    return tuple(instance(value, kind, what, error=error) for value in values)
 
 
 def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Mapping[str, object]:
@@ -280,7 +266,7 @@ def _array_of(values: object) -> npt.NDArray[Any]:
 
 def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind = RequestError) -> str:
     """One of a few words."""
-    plain, words = text(value, what, error=error), tuple(known)
+    plain, words = text(value, what, error=error), tuple(map(str, known))
     if plain not in words:
         *most, last = map(repr, words)
         raise error(f"{what}: expected {', '.join(most)} or {last}, got {shown(value)}{did_you_mean(plain, words)}")
@@ -318,7 +304,9 @@ def refusal(error: Exception, given: object) -> str:
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+Int64: TypeAlias = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
+Timeout: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -359,33 +347,14 @@ def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Chec
 
 
 def _check_of(hint: Any, error: Any) -> Check | None:
-    """Return the check that an annotation stands for: a function in `Annotated`, or what its type and `Meta` say."""
-    kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    if NoneType in get_args(kind) and not marks:
-        one, *others = (arg for arg in get_args(kind) if arg is not NoneType)
-        check = None if others else _check_of(one, error)
-        return None if check is None else optional(check)
-    bounds: Any = marks[0] if marks else Meta()
-    if callable(bounds):
-        return partial(bounds)
-    if kind is int:
-        least, most = (INT64_MIN if bounds.ge is None else bounds.ge), (INT64_MAX if bounds.le is None else bounds.le)
-        return partial(whole, least=least, most=most, error=error)
-    if kind is float:
-        return partial(share, error=error) if bounds.gt is None else partial(seconds, most=bounds.le, error=error)
-    if kind is str:
-        return partial(text, most=bounds.max_length or INT64_MAX, error=error)
-    if kind is bool:
-        return partial(flag, error=error)
-    if get_origin(kind) is tuple:
-        least, most = bounds.min_length or 0, bounds.max_length or INT64_MAX
-        return partial(instances, kind=get_args(kind)[0], least=least, most=most, error=error)
-    return None
-
-
-def optional(check: Check) -> Check:
-    """The check, or None."""
-    return lambda value, name: None if value is None else check(value, name)
+    """Return the check that an annotation stands for: a function in `Annotated`, or that of a type with bounds."""
+    one, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
+    kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
+    if marks and callable(check := marks[0]):
+        return partial(check) if one is hint else lambda value, name: None if value is None else check(value, name)
+    if others or (kind not in (int, float, str, bool) and get_origin(kind) is not tuple):
+        return None
+    return partial(checked, kind=_held(Int64 if hint is int else hint), error=error)
 
 
 def naming_unknown(kind: type[ValueT]) -> type[ValueT]:

@@ -229,7 +229,7 @@ async def test_advances_that_cannot_be() -> None:
                 lease.advance(tokens)
         with pytest.raises(RequestError, match="'req': ready: expected an event"):
             lease.advance(9, ready=7)  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="'req': num_tokens: expected a whole number"):
+        with pytest.raises(RequestError, match="'req': num_tokens: expected `int`"):
             lease.advance(8.5)  # type: ignore[arg-type]
         lease.advance(8)
         whole = pair.offer([8], "whole")

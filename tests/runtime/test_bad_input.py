@@ -23,8 +23,8 @@ SERVE: list[tuple[dict[str, Any], str]] = [
     ({"block_ids": [1, 2, 1], "num_tokens": 12}, "block id 1 is given twice"),
     ({"block_ids": [[1]]}, LISTS),
     ({"block_ids": [1, 2]}, "2 block ids, expected at most 1 block of 4 for 4 tokens"),
-    ({"block_ids": [], "num_tokens": -1}, "num_tokens: expected a whole number from 0 to 4294967294"),
-    ({"request_id": "x" * 513}, "request_id: expected 1 to 512 characters"),
+    ({"block_ids": [], "num_tokens": -1}, "num_tokens: expected `int` >= 0, got -1"),
+    ({"request_id": "x" * 513}, "request_id: expected `str` of length <= 512, got 513"),
 ]
 
 
@@ -43,7 +43,7 @@ LOAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"block_ids": [0, 1, 2]},
         "3 local blocks of 4 tokens, for tokens 0 to 12 (cached_tokens 0), but the 8 tokens that ... fill 2",
     ),
-    ({}, {"priority": True}, "priority: expected a whole number ... got True"),
+    ({}, {"priority": True}, "priority: expected `int`, got True"),
     ({"remote_block_ids": [3, 99]}, {}, "remote_block_ids of 'producer': block id 99 is not in 0..15"),
     ({"remote_port": 0}, {}, "remote_port 0 is not in 1..65535"),
     ({"seal_index": 1 << 40}, {}, "seal_index 1099511627776"),

@@ -217,7 +217,7 @@ def _kind(kind: object, window: object, holds_state: bool, what: str) -> GroupKi
         return GroupKind.STATE
     if kind is None:
         return GroupKind.FULL if window is None else GroupKind.SLIDING
-    return checks.member(kind, f"{what}: kind", GroupKind, error=LayoutError)
+    return GroupKind(checks.one_of(kind, f"{what}: kind", known=GroupKind, error=LayoutError))
 
 
 def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout | StateLayout, ...]:

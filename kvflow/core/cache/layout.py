@@ -17,7 +17,6 @@ import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, NamedTuple, TypeAlias
 
 from kvflow import checks
@@ -261,7 +260,9 @@ def _order(order: str, what: str) -> str:
     return str.__str__(order)
 
 
-_style = partial(checks.member, kind=KVStyle, error=LayoutError)
+def _style(value: object, what: str) -> KVStyle:
+    return KVStyle(checks.one_of(value, what, known=KVStyle, error=LayoutError))
+
 
 Style: TypeAlias = Annotated[KVStyle, _style]
 

@@ -124,7 +124,7 @@ class StateLayout:
             LayoutError: It names the layer or tensor, and both values.
         """
         layers = checked_caches(caches)
-        described = checks.instances(tensors, "tensors", kind=StateTensor, least=1, most=TENSORS_MAX, error=LayoutError)
+        described: tuple[StateTensor, ...] = checks.checked(tensors, "tensors", StateTensors, LayoutError)
         name, first = next(iter(layers.items()))
         facts = _facts(name, first, described)
         layout = cls(

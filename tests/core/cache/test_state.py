@@ -91,7 +91,7 @@ TURNED = {"layers.0": WHOLE, "layers.1": WHOLE[::-1]}
     ("make", "problem"),
     [
         (lambda: state(CONV), "expected 1 tensor, got 2"),
-        (lambda: state(), "expected 1 to 16 StateTensors"),
+        (lambda: state(), "expected `array` of length >= 1"),
         (lambda: state(StateTensor(name="ssm"), SSM), "two have the same name"),
         (lambda: state(StateTensor(name="conv", axis=2), SSM), "has no axis 2 in a slot"),
         (lambda: state(StateTensor(name="c", segments=(X, B)), SSM), r"axis 0 has 20 entries, segments have \[8, 6\]"),
