@@ -101,7 +101,8 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
     """
     plain = value if type(value) in _OWN else _plain(value)
     try:
-        if type(plain) is str and not encodes(plain):
+        texts = (plain,) if isinstance(plain, str) else plain if isinstance(plain, tuple | list) else ()
+        if texts and not all(encodes(one) for one in texts if type(one) is str):
             raise ValidationError("Expected a text that UTF-8 can carry")
         return convert({"value": plain}, kind if type(kind) is StructMeta else _held(kind)).value
     except InvalidInput:  # of a field of a field
@@ -310,10 +311,10 @@ Timeout: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
-def settle(given: object, error: ErrorKind) -> None:
+def settle(given: object, error: ErrorKind, where: str = "") -> None:
     """Check each field of a frozen dataclass, and replace its value by the one in Python's own type."""
     for name, _, check in _fields_of(type(given), error):  # type: ignore[arg-type]
-        object.__setattr__(given, name, check(getattr(given, name), name))
+        object.__setattr__(given, name, check(getattr(given, name), f"{where}{name}"))
 
 
 def settled_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
@@ -341,7 +342,7 @@ def settled_request(given: object, kind: type[DataT], verb: str, block_ids_max: 
 @lru_cache(maxsize=64)
 def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Check], ...]:
     """Return name, default and check of each field of a dataclass that its annotation bounds."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind.__init__, include_extras=True)  # type: ignore[misc]
     found = ((entry, _check_of(hints[entry.name], error)) for entry in fields(kind))  # type: ignore[arg-type]
     return tuple((entry.name, entry.default, check) for entry, check in found if check is not None)
 
@@ -350,11 +351,12 @@ def _check_of(hint: Any, error: Any) -> Check | None:
     """Return the check that an annotation stands for: a function in `Annotated`, or that of a type with bounds."""
     one, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
     kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
-    if marks and callable(check := marks[0]):
-        return partial(check) if one is hint else lambda value, name: None if value is None else check(value, name)
-    if others or (kind not in (int, float, str, bool) and get_origin(kind) is not tuple):
-        return None
-    return partial(checked, kind=_held(Int64 if hint is int else hint), error=error)
+    check: Any = marks[0] if marks and callable(marks[0]) else None
+    if check is None and not others and (kind in (int, float, str, bool) or get_origin(kind) is tuple):
+        return partial(checked, kind=_held(Int64 if hint is int else hint), error=error)
+    if check is None and not others and isinstance(kind, type):
+        check = lambda value, name: instance(value, kind, name, error=error)  # noqa: E731
+    return check if check is None or one is hint else lambda value, name: None if value is None else check(value, name)
 
 
 def naming_unknown(kind: type[ValueT]) -> type[ValueT]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
 
 from kvflow import checks
-from kvflow.config import RANKS_MAX
-from kvflow.core.cache.tensors import NAME_CHARS_MAX, NAMED_LAYERS_MAX
+from kvflow.core.bounds import Name, RankCount
+from kvflow.core.cache.tensors import NAMED_LAYERS_MAX
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
@@ -26,6 +28,11 @@ from kvflow.stock.stock_handshake import StockHandshakes
 from kvflow.stock.stock_resolver import StockResolver
 from kvflow.stock.versions import HASH, Line, line_of
 
+Hashes: TypeAlias = Annotated[
+    tuple[Annotated[str, Meta(pattern=rf"\A{HASH.pattern}\Z")], ...], Meta(max_length=1 << 10)
+]
+Names: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NAMED_LAYERS_MAX)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockPeers(Foreign):
@@ -36,20 +43,20 @@ class StockPeers(Foreign):
     """
 
     name = "stock"
-    hashes: tuple[str, ...] = ()
+    hashes: Hashes = ()
     """The compatibility hashes of engines that are read from: whoever shows another one is refused. The first one is
     shown to readers. `kvflow doctor --stock` says which one an engine has."""
     learn_hash: bool = False
     """True if the first engine whose hash is not among them is believed, if its cache fits ours: its hash is the only
     one that is learned. Nothing says then that it runs the same model, or means the same by its bytes."""
     terms: Terms = field(default_factory=Terms)
-    tp_sizes: tuple[int, ...] = ()
+    tp_sizes: tuple[RankCount, ...] = ()
     """Sizes of tensor parallelism that there are. One that the heads of a first rank prove need not be named."""
-    serve_version: str = ""
+    serve_version: Name = ""
     """The version of vLLM whose engines read from this one, such as "0.32.0"; without it none is served."""
-    attn_backend_name: str = ""
+    attn_backend_name: Name = ""
     """Name that readers are shown, which compare it with theirs."""
-    region_names: tuple[str, ...] = ()
+    region_names: Names = ()
     """Names of all layers that readers are shown, in the order of the layers' numbers; () shows none."""
     ranks: EngineRanks | None = None
     """Facts that the ranks of an engine of several ranks, which is read by others, know of each other."""
@@ -57,22 +64,9 @@ class StockPeers(Foreign):
     """Called, on the runtime's loop, with each request that a reader says to have read when its lease was over."""
 
     def __post_init__(self) -> None:
-        listed = partial(checks.instances, least=0, most=NAMED_LAYERS_MAX, error=ConfigError)
-        checks.flag(self.learn_hash, "stock learn_hash", error=ConfigError)
-        checks.instance(self.terms, Terms, "stock terms", error=ConfigError)
-        for name in ("serve_version", "attn_backend_name"):
-            checks.text(getattr(self, name), f"stock {name}", most=NAME_CHARS_MAX, error=ConfigError)
-        for one in listed(self.hashes, "stock hashes", kind=str):
-            if not HASH.fullmatch(one):
-                raise ConfigError(f"stock hashes: expected 64 hexadecimal digits, got {checks.shown(one)}")
+        checks.settle(self, ConfigError, "stock ")
         if not self.hashes and (self.serve_version or not self.learn_hash):
             raise ConfigError("stock hashes: expected one or more, got none")
-        for size in listed(self.tp_sizes, "stock tp_sizes", kind=int):
-            checks.whole(size, "stock tp_sizes", least=1, most=RANKS_MAX, error=ConfigError)
-        for name in listed(self.region_names, "stock region_names", kind=str):
-            checks.text(name, "stock region_names", most=NAME_CHARS_MAX, error=ConfigError)
-        if self.ranks is not None:
-            checks.instance(self.ranks, EngineRanks, "stock ranks", error=ConfigError)
         if self.on_late_read is not None and not callable(self.on_late_read):
             raise ConfigError(f"stock on_late_read: expected a function, got {checks.shown(self.on_late_read)}")
         if self.serve_version:

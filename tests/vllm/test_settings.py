@@ -137,7 +137,7 @@ def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have()
     [
         ({"lease_ttl": 5}, "unknown: lease_ttl; did you mean 'lease_ttl_s'"),
         ({"tp_rank": 5}, r"unknown: tp_rank \(engine_id, tp_rank.*come from vLLM\)"),
-        ({"lease_ttl_s": "5"}, "kv_connector_extra_config: lease_ttl_s: expected seconds above 0.*got '5'"),
+        ({"lease_ttl_s": "5"}, "kv_connector_extra_config: lease_ttl_s: expected `float`, got '5'"),
         (
             {"fetch_tokens_min": 1.5},
             r"kv_connector_extra_config: Expected `int`, got `float` - at `\$\.fetch_tokens_min`, got 1.5",
@@ -147,7 +147,7 @@ def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have()
             "kv_connector_extra_config: limits: .*unknown: peer_max; did you mean 'peers_max'",
         ),
         ({"limits": {"peers_max": "5"}}, "kv_connector_extra_config: limits: peers_max: expected .* got '5'"),
-        ({"lease_ttl_s": -1}, "lease_ttl_s: expected seconds above 0"),
+        ({"lease_ttl_s": -1}, "lease_ttl_s: expected `float` > 0.0"),
         ({"fetch_tokens_min": 0}, r"Expected `int` >= 1 - at `\$\.fetch_tokens_min`, got 0"),
         ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),
         (
