@@ -30,8 +30,9 @@ from kvflow.runtime.load.reads import CopyFailed, CopyGroup, HeadOf, Read
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.pool import give_back_after
+from kvflow.staging.copies import Tensor
 from kvflow.staging.host_buffers import host_buffers
-from kvflow.staging.scratch import Permutation, Scratch, ScratchBuffer
+from kvflow.staging.scratch import Permutation, Scratch
 from kvflow.staging.whole_blocks import WholeBlocks, prefer_scratch
 from kvflow.transport.base import TransportError
 
@@ -101,7 +102,7 @@ class Buffered:
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))
         if self._config.scratch == "always":
             return whole.block_bytes
-        remote_blocks = -(-count * block_map.chunk_tokens // whole.rows.tokens)
+        remote_blocks = -(-count * block_map.chunk_tokens // whole.tokens)
         batches = -(-remote_blocks * whole.block_bytes // self._scratch.slot_bytes)
         near = source.lease.host in (self._config.advertise_host, self._config.listen_host)
         pays = prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches, near=near)
@@ -149,7 +150,7 @@ class Buffered:
         releases: list[Callable[[], None]] = []
         try:
             host_ids = await self._take_host_blocks(span, staging, releases)
-            slot: ScratchBuffer | None = None
+            slot: Tensor | None = None
             reads: list[Read] = []
             offset = 0
             for part in parts:
@@ -158,13 +159,13 @@ class Buffered:
                     reads += self._straight.slices(part.source, zip(repeat(part.block_map), chunks), head_of)
                     continue
                 if slot is None:
-                    slot = await self._scratch.take()
-                    releases.append(partial(self._scratch.give_back, slot))
+                    numbers, slot = await self._scratch.take()
+                    releases.append(partial(self._scratch.pool.give_back, numbers))
                 for some in filter(len, chunks):
-                    plan = self._permutation(part.block_map).plan(some, slot, offset)
-                    reads.append(Read(part.source, plan.descriptors))
-                    jobs.append(plan.permute)
-                    offset += plan.size_bytes
+                    descriptors, permute = self._permutation(part.block_map).plan(some, slot, offset)
+                    reads.append(Read(part.source, descriptors))
+                    jobs.append(permute)
+                    offset += descriptors.size_bytes
         except BaseException:
             run_all(releases)
             raise

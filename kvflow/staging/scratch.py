@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -39,13 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 
-class ScratchBuffer(NamedTuple):
-    """One scratch buffer: its number and its bytes."""
-
-    number: int
-    memory: torch.Tensor
-
-
 class Scratch:
     """A few equal buffers on the cache's device.
 
@@ -60,33 +54,33 @@ class Scratch:
         self._transport = transport
         self._copy_thread = copy_thread
         self.pool = Pool(slots)
-        self._made: dict[int, ScratchBuffer] = {}
+        self._made: dict[int, torch.Tensor] = {}
 
     async def prepare(self) -> None:
         """Make all buffers now. TransportError if they cannot be had; then there are none, and `slot_bytes` is 0."""
         try:
             for number in range(self.pool.size):
-                self._made[number] = await self._make(number)
+                self._made[number] = await self._make()
         except TransportError:
             self.slot_bytes = 0
             raise
 
-    async def take(self) -> ScratchBuffer:
-        """Take a buffer, once one is free. Raises TransportError if it cannot be had."""
+    async def take(self) -> tuple[BlockIds, torch.Tensor]:
+        """Take a buffer, once one is free: its number, to be given back to `pool`, and its bytes.
+
+        Raises TransportError if it cannot be had.
+        """
         numbers = await self.pool.take(1)
         number = int(numbers[0])
         try:
             if number not in self._made:
-                self._made[number] = await self._make(number)
+                self._made[number] = await self._make()
         except BaseException:
             self.pool.give_back(numbers)
             raise
-        return self._made[number]
+        return numbers, self._made[number]
 
-    def give_back(self, slot: ScratchBuffer) -> None:
-        self.pool.give_back(np.array([slot.number]))
-
-    async def _make(self, number: int) -> ScratchBuffer:
+    async def _make(self) -> torch.Tensor:
         made: list[torch.Tensor] = []
         try:
             if self.device.on_host:
@@ -99,15 +93,7 @@ class Scratch:
             ) from error
         span = Span(address=made[0].data_ptr(), size_bytes=self.slot_bytes)
         await self._transport.register([span], self.device.where, made[0], MemoryUse.READ_INTO)
-        return ScratchBuffer(number, made[0])
-
-
-class ScratchRead(NamedTuple):
-    """Reads into a scratch buffer, the copy out of it, and how many bytes of it they use."""
-
-    descriptors: Descriptors
-    permute: Callable[[], None]
-    size_bytes: int
+        return made[0]
 
 
 class Permutation:
@@ -144,29 +130,30 @@ class Permutation:
         )
         self._targets: Sequence[View] = [target.numpy() for target in targets] if device.on_host else targets
 
-    def plan(self, chunks: Chunks, slot: ScratchBuffer, offset: int) -> ScratchRead:
-        """Read the remote blocks of `chunks`, which are in prompt order, to `offset` of a buffer, and permute them."""
+    def plan(self, chunks: Chunks, buffer: torch.Tensor, offset: int) -> tuple[Descriptors, Callable[[], None]]:
+        """Plan to read the remote blocks of `chunks`, which are in prompt order, to `offset` of a buffer.
+
+        Returns the reads, and the copy out of the buffer.
+        """
         starts = np.flatnonzero(np.concatenate(([True], np.diff(chunks.remote_ids) != 0)))
         size_bytes = len(starts) * self.whole_blocks.block_bytes
-        descriptors = self.whole_blocks.plan(
-            chunks.remote_ids[starts], slot.memory.data_ptr() + offset, self._device.where
-        )
-        memory = slot.memory[offset : offset + size_bytes]
-        return ScratchRead(descriptors, lambda: self._permute(chunks, starts, memory), size_bytes)
+        memory = buffer[offset : offset + size_bytes]
+        descriptors = self.whole_blocks.plan(chunks.remote_ids[starts], memory.data_ptr(), self._device.where)
+        return descriptors, partial(self._permute, chunks, starts, memory)
 
     def _permute(self, chunks: Chunks, starts: BlockIds, memory: torch.Tensor) -> None:
         """Permute a slice's blocks, on the copy thread."""
-        rows = self.whole_blocks.rows
+        whole = self.whole_blocks
         sources = chunk_sources(
             memory,
-            rows=len(self.whole_blocks),
+            rows=len(whole),
             chunks=len(starts),
-            tokens=rows.tokens,
-            heads=rows.heads,
-            run_bytes=rows.run,
-            memory_order=rows.memory_order,
-        )[:, :, :, rows.first_head : rows.first_head + self._heads]
-        per_block = rows.tokens // self._chunk_tokens
+            tokens=whole.tokens,
+            heads=whole.heads,
+            run_bytes=whole.run_bytes,
+            memory_order=whole.memory_order,
+        )[:, :, :, whole.first_head : whole.first_head + self._heads]
+        per_block = whole.tokens // self._chunk_tokens
         sources = sources.view(*sources.shape[:2], per_block, self._chunk_tokens, *sources.shape[3:])
         views: View = sources.numpy() if self._device.on_host else sources
         local_parts = np.zeros_like(chunks.local_ids) if chunks.local_parts is None else chunks.local_parts
@@ -194,7 +181,7 @@ class Permutation:
         """The sources of each target: K and V are halves of every head where only the peer has them together."""
         found = list(sources)
         if self._halve:
-            half = self.whole_blocks.rows.run // 2
+            half = self.whole_blocks.run_bytes // 2
             found = [part for row in sources for part in (row[..., :half], row[..., half:])]
         if self._device.on_host:
             return found

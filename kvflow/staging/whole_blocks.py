@@ -43,19 +43,11 @@ COSTS: Mapping[tuple[str, bool], PathCosts] = {
 """Costs by the kind of memory that is read into, and whether the peer is on this host."""
 
 
-class ScratchShape(NamedTuple):
-    """The shape of a block in scratch memory: for each remote region, tokens and heads in the peer's order."""
-
-    tokens: int
-    heads: int
-    first_head: int
-    """The first of the heads that we want."""
-    run: int
-    memory_order: str
-
-
 class WholeBlocks:
-    """Whole remote blocks: one contiguous piece in each region that is read from."""
+    """Whole remote blocks: one contiguous piece in each region that is read from.
+
+    In scratch memory a block has `tokens` and `heads` in the peer's order for each region.
+    """
 
     def __init__(self, remote: Regions, heads: HeadSlice, layers: Sequence[int]) -> None:
         """`layers` are positions among the remote regions' layers, in the order in which they are wanted."""
@@ -64,13 +56,13 @@ class WholeBlocks:
         self._bases: Int64Array = remote.bases[index].astype(np.int64)
         self._strides: Int64Array = remote.strides[index].astype(np.int64)
         self._device = remote.device
-        by_head = block.head_stride == block.tokens * block.run and block.token_stride == block.run
-        if by_head:
-            self.rows = ScratchShape(block.tokens, heads.heads, 0, block.run, "HND")
+        self.tokens, self.run_bytes = block.tokens, block.run
+        if block.head_stride == block.tokens * block.run and block.token_stride == block.run:
+            self.memory_order, self.heads, self.first_head = "HND", heads.heads, 0
             self._bases += heads.remote_start * block.head_stride
-        else:
-            self.rows = ScratchShape(block.tokens, block.heads, heads.remote_start, block.run, "NHD")
-        self.extent_bytes = self.rows.tokens * self.rows.heads * self.rows.run
+        else:  # all heads are read: `first_head` is the first of those that we want
+            self.memory_order, self.heads, self.first_head = "NHD", block.heads, heads.remote_start
+        self.extent_bytes = self.tokens * self.heads * self.run_bytes
 
     def __len__(self) -> int:
         return len(self._bases)

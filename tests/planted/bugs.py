@@ -304,8 +304,8 @@ BUGS: dict[str, Bug] = {
         ("tests/observe/test_prometheus.py::test_what_has_happened_is_counted_and_what_is_open_is_shown",),
     ),
     "host blocks are copied from the first of a run": Bug(
-        "            places[target_ids] = rows[sources]",
-        "            places[target_ids] = rows[: len(target_ids)]",
+        "            places[place : place + count] = rows[start : start + count]",
+        "            places[place : place + count] = rows[start : start + 1]",
         (
             "tests/staging/test_copies.py::test_blocks_that_follow_each_other_on_either_side",
             "tests/staging/test_copies.py::test_blocks_are_copied_and_nothing_else",
