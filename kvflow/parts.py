@@ -12,7 +12,6 @@ import contextlib
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 from kvflow.errors import KVFlowError, RequestError
 
@@ -56,32 +55,3 @@ def preload(*names: str) -> None:
     for name in names:
         with contextlib.suppress(RequestError):
             part(name, "preload")
-
-
-class AskedParts:
-    """Parts that one registration has been asked for. Each is made at its first use, and stays."""
-
-    def __init__(self, cache: object) -> None:
-        """`cache`: the registered cache, which each part is made with."""
-        self._cache = cache
-        self._made: dict[str, Any] = {}
-
-    def __contains__(self, name: str) -> bool:
-        """Return whether the part has been made."""
-        return name in self._made
-
-    def get(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
-        """Return the registration's part of this name.
-
-        Args:
-            name: folder of the part.
-            what: what needs it, for the error.
-            kind: the error if the part is not there.
-
-        Raises:
-            RequestError: The part is not there; or `kind`.
-        """
-        made = self._made.get(name)
-        if made is None:
-            made = self._made[name] = part(name, what, kind).begin(self._cache)
-        return made

@@ -100,8 +100,7 @@ async def test_a_load_that_is_verified_needs_verify_and_others_do_not(monkeypatc
 async def test_a_producer_without_verify_refuses_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     async with inproc_pair() as pair:
         lease, consumer = pair.offer([3]), pair.consumer.runtime
-        asked = consumer._supervisor.require_cache().asked
-        asked.get("verify", "the reader has it")
+        consumer._supervisor.require_cache().part("verify", "the reader has it")
         monkeypatch.setattr(parts, "PARTS", {})
         with pytest.raises(PeerRefused, match=r"a question for digests needs kvflow\.verify"):
             await consumer.load_blocks(LoadRequest("req", lease.ticket, [0], verify=True))

@@ -49,10 +49,10 @@ class Growing:
 
     def __init__(self, cache: RegisteredCache) -> None:
         self.rendezvous = Rendezvous(cache)
-        self.slice_bytes_max = cache.context.config.limits.slice_bytes_max
-        self.clock = cache.context.clock
+        self.slice_bytes_max = cache.config.limits.slice_bytes_max
+        self.clock = cache.clock
         self.straight = cache.straight
-        self._spawn = cache.context.spawn
+        self._cache = cache
         self._reader = cache.local.reader
         self._peers = cache.peers
         self._whole = cache.whole
@@ -67,7 +67,7 @@ class Growing:
         work = load.work
         assert work is not None, "it is under way"
         news = work.news = News(work, sources, self._reader, self._peers)
-        news.begin(self._spawn)
+        news.begin(self._cache)
         for one in news.followed:
             if one.source in work.sources:
                 one.attach(matched)

@@ -21,7 +21,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import Told
 from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
-from kvflow.runtime.context import Spawn
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import LeaseNews, Work
 from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import Source, words
@@ -149,10 +149,10 @@ class News(LeaseNews):
         self._peers = peers
         self._tasks: list[asyncio.Task[None]] = []
 
-    def begin(self, spawn: Spawn) -> None:
+    def begin(self, cache: RegisteredCache) -> None:
         """Ask the ranks from now on. Raises RuntimeUnavailable."""
         for one in self.followed:
-            self._tasks.append(spawn(self._ask(one), name=f"kvflow-news {self._request_id}"))
+            self._tasks.append(cache.spawn(self._ask(one), name=f"kvflow-news {self._request_id}"))
 
     @property
     def failed(self) -> str:

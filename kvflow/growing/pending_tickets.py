@@ -61,8 +61,8 @@ class Rendezvous:
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._peers = cache.peers
-        self._spawn = cache.context.spawn
-        self._limits = cache.context.config.limits
+        self._spawn = cache.spawn
+        self._limits = cache.config.limits
         self._local = cache.local
         self._reach = cache.own_reach
         self._remote_leases = cache.remote_leases

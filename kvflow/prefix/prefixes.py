@@ -71,8 +71,8 @@ class Prefixes(Part):
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache just now.
         """
         registered = self._owner.require("share")
-        engine_id = registered.context.config.engine_id
-        if registered.context.config.role == "consumer":
+        engine_id = registered.config.engine_id
+        if registered.config.role == "consumer":
             raise UsageError(f"share: the role of engine {engine_id!r} is 'consumer'")
         if self._shared is not None and not self._shared.closed:
             raise UsageError(f"share: the cache of engine {engine_id!r} is shared already")
@@ -97,7 +97,7 @@ class Prefixes(Part):
             UsageError: no runtime with a registered KV cache has this part, or this is not its loop.
         """
         cache, questions = self._require("seek")
-        checked = checked_prefix_request(request, "seek", cache.context.config.limits)
+        checked = checked_prefix_request(request, "seek", cache.config.limits)
         search = await questions.ask(checked, checked.answer_within_s)
         found = search.holders
         search.give_back(found)
@@ -125,7 +125,7 @@ class Prefixes(Part):
             UsageError: as for `seek`.
         """
         cache, questions = self._require("pull")
-        checked = checked_prefix_request(request, "pull", cache.context.config.limits)
+        checked = checked_prefix_request(request, "pull", cache.config.limits)
         under_way, made = self._under_way, Pull(cache, self._rates, self._counts, checked)
         under_way.add(made)
         try:

@@ -54,7 +54,7 @@ class Pull:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
         check_blocks(request, self._groups, self._tables)
         self._request = request if request.rest is None else _in_whole_blocks(request, self._groups, self._tables)
-        deadline_s = cache.context.config.load_deadline_s if request.deadline_s is None else request.deadline_s
+        deadline_s = cache.config.load_deadline_s if request.deadline_s is None else request.deadline_s
         self._answers_s = min(request.answer_within_s, deadline_s)
         now_s = asyncio.get_running_loop().time()
         self._ends_s, self._answers_end_s = now_s + deadline_s, now_s + self._answers_s

@@ -57,7 +57,7 @@ class PrefixQuestions:
     """Asks engines for prefixes."""
 
     def __init__(self, cache: RegisteredCache, rates: LoadRates) -> None:
-        self._context = cache.context
+        self._cache = cache
         self._local = cache.local
         self._token_bytes = token_size_bytes(cache.local)
         self._reach = cache.own_reach
@@ -84,7 +84,7 @@ class PrefixQuestions:
         A peer is not asked if it has left an earlier question unanswered for as long as that one allowed, and this one
         does.
         """
-        loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
+        loop, question_id = asyncio.get_running_loop(), self._cache.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
         peers = {_named(peer): peer for peer in request.peers}
         search = Search(peers, self._remote_leases.release_soon)
@@ -95,7 +95,7 @@ class PrefixQuestions:
                     search.refuse(given, given, "it has not answered an earlier question yet")
                     continue
                 body = self._ask(search, given, peer, request, question_id)
-                task = self._context.spawn(body, name=f"kvflow-seek {request.request_id}")
+                task = self._cache.spawn(body, name=f"kvflow-seek {request.request_id}")
                 search.tasks.append(task)
                 self._asking.add(task)
                 task.add_done_callback(self._asking.discard)
@@ -165,7 +165,7 @@ class PrefixQuestions:
         offers = [reply for reply in replies if isinstance(reply, tuple)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
         engine = await self._connected_again(engine, offers)
-        ticket = _ticket(engine, question_id, offers, self._context.config.limits.block_ids_max)
+        ticket = _ticket(engine, question_id, offers, self._cache.config.limits.block_ids_max)
         if len(offers) < len(ranks) or ticket is None or ticket.num_tokens <= request.cached_tokens:
             if ticket is not None:
                 self._remote_leases.release_soon(ticket)
@@ -241,7 +241,7 @@ class PrefixQuestions:
         nobody = messages.Target("unknown", 0, 0, 0)
         question = messages.MetadataRequest(reader=self._local.reader, target=nobody)
         fingerprint = self._local.compatibility.fingerprint()
-        reply = await self._context.side_channel.ask(address, question, fingerprint=fingerprint)
+        reply = await self._cache.side_channel.ask(address, question, fingerprint=fingerprint)
         known = reply.listens if isinstance(reply, messages.Refusal) else None
         if known is None:
             said = reply.reason if isinstance(reply, messages.Refusal) else f"a {type(reply).__name__}"

@@ -52,7 +52,7 @@ class SharedPrefixes:
         most = max(num_blocks // _SHARE_OF_CACHE, 1)
         if pinned_blocks_max is not None:
             most = checks.whole(pinned_blocks_max, "share: pinned_blocks_max", least=1, error=UsageError)
-        self._ttl_s = min(_TTL_S, registered.context.config.lease_ttl_s)
+        self._ttl_s = min(_TTL_S, registered.config.lease_ttl_s)
         self._loop = asyncio.get_running_loop()
         self._serving = registered.serving
         self._cache = cache

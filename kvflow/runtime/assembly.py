@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,29 +21,30 @@ from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import UNKNOWN_ENGINE
 from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
-from kvflow.core.protocol.proof import HOST, SealTable
-from kvflow.errors import ConfigError, RequestError, UsageError
+from kvflow.core.protocol.proof import HOST
+from kvflow.errors import ConfigError, KVFlowError, RequestError, UsageError
 from kvflow.logs import logger_of
-from kvflow.parts import AskedParts, part
+from kvflow.parts import part
 from kvflow.runtime.channel.protocol import Answered, refusal
-from kvflow.runtime.context import RankContext
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.foreign import foreign_of
-from kvflow.runtime.load.gear import Gear, Poller, Words, reads_in_flight
+from kvflow.runtime.load.gear import Gear, Words, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.straight import Straight
 from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
-from kvflow.runtime.part import Part
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
+
+if TYPE_CHECKING:
+    from kvflow.runtime.registration import Registration
+    from kvflow.runtime.supervisor import Supervisor
 
 logger = logger_of(__name__)
 
@@ -57,56 +58,74 @@ _USES = {
 
 
 class RegisteredCache:
-    """Everything that exists once a cache is registered."""
+    """One rank from the registration of its cache to the end of that: all that exists only then is made with it."""
 
     def __init__(
         self,
-        context: RankContext,
+        runtime: Supervisor,
+        registration: Registration,
+        config: Config,
+        memory: RankMemory,
+        gear: Gear,
         local: LocalRank,
         metadata: messages.Metadata,
-        gear: Gear,
-        memory: RankMemory,
-        parts: Sequence[Part],
     ) -> None:
-        """`metadata`: this rank as readers are told of it."""
-        config, limits, staging = context.config, context.config.limits, memory.staging
+        """`config`: with the limits of the cache's device. `metadata`: this rank as readers are told of it."""
+        self.config = config
+        self.rank = runtime.rank
+        self.incarnation = registration.incarnation
+        self.host, self.port = runtime.host, runtime.listener.port
+        """Address of its side channel, as tickets name it."""
+        self.clock = runtime.clock
+        self.spawn = registration.spawn
+        self.observers = runtime.observers
+        self.transport = registration.transport
+        self.side_channel = runtime.side_channel
+        self.seals = runtime.seals
+        self.token_hex = runtime.world.token_hex
+        """Draws that many random bytes, in hexadecimal, which nobody can guess."""
         self.gear = gear
         self.memory = memory
-        self.context = context
-        self._answers = {kind: answer for part in parts for kind, answer in part.answers.items()}
+        self._answers = {kind: answer for part in runtime.parts for kind, answer in part.answers.items()}
         """Answers to the requests of parts: no other requests are decoded."""
+        self._parts: dict[str, Any] = {}
+        """Parts that were asked for: each is made at its first use, and stays."""
         self.local = local
         self.metadata = metadata
         self.ledger = gear.ledger
-        self.straight = Straight(config, staged=bool(staging))
-        self.pools = [one.pool for one in staging]
+        self.straight = Straight(config, staged=bool(memory.staging))
+        self.pools = [one.pool for one in memory.staging]
         """Pools of host blocks and scratch buffers."""
-        foreign = foreign_of(parts)
-        telling = LeaseIdTelling(context, local)
-        handshakes = Handshakes(context, local, telling)
-        self.peers = Peers(context, foreign.handshakes(context, local, handshakes))
-        self.asked = AskedParts(self)
-        self.own_reach = Reach(context, local, self.peers)
+        foreign = foreign_of(runtime.parts)
+        self.telling = LeaseIdTelling(self)
+        """The way in which ranks of our own make are told of their leases."""
+        self.peers = Peers(self, foreign.handshakes(self, Handshakes(self, self.telling)))
+        self.own_reach = Reach(self)
         """The resolver of tickets of our own make; `resolver` may know others."""
-        self.resolver = foreign.resolver(context, self.peers, self.own_reach)
-        self.remote_leases = RemoteLeases(
-            context, local, self.peers, self.own_reach, self.resolver, telling, self.asked
-        )
-        self.whole = Whole(
-            context, local, self.peers, self.resolver, self.remote_leases, self.straight, gear, self.asked
-        )
-        self.loader = Loader(
-            context, local, self.peers, self.resolver, self.remote_leases, gear, self.whole, self.asked
-        )
-        offered = OfferedBlocks(
-            local.groups, gear.ledger, context.seals, staging, gear.copy_thread, limits.slice_bytes_max
-        )
-        self.serving = Serving(context, local, offered)
-        self.strangers = foreign.service(context, local, metadata, self.serving)
+        self.resolver = foreign.resolver(self)
+        self.remote_leases = RemoteLeases(self)
+        self.whole = Whole(self)
+        self.loader = Loader(self)
+        self.serving = Serving(self)
+        self.strangers = foreign.service(self)
         """The service that answers readers of another make."""
-        self.readers = Farewells(context, local)
-        self._config = context.config
-        self._rank = context.identity.rank
+        self.readers = Farewells(self)
+
+    def part(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
+        """Return this registration's part of a name in `parts.PARTS`, made at its first use.
+
+        Args:
+            name: folder of the part.
+            what: what needs it, for the error.
+            kind: the error if the part is not there.
+
+        Raises:
+            RequestError: The part is not there; or `kind`.
+        """
+        made = self._parts.get(name)
+        if made is None:
+            made = self._parts[name] = part(name, what, kind).begin(self)
+        return made
 
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
@@ -123,7 +142,7 @@ class RegisteredCache:
             return msgspec.structs.replace(refusal("the caches are not compatible"), **told)
         if theirs != ours:
             expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
-            return refusal(f"expected {expected}, this is {self._rank}")
+            return refusal(f"expected {expected}, this is {self.rank}")
         match request:
             case messages.ReleaseRequest():
                 try:
@@ -132,7 +151,7 @@ class RegisteredCache:
                     return refusal(str(error))
             case messages.DigestRequest():
                 try:
-                    promised: Answered = self.asked.get("verify", "a question for digests").answer(request)
+                    promised: Answered = self.part("verify", "a question for digests").answer(request)
                     return promised
                 except RequestError as error:
                     return refusal(str(error))
@@ -157,31 +176,24 @@ class RegisteredCache:
 
 
 async def register(
-    context: RankContext,
-    poller: Poller,
-    copy_thread: CopyThread,
-    groups: Sequence[CacheGroup],
-    copy_blocks: BlockCopier | None,
-    parts: Sequence[Part],
+    runtime: Supervisor, registration: Registration, groups: Sequence[CacheGroup], copy_blocks: BlockCopier | None
 ) -> RegisteredCache:
     """See `Runtime.register_kv_caches`."""
-    config = context.config
+    config, transport = runtime.config, registration.transport
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     sets = layer_sets(groups, config.tp_size)
     where = device_of([layer for one in sets for layer in one.caches.items()])
-    staged = is_staged(where.kind, config.staging, context.transport.reaches(where.kind))
+    staged = is_staged(where.kind, config.staging, transport.reaches(where.kind))
     try:
         if not staged or all(has_addresses(one.caches) for one in sets):
             _check_apart(groups, sets)
-        memory = await _prepared(config, copy_thread, groups, sets, staged, copy_blocks)
-        context = replace(context, config=config_on(config, memory.filled.where.kind))
-        gear = _gear(context, poller, copy_thread, memory, grows=config.limits.peer_in_flight_bytes_max == 0)
-        registered = await _register(context, gear, memory, parts)
+        memory = await _prepared(config, runtime.copier, groups, sets, staged, copy_blocks)
+        registered = await _register(runtime, registration, memory)
         if memory.filled.eager and registered.straight.scratch and config.role != "producer":
-            await registered.asked.get("staging", "Config.scratch", ConfigError).prepare()
+            await registered.part("staging", "Config.scratch", ConfigError).prepare()
         if config.verify_share:  # now, not when the first load is drawn
-            registered.asked.get("verify", "Config.verify_share", ConfigError)
+            registered.part("verify", "Config.verify_share", ConfigError)
     except (TransportError, RuntimeError) as error:
         layers = counted(sum(len(one.caches) for one in sets), "layer")
         raise ConfigError(f"cannot register {layers}: {error}") from error
@@ -189,7 +201,7 @@ async def register(
         logger.info(
             "engine %r (%s): registered a KV cache of %s, %s of %s on %s%s%s",
             config.engine_id,
-            context.identity.rank,
+            runtime.rank,
             counted(len(group.layers), "layer"),
             counted(group.num_blocks, "block"),
             counted(group.block_size_bytes, "byte"),
@@ -232,45 +244,46 @@ async def _prepared(
     return RankMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
 
 
-async def _register(
-    context: RankContext,
-    gear: Gear,
-    memory: RankMemory,
-    parts: Sequence[Part],
-) -> RegisteredCache:
-    config, transport, seals = context.config, context.transport, context.seals
-    groups, sets = memory.groups, memory.shown
+async def _register(runtime: Supervisor, registration: Registration, memory: RankMemory) -> RegisteredCache:
+    """Register the memory with the transport, and make all that is made with it."""
+    transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.shown
+    config = config_on(runtime.config, memory.filled.where.kind)
+    gear = Gear(
+        ledger=BlockLedger([GroupBlocks(one.name, one.num_blocks, str(one.pool), one.split) for one in groups]),
+        words=Words(config.limits.loads_max),
+        queue=reads_in_flight(config, grows=runtime.config.limits.peer_in_flight_bytes_max == 0),
+        poller=registration.poller,
+        copy_thread=runtime.copier,
+        clock=runtime.clock,
+        reads_max=config.limits.slices_in_flight_max,
+    )
     regions = tuple(one.regions for one in sets)
     layers = [layer for one in sets for layer in one.caches.items()]
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
     await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
     await transport.register([gear.words.span], HOST, gear.words, MemoryUse.READ_INTO)
-    own = messages.Target(config.engine_id, *context.identity.rank)
+    own = messages.Target(config.engine_id, *runtime.rank)
     local = LocalRank(
-        reader=context.identity.agent_name,
-        caller=messages.Caller(target=own, address=context.identity.address),
+        reader=registration.agent_name,
+        caller=messages.Caller(target=own, address=runtime.address),
         compatibility=compatibility_of([one.layout for one in sets], model=config.model),
         cache_shares=tuple(_share_of(config, groups, one) for one in sets),
         regions=regions,
         groups=tuple(group.facts for group in groups),
     )
-    metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
-    return RegisteredCache(context, local, metadata, gear, memory, parts)
-
-
-def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: RankMemory, *, grows: bool) -> Gear:
-    queue = reads_in_flight(context.config, grows=grows)
-    return Gear(
-        ledger=BlockLedger(
-            [GroupBlocks(group.name, group.num_blocks, str(group.pool), group.split) for group in memory.groups]
-        ),
-        words=Words(context.config.limits.loads_max),
-        queue=queue,
-        poller=poller,
-        copy_thread=copy_thread,
-        clock=context.clock,
-        reads_max=context.config.limits.slices_in_flight_max,
+    agent_metadata = await transport.metadata()
+    metadata = messages.Metadata(
+        engine_id=config.engine_id,
+        incarnation=registration.incarnation,
+        cache_shares=local.cache_shares,
+        agent_metadata=agent_metadata,
+        agent_metadata_crc32=zlib.crc32(agent_metadata),
+        regions=tuple(map(regions_to_wire, regions)),
+        groups=local.groups,
+        seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
+        staged=bool(memory.staging),
     )
+    return RegisteredCache(runtime, registration, config, memory, gear, local, metadata)
 
 
 def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:
@@ -279,20 +292,3 @@ def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> Ca
     if isinstance(one.layout, StatePart):
         heads = one.layout.segment.model_units
     return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group)
-
-
-def _metadata(
-    context: RankContext, local: LocalRank, seals: SealTable, agent_metadata: bytes, *, staged: bool
-) -> messages.Metadata:
-    config = context.config
-    return messages.Metadata(
-        engine_id=config.engine_id,
-        incarnation=context.identity.incarnation,
-        cache_shares=local.cache_shares,
-        agent_metadata=agent_metadata,
-        agent_metadata_crc32=zlib.crc32(agent_metadata),
-        regions=tuple(map(regions_to_wire, local.regions)),
-        groups=local.groups,
-        seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
-        staged=staged,
-    )

@@ -8,16 +8,15 @@ what vouches for reads from it (`Proof`). Peers, loads, leases and their books a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvflow.core.protocol import messages
-from kvflow.runtime.context import RankContext
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.handshake import Handshakes
-from kvflow.runtime.peers.peer import LocalRank, Resolver
-from kvflow.runtime.peers.reach import Reach
-from kvflow.runtime.peers.table import Handshaking, Peers
-from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.peers.peer import Resolver
+from kvflow.runtime.peers.table import Handshaking
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 
 class Service(Protocol):
@@ -33,17 +32,15 @@ class Service(Protocol):
 class Foreign(Part):
     """A part that knows engines of another make. As it is here it knows none."""
 
-    def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> Handshaking:
+    def handshakes(self, cache: RegisteredCache, own: Handshakes) -> Handshaking:
         """Return the handshakes with peers of both kinds."""
         return own
 
-    def resolver(self, context: RankContext, peers: Peers, own: Reach) -> Resolver:
+    def resolver(self, cache: RegisteredCache) -> Resolver:
         """Return the way from tickets of both kinds to their ranks."""
-        return own
+        return cache.own_reach
 
-    def service(
-        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Serving
-    ) -> Service | None:
+    def service(self, cache: RegisteredCache) -> Service | None:
         """Return the service that answers their readers, None if there is none.
 
         Raises:

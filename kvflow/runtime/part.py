@@ -51,7 +51,7 @@ class Part:
 
         Args:
             runtime: of the part.
-            cache: with its memory, its context and what loads and leases of it are made with.
+            cache: with its memory and what loads and leases of it are made with.
 
         Raises:
             ConfigError: the cache cannot be registered with this part.

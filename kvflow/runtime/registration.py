@@ -81,7 +81,7 @@ class Registration:
         self._runtime_tasks.must_last(poller, "poller", lambda: self._over)
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        """See `context.Spawn`."""
+        """Start a task that ends with the registration. Raises RuntimeClosed, CacheUnregistered once it is over."""
         if self._over:
             body.close()
             owner = f"{self._config.engine_id!r} ({Rank.of(self._config)})"

@@ -259,7 +259,7 @@ class Runtime:
         for ticket in places:
             if not ticket.awaited or ticket.request_id != wanted:
                 raise RequestError(f"{what}: expected a rendezvous of it, got a ticket of {ticket.request_id[:80]!r}")
-        rendezvous = cache.asked.get("growing", what).rendezvous
+        rendezvous = cache.part("growing", what).rendezvous
         rendezvous.send_on(places[0], why[:REASON_CHARS_MAX], places[1] if instead is not None else None)
 
     async def load_blocks(self, request: LoadRequest) -> LoadReport:

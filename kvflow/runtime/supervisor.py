@@ -38,7 +38,6 @@ from kvflow.logs import logger_of
 from kvflow.runtime import open_files
 from kvflow.runtime.assembly import RegisteredCache, register
 from kvflow.runtime.channel.protocol import Answered, refusal
-from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
@@ -68,16 +67,16 @@ class Supervisor:
         self.state = RuntimeState.NEW
         self.cache: RegisteredCache | None = None
         """The registered cache, while it takes work."""
-        self._observers = observers
-        self._world = world
+        self.observers = observers
+        self.world = world
         self.parts = tuple(parts)
-        self._host = config.advertise_host or config.listen_host
+        self.host = config.advertise_host or config.listen_host
         self.tasks = Tasks(str(self), self._on_break, self.aclose)
         self.registration: Registration | None = self._new_registration()
         """The registration, from before its cache until all of it has ended."""
-        self._side_channel = world.side_channel(config)
-        self._clock = world.clock()
-        self._seals = SealTable(config.limits.leases_max)
+        self.side_channel = world.side_channel(config)
+        self.clock = world.clock()
+        self.seals = SealTable(config.limits.leases_max)
         self._past = Past()
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
@@ -99,7 +98,7 @@ class Supervisor:
 
     @property
     def address(self) -> str:
-        return address_at(self._host, self._listener.port)
+        return address_at(self.host, self.listener.port)
 
     async def open(self) -> None:
         """Start the transport, the listener and the poller. Raises ConfigError; cancelling leaves it closed."""
@@ -110,23 +109,23 @@ class Supervisor:
         self.loop = asyncio.get_running_loop()
         first = self.registration
         assert first is not None, "made with the supervisor"
-        if self._world.real:
+        if self.world.real:
             open_files.prepare(self.config)
         if self.config.advertise_toward is not None:
-            self._host = await self._world.own_host(self.config)
-            self.config = replace(self.config, advertise_host=self._host)
+            self.host = await self.world.own_host(self.config)
+            self.config = replace(self.config, advertise_host=self.host)
         await first.open()
         try:
             kinds = codec.requests_with(kind for part in self.parts for kind in part.answers)
-            self._listener = await self._side_channel.listen(self._answer, kinds)
+            self.listener = await self.side_channel.listen(self._answer, kinds)
             if any(isinstance(part, Foreign) for part in self.parts):
-                self._listener.strangers = self._answer_stranger
+                self.listener.strangers = self._answer_stranger
         except BaseException:
             await first.transport.aclose(self.config.limits.transport_close_timeout_s)
             raise
-        self._copier = self._world.copier(f"kvflow-copy {first.agent_name}")
+        self.copier = self.world.copier(f"kvflow-copy {first.agent_name}")
         self.state = RuntimeState.OPEN
-        if self._world.real:
+        if self.world.real:
             atexit.register(self.abandon, self.config.limits.transport_close_timeout_s)
         try:
             await self.tasks.start(self._begin)
@@ -140,7 +139,7 @@ class Supervisor:
         """Start the services that run from the beginning."""
         assert self.registration is not None, "made with the supervisor"
         self.registration.run()
-        self.tasks.must_last(self.tasks.spawn(self._listener.serve(), name="kvflow-listener"), "listener")
+        self.tasks.must_last(self.tasks.spawn(self.listener.serve(), name="kvflow-listener"), "listener")
 
     async def aclose(self) -> None:
         """See `Runtime.aclose`."""
@@ -165,11 +164,11 @@ class Supervisor:
         self.state = RuntimeState.CLOSED
         self.cache = None
         atexit.unregister(self.abandon)
-        self._listener.close()
-        self._side_channel.abandon()
+        self.listener.close()
+        self.side_channel.abandon()
         if self.registration is not None:
             self.registration.abandon(wait_s)
-        self._copier.abandon(wait_s)
+        self.copier.abandon(wait_s)
 
     async def drain(self, deadline_s: float) -> DrainReport:
         """See `Runtime.drain`."""
@@ -193,7 +192,7 @@ class Supervisor:
             },
             readers=cache.readers.count if cache else 0,
             readers_refused=self._admission.refused,
-            listener=self._listener.statistics if self.tasks.started else None,
+            listener=self.listener.statistics if self.tasks.started else None,
             transport=past.with_transport(registration.transport.statistics if registration else None),
             early_notifications=past.early_notifications + (registration.early_notifications if registration else 0),
         )
@@ -269,14 +268,7 @@ class Supervisor:
                 registration = self.registration = self._new_registration()
                 await registration.open()
                 registration.run()
-            cache = registration.cache = await register(
-                self._context(registration),
-                registration.poller,
-                self._copier,
-                groups,
-                copy_blocks,
-                self.parts,
-            )
+            cache = registration.cache = await register(self, registration, groups, copy_blocks)
             await registration.begin_parts(self, cache)
             self.require_running(new_work=True)
         except BaseException:
@@ -284,27 +276,8 @@ class Supervisor:
             raise
         self.cache = cache
 
-    def _context(self, registration: Registration) -> RankContext:
-        return RankContext(
-            config=self.config,
-            identity=Identity(
-                rank=self.rank,
-                incarnation=registration.incarnation,
-                agent_name=registration.agent_name,
-                host=self._host,
-                port=self._listener.port,
-            ),
-            clock=self._clock,
-            spawn=registration.spawn,
-            observers=self._observers,
-            transport=registration.transport,
-            side_channel=self._side_channel,
-            seals=self._seals,
-            token_hex=self._world.token_hex,
-        )
-
     def _new_registration(self) -> Registration:
-        return Registration(self.config, self._world, self.tasks, self.parts)
+        return Registration(self.config, self.world, self.tasks, self.parts)
 
     def _on_break(self) -> None:
         """Settle everybody, since a service has died."""
@@ -325,7 +298,7 @@ class Supervisor:
         await to_its_end(self._end_work)
         registration.poller.wait_for_transport()  # flights wait on for their reads to stop
         problem = await to_its_end(registration.aclose)
-        problem = problem or await to_its_end(lambda: registration.copies_ended(self._copier))
+        problem = problem or await to_its_end(lambda: registration.copies_ended(self.copier))
         if problem and registration.cache is not None:
             self.tasks.break_down(RuntimeBroken(f"the cache could not be unregistered: {problem}"))
             raise RuntimeBroken(f"unregistering the cache of {self}: {problem}")
@@ -359,8 +332,8 @@ class Supervisor:
             problem = "" if self.registration is None else await to_its_end(self.registration.aclose, hurry)
             problem = await to_its_end(self._end_copies, hurry) or problem
         finally:
-            self._listener.close()
-            self._side_channel.close()
+            self.listener.close()
+            self.side_channel.close()
             self.state = RuntimeState.CLOSED
             atexit.unregister(self.abandon)
         logger.info("runtime %s closed%s", self, f": {problem}" if problem else " in good order")
@@ -383,7 +356,7 @@ class Supervisor:
 
     async def _end_copies(self) -> str:
         bound_s = self.config.limits.transport_close_timeout_s
-        return "" if await self._copier.aclose(bound_s) else f"a copy still runs after {bound_s} s"
+        return "" if await self.copier.aclose(bound_s) else f"a copy still runs after {bound_s} s"
 
     def _answer(self, header: codec.Header, request: messages.Request) -> Answered:
         """Answer a peer on the side channel, or promise to; never waits."""
@@ -407,7 +380,7 @@ class Supervisor:
         """Return why this rank can connect no new reader now, or ""."""
         if self.registration is not None and self.registration.transport.statistics.deaf:
             return "its transport's listener is closed, as when open files run out: register its cache again"
-        return self._admission.refusal(self._clock.now_s())
+        return self._admission.refusal(self.clock.now_s())
 
     def _describe(self) -> str:
         config = self.config

@@ -92,7 +92,7 @@ class Tasks:
             await asyncio.wait([self._carried[name]])
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        """See `context.Spawn`."""
+        """Start a task in the runtime's task group. Raises RuntimeClosed once the runtime is closing."""
         if self._stop.is_set() or self.cause is not None:
             body.close()
             raise RuntimeClosed(f"the runtime {self._owner} is closing")

@@ -50,15 +50,15 @@ class Buffered:
     """Reads through the buffers of one registration."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        config, limits = cache.context.config, cache.context.config.limits
+        config, limits = cache.config, cache.config.limits
         self._config = config
-        self._rank = cache.context.identity.rank
+        self._rank = cache.rank
         self._straight = cache.straight
         self._sets = cache.memory.shown
         self._staging = cache.memory.staging
         self._copier = cache.gear.copy_thread
         self._scratch = Scratch(
-            cache.context.transport,
+            cache.transport,
             cache.memory.filled,
             self._copier,
             limits.scratch_slot_bytes_max,

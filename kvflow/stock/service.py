@@ -20,10 +20,9 @@ from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.stock.engine_ranks import EngineRanks
-from kvflow.stock.shape import OurCache
+from kvflow.stock.shape import OurCache, our_cache
 from kvflow.stock.texts import decode_text, is_text
 from kvflow.stock.versions import Line
 from kvflow.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
@@ -43,18 +42,18 @@ _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 class StockService:
     """See `runtime.foreign.Service`: answers for all ranks of its engine, and hears what is told to its own."""
 
-    def __init__(
-        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Serving, stock: StockPeers
-    ) -> None:
+    def __init__(self, cache: RegisteredCache, stock: StockPeers) -> None:
         """ConfigError for a cache that stock readers cannot read."""
-        self._clock = context.clock
-        self._leases = leases
+        self._clock = cache.clock
+        self._leases = cache.serving
         self._hash = stock.hashes[0]
         self._ranks = EngineRanks() if stock.ranks is None else stock.ranks
         self._on_late_read = stock.on_late_read
         self._late_reads = 0
         self._warned_s = -math.inf
-        config, shown = context.config, encode_metadata(shown_of(ours, metadata, stock), stock.serve_line)
+        local, config = cache.local, cache.config
+        ours = our_cache(local.cache_shares, local.regions, local.groups)
+        shown = encode_metadata(shown_of(ours, cache.metadata, stock), stock.serve_line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._told = Latest[str, tuple[int, int]](_TOLD_MAX)
         """How many readers there are, and have told, of leases that some of them have read, by lease id."""

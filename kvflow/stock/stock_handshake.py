@@ -16,9 +16,9 @@ from kvflow.core.protocol.addresses import Address, life_of
 from kvflow.core.protocol.codec import WireError
 from kvflow.errors import PeerIncompatible, ProtocolError
 from kvflow.logs import logger_of
-from kvflow.runtime.context import RankContext
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.handshake import Handshakes, block_maps, judge
-from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
+from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.stock.metadata import ask_rank
 from kvflow.stock.params import StockTicket
 from kvflow.stock.shape import check_tp_size, metadata_of, our_cache
@@ -44,12 +44,13 @@ def peer_address(ticket: StockTicket, rank: Rank) -> Address:
 class StockHandshakes:
     """Handshakes of one rank with peers of both kinds; see `runtime.peers.table.Handshaking`."""
 
-    def __init__(self, context: RankContext, local: LocalRank, own: Handshakes, stock: StockPeers) -> None:
+    def __init__(self, cache: RegisteredCache, own: Handshakes, stock: StockPeers) -> None:
         """ConfigError if the cache is not exchanged with stock engines."""
+        local = cache.local
         self.ours = our_cache(local.cache_shares, local.regions, local.groups)
-        self.leases = StockLeases(context, stock.terms)
-        self._config = context.config
-        self._clock = context.clock
+        self.leases = StockLeases(cache, stock.terms)
+        self._config = cache.config
+        self._clock = cache.clock
         self._local = local
         self._own = own
         self._hashes = {*stock.hashes}

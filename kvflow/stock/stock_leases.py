@@ -15,7 +15,7 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import messages
 from kvflow.errors import LeaseExpired
-from kvflow.runtime.context import RankContext
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.stock.deadline import Arrival, DeadlineProof, Terms
 from kvflow.stock.params import StockTicket
@@ -65,12 +65,12 @@ class StockConnection(Connection):
 class StockLeases:
     """The requests of stock producers that were seen lately; it notifies producers (`runtime.peers.peer.Telling`)."""
 
-    def __init__(self, context: RankContext, terms: Terms) -> None:
+    def __init__(self, cache: RegisteredCache, terms: Terms) -> None:
         self.terms = terms
         self.heartbeat_s: float | None = terms.heartbeat_s
         self._machine = machine_id()
-        self._clock = context.clock
-        self._transport = context.transport
+        self._clock = cache.clock
+        self._transport = cache.transport
         self._seen = Latest[_Key, StockRequest | None](_SEEN_MAX)
         """Requests, the latest last. None: the producer was told that it was read, or is not needed."""
         self._met = Latest[tuple[str, str, Rank], tuple[str, float]](_MET_MAX)

@@ -11,19 +11,13 @@ from msgspec import Meta
 from kvflow import checks
 from kvflow.core.bounds import Name, RankCount
 from kvflow.core.cache.tensors import NAMED_LAYERS_MAX
-from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
-from kvflow.runtime.context import RankContext
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.foreign import Foreign, Service
 from kvflow.runtime.peers.handshake import Handshakes
-from kvflow.runtime.peers.peer import LocalRank
-from kvflow.runtime.peers.reach import Reach
-from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.producer.serving import Serving
 from kvflow.stock.deadline import Terms
 from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.service import StockService
-from kvflow.stock.shape import our_cache
 from kvflow.stock.stock_handshake import StockHandshakes
 from kvflow.stock.stock_resolver import StockResolver
 from kvflow.stock.versions import HASH, Line, line_of
@@ -77,12 +71,11 @@ class StockPeers(Foreign):
         """Line of versions whose readers are served."""
         return line_of(self.serve_version, ConfigError)
 
-    def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> StockHandshakes:
+    def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
         """For the runtime: see `runtime.foreign.Foreign`.
 
         Args:
-            context: the rank's.
-            local: what it has registered.
+            cache: the rank's, as it is being registered.
             own: how engines of our own make are asked.
 
         Returns:
@@ -91,33 +84,26 @@ class StockPeers(Foreign):
         Raises:
             ConfigError: the cache is not exchanged with stock engines.
         """
-        return StockHandshakes(context, local, own, self)
+        return StockHandshakes(cache, own, self)
 
-    def resolver(self, context: RankContext, peers: Peers, own: Reach) -> StockResolver:
+    def resolver(self, cache: RegisteredCache) -> StockResolver:
         """For the runtime: see `runtime.foreign.Foreign`.
 
         Args:
-            context: the rank's.
-            peers: its peers.
-            own: the way from our own tickets to their ranks.
+            cache: the rank's, as it is being registered.
 
         Returns:
             The way from tickets of both makes.
         """
-        handshakes = peers.handshakes
+        handshakes = cache.peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
-        return StockResolver(context, peers, own, handshakes)
+        return StockResolver(cache, handshakes)
 
-    def service(
-        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Serving
-    ) -> Service | None:
+    def service(self, cache: RegisteredCache) -> Service | None:
         """For the runtime: see `runtime.foreign.Foreign`.
 
         Args:
-            context: the rank's.
-            local: what it has registered.
-            metadata: what engines of our own make are shown of that.
-            leases: its leases.
+            cache: the rank's, as it is being registered.
 
         Returns:
             Who answers stock readers; None without `serve_version`.
@@ -125,14 +111,13 @@ class StockPeers(Foreign):
         Raises:
             ConfigError: they cannot be served from this cache, with CURVE, or by several ranks without `ranks`.
         """
-        config = context.config
+        config = cache.config
         if not self.serve_version:
             return None
-        if metadata.staged or config.curve_secret_key_file is not None:
+        if cache.metadata.staged or config.curve_secret_key_file is not None:
             why = "a cache that peers read itself, and no CURVE: vLLM's readers have none"
             raise ConfigError(f"stock serve_version: stock readers are served with {why}")
         if config.tp_size > 1 and self.ranks is None:
             why = f"tp_size is {config.tp_size}: one rank answers for all, so StockPeers needs `ranks` (EngineRanks)"
             raise ConfigError(f"stock serve_version: {why}")
-        ours = our_cache(local.cache_shares, local.regions, local.groups)
-        return StockService(context, ours, metadata, leases, self)
+        return StockService(cache, self)

@@ -24,10 +24,8 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PeerIncompatible
-from kvflow.runtime.context import RankContext
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.peer import Connection, Peer, Source
-from kvflow.runtime.peers.reach import Reach
-from kvflow.runtime.peers.table import Peers
 from kvflow.stock.params import StockTicket, is_stock, needed_blocks, read_stock
 from kvflow.stock.shape import stage_problem
 from kvflow.stock.stock_handshake import StockHandshakes, peer_address
@@ -37,10 +35,10 @@ from kvflow.stock.stock_leases import StockConnection, StockRequest
 class StockResolver:
     """The way from a ticket of either kind to its ranks; see `runtime.peers.peer.Resolver`."""
 
-    def __init__(self, context: RankContext, peers: Peers, own: Reach, handshakes: StockHandshakes) -> None:
-        self._block_ids_max = context.config.limits.block_ids_max
-        self._peers = peers
-        self._own = own
+    def __init__(self, cache: RegisteredCache, handshakes: StockHandshakes) -> None:
+        self._block_ids_max = cache.config.limits.block_ids_max
+        self._peers = cache.peers
+        self._own = cache.own_reach
         self._leases = handshakes.leases
         self._handshakes = handshakes
 

@@ -164,7 +164,7 @@ class Storage(Part):
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
         """Only for the runtime: see `Part`."""
         self._owner.begin(runtime)
-        files = self._files(cache.context.config, cache.context.identity.agent_name)
+        files = self._files(cache.config, cache.local.reader)
         try:
             self._store = await open_store(cache, files, self.folder, self.bytes_max)
         except (TransportError, RuntimeError) as error:

@@ -69,8 +69,8 @@ class BlockStore:
     def __init__(
         self, cache: RegisteredCache, stored: StoredCache, directory: Directory, index: StoreIndex, files: Files
     ) -> None:
-        self._config = cache.context.config
-        self._token_hex = cache.context.token_hex
+        self._config = cache.config
+        self._token_hex = cache.token_hex
         self._gear = cache.gear
         self._stored, self._directory, self._index, self._files = stored, directory, index, files
         self._under_way: dict[StoreTransfer, None] = {}
@@ -413,7 +413,7 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
         ConfigError: blocks of such a cache cannot be saved, or the folder cannot be used.
         TransportError: the memory cannot be used.
     """
-    stored, rank = StoredCache(cache), cache.context.identity.rank
+    stored, rank = StoredCache(cache), cache.rank
     directory = Directory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))
     path = directory.path
     try:

@@ -45,7 +45,7 @@ class StoredCache:
         if problem := self._digested.problem:
             raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
         self._copy_thread = cache.gear.copy_thread
-        self._limits = cache.context.config.limits
+        self._limits = cache.config.limits
         self._staging = memory.staging if through else ()
         self.groups = local.groups
         self.tensors = [layer for one in saved for layer in one.caches.items()]

@@ -37,8 +37,8 @@ class DigestAnswers:
 
     def __init__(self, cache: RegisteredCache, shown: DigestedCache) -> None:
         """`shown`: memory that peers read."""
-        self._limits = cache.context.config.limits
-        self._spawn = cache.context.spawn
+        self._limits = cache.config.limits
+        self._spawn = cache.spawn
         self._local = cache.local
         self._known = cache.serving.known
         self._counts = cache.serving.digests

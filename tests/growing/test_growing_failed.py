@@ -50,7 +50,7 @@ async def test_the_seal_says_so_until_its_word_is_needed(grows: bool) -> None:
     """Whenever a reader comes: words that say so are the last that another lease gets."""
     async with pair_of(limits=replace(CONFIG.limits, leases_max=3)) as pair:
         lease = opened(pair) if grows else pair.offer(BLOCKS)
-        seals, index = pair.producer.runtime._supervisor._seals, lease.ticket.first.seal_index
+        seals, index = pair.producer.runtime._supervisor.seals, lease.ticket.first.seal_index
         secret = lease.ticket.first.lease_id
         lease.fail()
         assert seals.tokens_missing(index, secret) == FAILED

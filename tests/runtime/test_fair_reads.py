@@ -308,7 +308,7 @@ async def test_a_deadline_that_passes_while_waiting_names_the_phase(places: bool
 
 
 async def test_the_wait_for_a_turn_counts_as_queued(narrow: EnginePair) -> None:
-    clock = narrow.reader._supervisor._clock
+    clock = narrow.reader._supervisor.clock
     assert isinstance(clock, ManualClock)
     held, waiting = await start_in_order(narrow, ([0], 0), ([1], 0))
     clock.advance(0.007)

@@ -550,7 +550,7 @@ async def test_a_third_registration_works_after_a_second_that_failed(after: int)
 async def test_nothing_is_left_of_fifty_lives_and_all_of_them_are_counted() -> None:
     async with readable_pair(warm=False) as pair:
         pair.transport._network.leaves_memory = False  # it would keep all of it
-        threads, tasks, seals = threading.active_count(), len(asyncio.all_tasks()), pair.writer._supervisor._seals
+        threads, tasks, seals = threading.active_count(), len(asyncio.all_tasks()), pair.writer._supervisor.seals
         tensors: list[weakref.ref[torch.Tensor]] = []
         incarnations: set[str] = set()
         for life in range(50):

@@ -13,12 +13,10 @@ from tests_support import PATIENT, in_virtual_time, limited
 
 from kvflow import Config, Ticket
 from kvflow.core.policy.states import PeerState
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import SystemClock
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
-from kvflow.runtime.peers.peer import LocalRank, Resolver, Source
-from kvflow.runtime.peers.reach import Reach
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.peers.peer import Source
 
 SOURCE = cast(
     Source,
@@ -65,16 +63,8 @@ async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
         tasks.append(asyncio.create_task(body, name=name))
         return tasks[-1]
 
-    context = SimpleNamespace(config=Config(engine_id="any"), clock=SystemClock(), spawn=spawn, transport=None)
-    leases = RemoteLeases(
-        cast(RankContext, context),
-        cast(LocalRank, SimpleNamespace(reader="any")),
-        cast(Peers, None),
-        cast(Reach, None),
-        cast(Resolver, reach),
-        cast(LeaseIdTelling, None),
-        cast(Any, None),
-    )
+    cache = SimpleNamespace(config=Config(engine_id="any"), clock=SystemClock(), spawn=spawn, resolver=reach)
+    leases = RemoteLeases(cast(RegisteredCache, cache))
     with leases.keep_while(cast(Ticket, AnyTicket())):
         await reach.searching.wait()
     await asyncio.wait(tasks)

@@ -37,7 +37,7 @@ def check_quiet(engine: SimEngine) -> None:
     for rank in engine.ranks:
         _compare_owners(engine, rank)
         demand(engine, assert_quiet, rank.runtime.statistics())
-        if seals := rank.runtime._supervisor._seals.used:
+        if seals := rank.runtime._supervisor.seals.used:
             engine.fail("I5", f"{seals} seals are taken, though no lease is open")
         _compare_outcomes(engine, rank)
 

@@ -42,7 +42,7 @@ ALWAYS = replace(PATIENT, verify_share=1.0)
 
 
 def part_of(runtime: kvflow.Runtime) -> Any:
-    return cache_of(runtime).asked.get("verify", "a test")
+    return cache_of(runtime).part("verify", "a test")
 
 
 class HeldDigests:
@@ -98,7 +98,7 @@ async def test_off_asks_for_nothing_prepares_nothing_and_notices_nothing(pair: E
     assert "verify" not in report.seconds
     assert pair.serving.digests == pair.loading.verified == 0
     for runtime in (pair.reader, pair.writer):
-        assert "verify" not in cache_of(runtime).asked
+        assert "verify" not in cache_of(runtime)._parts
 
 
 async def test_a_flipped_byte_is_read_once_more(pair: EnginePair, caplog: pytest.LogCaptureFixture) -> None:

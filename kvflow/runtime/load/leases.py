@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.addresses import Address
@@ -32,14 +32,13 @@ from kvflow.core.protocol.notifications import ReadDone, Renew, joined, leases_m
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
 from kvflow.logs import logger_of
-from kvflow.parts import AskedParts
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import lease_told
-from kvflow.runtime.peers.peer import LocalRank, Resolver, Source, check_parallelism
-from kvflow.runtime.peers.reach import Reach
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import Source, check_parallelism
 from kvflow.transport.base import AgentName
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -62,10 +61,10 @@ class LeaseIdTelling:
 
     heartbeat_s: float | None = None
 
-    def __init__(self, context: RankContext, local: LocalRank) -> None:
-        self._transport = context.transport
-        self._reader = local.reader
-        self._batch_max = leases_max(local.reader, notifications.NOTIFICATION_BYTES_MAX)
+    def __init__(self, cache: RegisteredCache) -> None:
+        self._transport = cache.transport
+        self._reader = cache.local.reader
+        self._batch_max = leases_max(self._reader, notifications.NOTIFICATION_BYTES_MAX)
         self._join = partial(joined, leases_most=self._batch_max)
 
     def needed(self, sources: Sequence[Source]) -> int:
@@ -91,28 +90,14 @@ class LeaseIdTelling:
 class RemoteLeases:
     """Keeps leases of other engines, and gives them back."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        local: LocalRank,
-        peers: Peers,
-        reach: Reach,
-        resolver: Resolver,
-        telling: LeaseIdTelling,
-        asked: AskedParts,
-    ) -> None:
-        """`reach` and `telling` are those of ranks of our own make."""
-        self._config = context.config
-        self._clock = context.clock
-        self._spawn = context.spawn
-        self._local = local
-        self._peers = peers
-        self._reach = reach
-        self._resolver = resolver
-        self._telling = telling
-        self._asked = asked
+    def __init__(self, cache: RegisteredCache) -> None:
+        self._cache = cache
+        self._config = cache.config
+        self._clock = cache.clock
+        self._spawn = cache.spawn
+        self._resolver = cache.resolver
         self._kept: dict[object, list[_Kept]] = {}
-        self._alarm = Alarm(context.clock, self._renew)
+        self._alarm = Alarm(cache.clock, self._renew)
         self._closed = False
         self.sent = 0
         """Renewals of leases, counting each time."""
@@ -221,7 +206,7 @@ class RemoteLeases:
 
     async def _meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
         """Wait for the offer of a rendezvous."""
-        growing = self._asked.get("growing", f"request {ticket.request_id!r}: a rendezvous")
+        growing = self._cache.part("growing", f"request {ticket.request_id!r}: a rendezvous")
         met: Ticket = await growing.rendezvous.meet(ticket, found)
         return met
 
@@ -262,7 +247,7 @@ class RemoteLeases:
                 told = False
             return told
 
-        return len(await self._reach.walk(ticket, visit)) > 0 and told
+        return len(await self._cache.own_reach.walk(ticket, visit)) > 0 and told
 
     async def _release_unasked(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         try:
@@ -310,23 +295,23 @@ class RemoteLeases:
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
         """Tell a rank: True if it was told. Raises a PeerError, or Overloaded."""
-        named = ticket.find(at.rank)
+        named, local = ticket.find(at.rank), self._cache.local
         lease = named if named is not None and named.lease_id else None
-        peer = self._peers.get(at)
+        peer = self._cache.peers.get(at)
         if peer.current is not None:
             check_parallelism(ticket, peer, peer.current)
             if lease is not None and peer.current.incarnation == lease.incarnation:
-                self._telling.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
+                self._cache.telling.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
                 return True
         if lease is None:
-            answer = await self._reach.questions.standing(ticket, peer)
+            answer = await self._cache.own_reach.questions.standing(ticket, peer)
             if answer.lease is None:
                 return answer.state is not messages.Told.WAITING  # else there is nothing to give back
             lease = lease_told(at, answer.lease)
         word = messages.ReleaseRequest(
-            reader=self._local.reader,
+            reader=local.reader,
             target=at.target,
             lease_id=lease.lease_id,
-            cache_shares=self._local.cache_shares,
+            cache_shares=local.cache_shares,
         )
-        return (await self._peers.tell(peer, word)).incarnation == lease.incarnation
+        return (await self._cache.peers.tell(peer, word)).incarnation == lease.incarnation

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvflow import checks
 from kvflow.checks import counted
@@ -33,12 +33,9 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.logs import logger_of
-from kvflow.parts import AskedParts, part
-from kvflow.runtime.context import RankContext
+from kvflow.parts import part
 from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.gear import Gear
-from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Carry, Load, Work, request_name, said_priority
 from kvflow.runtime.load.never_read import NeverRead
 from kvflow.runtime.load.requests import (
@@ -51,10 +48,11 @@ from kvflow.runtime.load.requests import (
     PeerLoad,
     Verification,
 )
-from kvflow.runtime.load.whole import Whole
-from kvflow.runtime.peers.peer import LocalRank, Resolver, blocks_by_group
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -62,33 +60,22 @@ logger = logger_of(__name__)
 class Loader:
     """All loads of a registration."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        local: LocalRank,
-        peers: Peers,
-        resolver: Resolver,
-        remote_leases: RemoteLeases,
-        gear: Gear,
-        whole: Whole,
-        asked: AskedParts,
-    ) -> None:
-        config, limits = context.config, context.config.limits
+    def __init__(self, cache: RegisteredCache) -> None:
+        config = cache.config
+        self._cache = cache
         self._config = config
-        self._bounds = (limits.block_ids_max, config.load_deadline_s)
-        self._rank = context.identity.rank
-        self._observers = context.observers
-        self.clock = context.clock
-        self._now_s = context.clock.now_s
-        self.groups = local.groups
-        self.peers = peers
-        self.resolver = resolver
-        self.remote_leases = remote_leases
-        self.gear = gear
-        self.whole = whole.carry
+        self._bounds = (config.limits.block_ids_max, config.load_deadline_s)
+        self._observers = cache.observers
+        self.clock = cache.clock
+        self._now_s = cache.clock.now_s
+        self.groups = cache.local.groups
+        self.peers = cache.peers
+        self.resolver = cache.resolver
+        self.remote_leases = cache.remote_leases
+        self.gear = cache.gear
+        self.whole = cache.whole.carry
         """Carrier of a load whose offer is known."""
-        self._asked = asked
-        self._gate = whole.gate
+        self._gate = cache.whole.gate
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
         self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
@@ -99,7 +86,7 @@ class Loader:
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
-        self._never_read = NeverRead(peers.delivered)
+        self._never_read = NeverRead(self.peers.delivered)
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -155,7 +142,7 @@ class Loader:
             self._observers.load_ended(
                 LoadRecord(
                     engine_id=self._config.engine_id,
-                    rank=self._rank,
+                    rank=self._cache.rank,
                     request_id=request_name(request),
                     outcome=type(error).__name__,
                     error=str(error),
@@ -209,7 +196,7 @@ class Loader:
                 carry = self.met(self.whole, what) if tickets[0].awaited else self.whole
             else:
                 tickets, carry = self._several(plain)
-            if plain.verify and (problem := self._asked.get("verify", f"{what}: verify").problem):
+            if plain.verify and (problem := self._cache.part("verify", f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self.gear.ledger.find(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
@@ -252,7 +239,7 @@ class Loader:
 
     def met(self, carry: Carry, what: str) -> Carry:
         """Return a carrier that waits for the offer of a rendezvous, and then hands over to `carry`."""
-        met: Carry = self._asked.get("growing", f"{what}: a load of a rendezvous").rendezvous.met(carry)
+        met: Carry = self._cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.met(carry)
         return met
 
     def _look_at(self, when_s: float) -> None:
@@ -378,7 +365,7 @@ class Loader:
             work.end_phases()
         return LoadRecord(
             engine_id=self._config.engine_id,
-            rank=self._rank,
+            rank=self._cache.rank,
             request_id=load.request_id,
             peer_engine_id=ticket.engine_id,
             remote_request_id=ticket.request_id,

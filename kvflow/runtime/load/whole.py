@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import FEW, check_block_ids, match_few, read_few
@@ -21,22 +21,20 @@ from kvflow.errors import (
     RequestError,
     TransferFailed,
 )
-from kvflow.parts import AskedParts
-from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.around import held, until
 from kvflow.runtime.load.expected import check_offered
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.gear import TURN_S, Gate, Gear
-from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.gear import TURN_S, Gate
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.reader import Reader
 from kvflow.runtime.load.reads import CopyFailed, Read
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.load.straight import Straight
-from kvflow.runtime.peers.peer import LocalRank, Resolver, Source
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import TransportError
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
 _PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
@@ -47,30 +45,19 @@ _BROKEN = "its producer could not compute the prompt, and says so: have another 
 class Whole:
     """Carries loads from a ticket to a report."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        local: LocalRank,
-        peers: Peers,
-        resolver: Resolver,
-        remote_leases: RemoteLeases,
-        straight: Straight,
-        gear: Gear,
-        asked: AskedParts,
-    ) -> None:
-        config, limits = context.config, context.config.limits
+    def __init__(self, cache: RegisteredCache) -> None:
+        config, limits = cache.config, cache.config.limits
+        self._cache = cache
         self._config = config
-        self._now_s = context.clock.now_s
-        self._groups = local.groups
-        self._peers = peers
-        self._resolver = resolver
-        self._remote_leases = remote_leases
-        self.straight = straight
-        self._gear = gear
-        self.gate = Gate(gear.poller)
-        self._token_hex = context.token_hex
-        self._asked = asked
-        self._few_max = FEW if not config.verify_share and local.groups[0].whole else 0
+        self._now_s = cache.clock.now_s
+        self._groups = cache.local.groups
+        self._peers = cache.peers
+        self._resolver = cache.resolver
+        self._remote_leases = cache.remote_leases
+        self.straight = cache.straight
+        self._gear = cache.gear
+        self.gate: Gate = Gate(cache.gear.poller)
+        self._few_max = FEW if not config.verify_share and self._groups[0].whole else 0
         """Blocks of a load that `_few` may plan: not of one that may be compared, and not of a window."""
         self._slice_max = (limits.slice_bytes_max, limits.slice_descriptors_max)
 
@@ -157,23 +144,25 @@ class Whole:
             reader = self.buffered(load, plan) or self.straight
         verify = load.request.verify
         if verify or (verify is None and self._config.verify_share and self._drawn()):
-            reader = self._asked.get("verify", f"request {load.request_id!r}: a load that is verified").verified(reader)
+            reader = self._cache.part("verify", f"request {load.request_id!r}: a load that is verified").verified(
+                reader
+            )
         return reader.read(flight, load, work, plan)
 
     def _growing(self, load: Load) -> Any:
         """Return the part that carries loads of leases that grow."""
-        return self._asked.get("growing", f"request {load.request_id!r}: a load of a lease that grows")
+        return self._cache.part("growing", f"request {load.request_id!r}: a load of a lease that grows")
 
     def buffered(self, load: Load, plan: Plan) -> Any:
         """Return the part that reads through buffers; None if all of the load goes straight into the cache."""
         for source in plan.sources:
             if not source.connection.straight and not self.straight.takes(source.connection):
-                return self._asked.get("staging", f"request {load.request_id!r}: a load through buffers")
+                return self._cache.part("staging", f"request {load.request_id!r}: a load through buffers")
         return None
 
     def _drawn(self) -> bool:
         """Draw one more load. Return whether it is of the share that is verified."""
-        return int(self._token_hex(4), 16) < self._config.verify_share * _DRAWN_OF
+        return int(self._cache.token_hex(4), 16) < self._config.verify_share * _DRAWN_OF
 
     async def _admitted(self, load: Load, work: Work) -> None:
         """Wait for the caller's event, and until as many more ranks may be read from. Overloaded if too many loads wait

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from kvflow.checks import counted, is_name
 from kvflow.core.cache.backends import heads_are_apart
@@ -31,10 +32,12 @@ from kvflow.errors import (
 from kvflow.hosts import loopback_hint
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
-from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.first_contacts import overloaded
 from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, Telling, words
 from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, AgentName, PeerGone, TransportError
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -44,13 +47,13 @@ _DIFFERENCES_MAX = 2000
 class Handshakes:
     """Asks peers on behalf of one rank."""
 
-    def __init__(self, context: RankContext, local: LocalRank, telling: Telling) -> None:
-        self._config = context.config
-        self._side_channel = context.side_channel
-        self._local = local
+    def __init__(self, cache: RegisteredCache, telling: Telling) -> None:
+        self._config = cache.config
+        self._side_channel = cache.side_channel
+        self._local = cache.local
         self.telling = telling
         """The way in which ranks are told of their leases."""
-        self.agents = Agents(context)
+        self.agents = Agents(cache)
         self.leave, self.gone = self.agents.leave, self.agents.gone
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
@@ -106,9 +109,9 @@ class Agents:
     has left. It is added again only after that.
     """
 
-    def __init__(self, context: RankContext) -> None:
-        self._transport = context.transport
-        self._spawn = context.spawn
+    def __init__(self, cache: RegisteredCache) -> None:
+        self._transport = cache.transport
+        self._spawn = cache.spawn
         self._open: dict[AgentName, Connection] = {}
         self._changing: dict[AgentName, asyncio.Future[None]] = {}
 

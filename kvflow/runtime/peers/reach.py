@@ -14,7 +14,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvflow.checks import counted
 from kvflow.config import rank_offset
@@ -35,10 +35,11 @@ from kvflow.errors import (
 )
 from kvflow.hosts import PORT_MAX, address_at, loopback_hint, split_address
 from kvflow.logs import logger_of
-from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.lease_questions import LeaseQuestions, expired, wrong_lease
-from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, ReadTicket, Source, check_parallelism
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import Connection, Peer, ReadTicket, Source, check_parallelism
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -74,15 +75,16 @@ class _Reached(NamedTuple):
 class Reach:
     """Finds the sources of loads."""
 
-    def __init__(self, context: RankContext, local: LocalRank, peers: Peers) -> None:
-        self._config = context.config
-        self._clock = context.clock
-        self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=context.config.limits.block_ids_max)
+    def __init__(self, cache: RegisteredCache) -> None:
+        config, local, peers = cache.config, cache.local, cache.peers
+        self._config = config
+        self._clock = cache.clock
+        self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=config.limits.block_ids_max)
         """Checks a ticket that was given to us. RequestError names what is wrong with it."""
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
-        self.questions = LeaseQuestions(local, peers, context.config.limits.lease_wait_s)
+        self.questions = LeaseQuestions(local, peers, config.limits.lease_wait_s)
         self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
         self._plans: Latest[tuple[Parallelism, int], RankPlan] = Latest(_PLANS_MAX)

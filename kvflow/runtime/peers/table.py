@@ -16,7 +16,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -43,10 +43,12 @@ from kvflow.errors import (
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.first_contacts import FirstContacts, overloaded, patience_s
 from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, expendable
 from kvflow.transport.base import AgentName
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -90,20 +92,20 @@ class Handshaking(Protocol):
 class Peers:
     """All peers of a runtime."""
 
-    def __init__(self, context: RankContext, handshakes: Handshaking) -> None:
-        config = context.config
+    def __init__(self, cache: RegisteredCache, handshakes: Handshaking) -> None:
+        config = cache.config
         self._config = config
         self._back_off = BackOff(config.limits.peer_backoff_first_s, config.limits.peer_backoff_max_s)
         self.handshakes = handshakes
-        self._clock = context.clock
-        self._spawn = context.spawn
-        self._token_hex = context.token_hex
+        self._clock = cache.clock
+        self._spawn = cache.spawn
+        self._token_hex = cache.token_hex
         self._contacts = FirstContacts(config)
         self.known: dict[tuple[str, Rank, str], Peer] = {}
         """Peers by `Address`; only looked at from outside."""
         self._misfits: Latest[tuple[str, str], None] = Latest(_MISFITS_MAX)
         """The addresses and reasons of which `note_incompatible` has warned."""
-        self._sweep_alarm = Alarm(context.clock, self._sweep)
+        self._sweep_alarm = Alarm(cache.clock, self._sweep)
         self._closed = False
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -22,11 +22,13 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind, tokens_held
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.events import DeviceEvent, Watch
 from kvflow.core.policy.history import History
-from kvflow.core.policy.ledger import BlockLedger
-from kvflow.core.protocol.proof import FAILED, SealTable
+from kvflow.core.protocol.proof import FAILED
 from kvflow.errors import HostBlocksBusy, RequestError
-from kvflow.runtime.copy_thread import CopyThread, run_all
-from kvflow.runtime.memory import CopyDirection, HostBlocks
+from kvflow.runtime.copy_thread import run_all
+from kvflow.runtime.memory import CopyDirection
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 OnError: TypeAlias = "Callable[[BaseException], None]"
 
@@ -103,24 +105,16 @@ class HeldBlocks:
 class OfferedBlocks:
     """The blocks of one rank, as its leases take them and give them back."""
 
-    def __init__(
-        self,
-        groups: Sequence[GroupFacts],
-        ledger: BlockLedger,
-        seals: SealTable,
-        staging: Sequence[HostBlocks],
-        copy_thread: CopyThread,
-        copy_bytes_max: int,
-    ) -> None:
-        """`staging`: host blocks of each group; none if peers read the cache itself."""
-        self._groups = groups
-        self._ledger = ledger
-        self._seals = seals
-        self._staging = staging
-        self._copy_thread = copy_thread
-        self._stage_unit = math.lcm(*(group.block_size for group in groups))
+    def __init__(self, cache: RegisteredCache) -> None:
+        self._groups = cache.local.groups
+        self._ledger = cache.ledger
+        self._seals = cache.seals
+        self._staging = cache.memory.staging
+        """Host blocks of each group; none if peers read the cache itself."""
+        self._copy_thread = cache.gear.copy_thread
+        self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
         """Tokens that are whole blocks of every group."""
-        self._stage_step = self._stage_unit * max(copy_bytes_max // max(self._unit_bytes(), 1), 1)
+        self._stage_step = self._stage_unit * max(cache.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1)
         """Tokens that are copied at once."""
 
     def extends(self, block_ids: object, num_tokens: int, what: str) -> bool:

@@ -8,6 +8,7 @@ one `Goodbye` is ever sent to each.
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from kvflow.checks import is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX
@@ -16,8 +17,9 @@ from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerError
 from kvflow.hosts import is_host, split_address
 from kvflow.logs import logger_of
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import LocalRank
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -27,13 +29,13 @@ _AT_ONCE_MAX = 16
 class Farewells:
     """Readers to say goodbye to."""
 
-    def __init__(self, context: RankContext, local: LocalRank) -> None:
-        self._config = context.config
-        self._side_channel = context.side_channel
-        self._incarnation = context.identity.incarnation
-        self._local = local
-        self._who = f"engine {context.config.engine_id!r} ({context.identity.rank})"
-        self._callers: Latest[messages.Caller, None] = Latest(context.config.limits.readers_max)
+    def __init__(self, cache: RegisteredCache) -> None:
+        self._config = cache.config
+        self._side_channel = cache.side_channel
+        self._incarnation = cache.incarnation
+        self._local = cache.local
+        self._who = f"engine {cache.config.engine_id!r} ({cache.rank})"
+        self._callers: Latest[messages.Caller, None] = Latest(cache.config.limits.readers_max)
 
     @property
     def count(self) -> int:

@@ -29,7 +29,7 @@ from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.messages import Told
 from kvflow.runtime.channel.protocol import Answered, refusal
-from kvflow.runtime.context import RankContext
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.producer.open_lease import OpenLease
 from kvflow.runtime.producer.waiting_questions import WaitingQuestions
 
@@ -42,15 +42,19 @@ class LeaseAnswers:
     """Answers what readers ask for while they wait."""
 
     def __init__(
-        self, context: RankContext, open_lease: Callable[[str], OpenLease | None], served: Callable[[str], bool]
+        self,
+        clock: Clock,
+        incarnation: str,
+        open_lease: Callable[[str], OpenLease | None],
+        served: Callable[[str], bool],
     ) -> None:
         """`open_lease` finds that of a request; `served` says whether one of it has ended lately."""
         self._open_lease = open_lease
         self._served = served
-        self._waiting = WaitingQuestions(context.clock, self._now)
+        self._waiting = WaitingQuestions(clock, self._now)
         self.tell = self._waiting.settle
         """Answers questions about a request, since something has happened to it."""
-        self._incarnation = context.identity.incarnation
+        self._incarnation = incarnation
         self._notes: Latest[str, messages.LeaseAnswer] = Latest(_NOTES_MAX)
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
         self._elsewhere = Latest[str, messages.LeaseAnswer](_NOTES_MAX)

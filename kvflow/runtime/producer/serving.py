@@ -23,7 +23,7 @@ import asyncio
 import logging
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -47,13 +47,15 @@ from kvflow.errors import RequestError, UsageError
 from kvflow.logs import logger_of
 from kvflow.parts import part
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
+from kvflow.runtime.peers.peer import blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics
 from kvflow.runtime.producer.lease_answers import LeaseAnswers
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 from kvflow.runtime.records import LeaseRecord
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -64,27 +66,34 @@ INTRODUCTION = "introduction"
 class Serving:
     """All open leases of a runtime."""
 
-    def __init__(self, context: RankContext, local: LocalRank, blocks: OfferedBlocks) -> None:
-        self._context = context
-        self._config = context.config
-        self._clock = context.clock
-        self._local = local
-        self._tickets = _Tickets(context, local)
-        self._blocks = blocks
-        self._book = LeaseBook(hold_s=context.config.limits.seal_hold_s, lifetime_s=context.config.lease_lifetime_s)
+    def __init__(self, cache: RegisteredCache) -> None:
+        """Nothing of it refers to the cache: handles of leases lead to it, and must not keep tensors."""
+        config = cache.config
+        self._config = config
+        self._rank = cache.rank
+        self._incarnation = cache.incarnation
+        self._clock = cache.clock
+        self._observers = cache.observers
+        self._token_hex = cache.token_hex
+        self._local = cache.local
+        self._blocks = OfferedBlocks(cache)
+        self._book = LeaseBook(hold_s=config.limits.seal_hold_s, lifetime_s=config.lease_lifetime_s)
         self._offers: dict[LeaseEntry, OpenLease] = {}
-        self._alarm = Alarm(context.clock, self._look)
+        self._alarm = Alarm(cache.clock, self._look)
         self._renewals = 0
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
         """Questions for digests by their end; counted by `digests.DigestAnswers`."""
         self._late_reads = 0
-        self.news = LeaseAnswers(context, self.open_lease, self._book.served)
+        self.news = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.served)
         self._growing: Any = None
-        """The part that leases grow by, once it was asked for. It holds no tensors: handles of leases lead to it."""
+        """The part that leases grow by, once it was asked for."""
         self._all_ended = asyncio.Event()
         self._all_ended.set()
+        self._lease_facts = _lease_facts(cache)
+        self._ticket_facts = _ticket_facts(cache)
+        """Fields that are equal in all tickets of this rank, found once."""
 
     @property
     def statistics(self) -> ServingStatistics:
@@ -121,7 +130,7 @@ class Serving:
         offered_s = self._clock.now_s()
         if held.computed < held.num_tokens:
             held.history = History(self._clock.now_s, offered_s)
-        ticket = self._tickets.make(request, held, digest, holds)
+        ticket = self._make_ticket(request, held, digest, holds)
         entry = self._book.open(
             LeaseTerms(
                 lease_id=held.lease_id,
@@ -149,12 +158,50 @@ class Serving:
 
     def introduce(self) -> Ticket:
         """See `Runtime.introduce`."""
-        return self._tickets.introduction()
+        return Ticket(
+            **self._ticket_facts,
+            request_id=INTRODUCTION,
+            block_ids=(),
+            more_block_ids=((),) * (len(self._local.groups) - 1),
+            num_tokens=0,
+            ttl_s=self._config.lease_ttl_s,
+            ranks=(RankLease(**self._lease_facts, lease_id="", seal_index=0),),
+            traceparent="",
+            prompt_digest="",
+        )
+
+    def _make_ticket(self, request: ServeRequest, held: HeldBlocks, digest: str, holds: bool) -> Ticket:
+        """Make the ticket of a lease that is about to be opened."""
+        first, *more = map(np.ndarray.tolist, held.tables)
+        host = [*map(np.ndarray.tolist, held.host_tables or ())]
+        ttl_s, extends = request.ttl_s, request.extends or held.extends
+        own = self._lease_facts | {
+            "lease_id": held.lease_id,
+            "seal_index": held.seal_index,
+            "block_ids": host[0] if host else None,
+            "more_block_ids": host[1:],
+            "pending": (len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
+            "payload": request.payload,
+            "held": holds,
+        }
+        offer = {
+            "request_id": request.request_id,
+            "block_ids": first,
+            "more_block_ids": more,
+            "num_tokens": request.num_tokens,
+            "ttl_s": self._config.lease_ttl_s if ttl_s is None else ttl_s,
+            "ranks": (own,),
+            "traceparent": request.traceparent,
+            "prompt_digest": digest,
+            "extends": extends,
+        }
+        made: Ticket = msgspec.convert(self._ticket_facts | offer, Ticket)
+        return made
 
     def _take(self, request: ServeRequest) -> HeldBlocks:
         """Take the blocks and the seal of a lease. Raises RequestError, and changes nothing then."""
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
-        ready, lease_id = request.ready, self._context.token_hex(LEASE_ID_CHARS // 2)
+        ready, lease_id = request.ready, self._token_hex(LEASE_ID_CHARS // 2)
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
         extends = request.extends
         if computed is None and extends:
@@ -235,7 +282,7 @@ class Serving:
         share = topology.report_share(question.cache_shares, self._local.cache_shares)
         if share.numerator > 0:  # else other readers release it
             self._note_read(question.lease_id, question.reader, (share.numerator, share.denominator))
-        return messages.Ack(incarnation=self._context.identity.incarnation)
+        return messages.Ack(incarnation=self._incarnation)
 
     async def drained(self) -> None:
         """Wait until no lease is open."""
@@ -325,8 +372,8 @@ class Serving:
         offer, outcome = self._offers.pop(entry), LeaseOutcome(entry.state)
         offer.outcome.set_result(outcome)
         self._outcomes[outcome] += 1
-        if self._context.observers.all:
-            self._context.observers.lease_ended(self._record(entry, offer, outcome))
+        if self._observers.all:
+            self._observers.lease_ended(self._record(entry, offer, outcome))
         if not self._offers:
             self._all_ended.set()
 
@@ -334,7 +381,7 @@ class Serving:
         ticket, tables, history = offer.ticket, offer.held.tables, offer.held.history
         return LeaseRecord(
             engine_id=self._config.engine_id,
-            rank=self._context.identity.rank,
+            rank=self._rank,
             request_id=ticket.request_id,
             outcome=outcome,
             reason=offer.reason,
@@ -348,71 +395,30 @@ class Serving:
         )
 
 
-class _Tickets:
-    """Makes the tickets of a rank. The fields that are equal in all of them are found once."""
+def _lease_facts(cache: RegisteredCache) -> dict[str, Any]:
+    """Return the fields that are equal in all leases of a rank."""
+    config = cache.config
+    return {
+        "pp_rank": config.pp_rank,
+        "tp_rank": config.tp_rank,
+        "incarnation": cache.incarnation,
+        "host": cache.host,
+        "port": cache.port,
+    }
 
-    def __init__(self, context: RankContext, local: LocalRank) -> None:
-        config, identity, kinds = context.config, context.identity, parallelism_of(local.cache_shares)
-        self._ttl_s = config.lease_ttl_s
-        self._more_groups = len(local.groups) - 1
-        self._own: dict[str, Any] = {
-            "pp_rank": config.pp_rank,
-            "tp_rank": config.tp_rank,
-            "incarnation": identity.incarnation,
-            "host": identity.host,
-            "port": identity.port,
-        }
-        self._ticket: dict[str, Any] = {
-            "engine_id": config.engine_id,
-            "tp_size": config.tp_size,
-            "pp_size": config.pp_size,
-            "dp_rank": config.dp_rank,
-            "block_size": kinds.block_size,
-            "kv_heads": kinds.kv_heads,
-            "model_kv_heads": kinds.model_kv_heads,
-            "more_kinds": kinds.more,
-            "groups": told_groups(local.groups),
-            "fixed_ports": config.listen_port > 0,
-        }
 
-    def introduction(self) -> Ticket:
-        """Make a ticket that names this rank, and no lease."""
-        return Ticket(
-            **self._ticket,
-            request_id=INTRODUCTION,
-            block_ids=(),
-            more_block_ids=((),) * self._more_groups,
-            num_tokens=0,
-            ttl_s=self._ttl_s,
-            ranks=(RankLease(**self._own, lease_id="", seal_index=0),),
-            traceparent="",
-            prompt_digest="",
-        )
-
-    def make(self, request: ServeRequest, held: HeldBlocks, digest: str, holds: bool) -> Ticket:
-        """Make the ticket of a lease that is about to be opened."""
-        first, *more = map(np.ndarray.tolist, held.tables)
-        host = [*map(np.ndarray.tolist, held.host_tables or ())]
-        ttl_s, extends = self._ttl_s if request.ttl_s is None else request.ttl_s, request.extends or held.extends
-        own = self._own | {
-            "lease_id": held.lease_id,
-            "seal_index": held.seal_index,
-            "block_ids": host[0] if host else None,
-            "more_block_ids": host[1:],
-            "pending": (len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
-            "payload": request.payload,
-            "held": holds,
-        }
-        offer = {
-            "request_id": request.request_id,
-            "block_ids": first,
-            "more_block_ids": more,
-            "num_tokens": request.num_tokens,
-            "ttl_s": ttl_s,
-            "ranks": (own,),
-            "traceparent": request.traceparent,
-            "prompt_digest": digest,
-            "extends": extends,
-        }
-        made: Ticket = msgspec.convert(self._ticket | offer, Ticket)
-        return made
+def _ticket_facts(cache: RegisteredCache) -> dict[str, Any]:
+    """Return the fields that are equal in all tickets of a rank."""
+    config, kinds = cache.config, parallelism_of(cache.local.cache_shares)
+    return {
+        "engine_id": config.engine_id,
+        "tp_size": config.tp_size,
+        "pp_size": config.pp_size,
+        "dp_rank": config.dp_rank,
+        "block_size": kinds.block_size,
+        "kv_heads": kinds.kv_heads,
+        "model_kv_heads": kinds.model_kv_heads,
+        "more_kinds": kinds.more,
+        "groups": told_groups(cache.local.groups),
+        "fixed_ports": config.listen_port > 0,
+    }
