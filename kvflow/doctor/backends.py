@@ -103,15 +103,13 @@ async def _to_a_file() -> str:
     except ImportError as missing:
         raise TransportError("needs kvflow.storage") from missing
     files = make_files(Config(engine_id="doctor"), "doctor")
-    await files.open()
     ours = np.arange(_SIZE // 4, dtype=np.uint32).view(np.uint8)
     expected, seconds = ours.copy(), []
     try:
+        await files.open([Span(address=int(ours.ctypes.data), size_bytes=_SIZE)], ours)
         with tempfile.TemporaryFile() as file:
             fd = file.fileno()
             await files.call(lambda: os.posix_fallocate(fd, 0, _SIZE))
-            span = Span(address=int(ours.ctypes.data), size_bytes=_SIZE)
-            await files.call(lambda: files.mover.register([span], ours))
             await files.call(lambda: files.mover.opened(fd, _SIZE))
             for direction in Direction:
                 end: asyncio.Future[KVFlowError | None] = asyncio.get_running_loop().create_future()

@@ -12,6 +12,7 @@ import ctypes
 import enum
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,9 +60,6 @@ class MoveLost(MoveFailed):
 class Mover(Protocol):
     """Mover of bytes between memory and files; made and used on the thread only."""
 
-    def register(self, spans: Sequence[Span], keepalive: object) -> None:
-        """Register memory that moves may touch. Raises TransportError."""
-
     def opened(self, fd: int, size_bytes: int) -> None:
         """Register an open file that moves may touch. Raises TransportError."""
 
@@ -71,11 +69,11 @@ class Mover(Protocol):
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         """Start a move between memory (local) and a file (remote: its offsets, and its descriptor as the device).
 
-        Raises TransportError if nothing of it runs, MoveLost if some of it may.
+        Raises MoveLost if some of it may run, another TransportError if nothing of it does.
         """
 
     def ended(self, begun: object) -> bool:
-        """True once a move has ended. Raises MoveFailed, MoveLost."""
+        """Return whether a move has ended. Raises MoveFailed, MoveLost."""
 
     def settle(self) -> Settled:
         """Stop lost moves, while no other move is under way."""
@@ -90,22 +88,24 @@ class _Move:
     direction: Direction
     on_end: Callable[[TransportError | RuntimeBroken | None], None]
     on_loss: Callable[[TransportError], None]
+    error: TransportError | RuntimeBroken | None = None
     begun: object = None
-    error: TransportError | None = None
 
 
 class Files:
     """The thread and its mover, as the event loop sees them."""
 
-    def __init__(self, name: str, make: Callable[[], Mover]) -> None:
+    def __init__(self, name: str, make: Callable[[Sequence[Span]], Mover]) -> None:
+        """`make`: makes the mover, on the thread, for the memory that moves may touch."""
         self._name = name
         self._make = make
         self._mover: Mover | None = None
+        self._memory: object = None
         self._thread: OwnerThread | None = None
+        self._posted: deque[_Move] = deque()
+        """Moves that are to begin: at once, unless one was lost."""
         self._moving: list[_Move] = []
         self._lost: list[_Move] = []
-        self._held_back: list[_Move] = []
-        """Moves that were posted after one was lost."""
         self._active_s = 0.0
         self._under_way: set[_Move] = set()
         self._last_job: Callable[[], None] | None = None
@@ -118,24 +118,24 @@ class Files:
         return len(self._under_way)
 
     @property
-    def alive(self) -> bool:
-        return self._thread is not None and self._thread.alive
-
-    @property
     def mover(self) -> Mover:
         """The mover, made on the thread."""
         assert self._mover is not None, "it is open"
         return self._mover
 
-    async def open(self) -> None:
-        """Start the thread and its mover. Raises ConfigError."""
+    async def open(self, spans: Sequence[Span], keepalive: object) -> None:
+        """Start the thread and its mover; `aclose` or `abandon` has to follow, also if this fails.
+
+        Args:
+            spans: memory that moves may touch.
+            keepalive: the memory's owner, which is kept until nothing can touch it any more.
+
+        Raises:
+            ConfigError: the mover does not start as configured, or cannot move these spans.
+        """
+        self._memory = keepalive
         self._thread = OwnerThread(self._name, self._crank, self._died)
-        try:
-            self._mover = await self._thread.call(self._make)
-        except BaseException:
-            self._closing = True
-            self._thread.submit(partial(setattr, self, "_last_job", _nothing))
-            raise
+        self._mover = await self._thread.call(lambda: self._make(spans))
 
     async def call(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
@@ -167,20 +167,18 @@ class Files:
                 if it will never be known when it stops.
             on_loss: called on the loop before that, if the move has failed and may not have stopped.
         """
-        thread = self._alive()
         move = _Move(descriptors, direction, on_end, on_loss)
-        thread.submit(lambda: self._begin(move))
+        self._alive().submit(partial(self._posted.append, move))
         self._under_way.add(move)
 
     async def aclose(self, last_job: Callable[[], None]) -> None:
         """End the mover and the thread once no move is under way, after `last_job`. Closing twice is fine."""
         self._closing = True
-        thread = self._thread
-        if thread is None:
+        if self._thread is None:
             return
-        if thread.alive:
-            thread.submit(partial(setattr, self, "_last_job", last_job))
-        await thread.ended()
+        if self._thread.alive:
+            self._thread.submit(partial(setattr, self, "_last_job", last_job))
+        await self._thread.ended()
 
     def settle(self, problem: str) -> None:
         """End all moves, since the thread has ended, or will not.
@@ -190,7 +188,9 @@ class Files:
                 lost moves have stopped, too.
         """
         for move in list(self._under_way):
-            self._over(move, RuntimeBroken(problem) if problem else move.error)
+            if problem:
+                move.error = RuntimeBroken(problem)
+            self._over(move)
 
     def abandon(self, last_job: Callable[[], None], wait_s: float) -> None:
         """End it without the loop, which is gone; waits up to `wait_s`."""
@@ -205,97 +205,77 @@ class Files:
 
     # --- on the thread
 
-    def _begin(self, move: _Move) -> None:
-        if self._lost:
-            self._held_back.append(move)
-            return
-        try:
-            move.begun = self.mover.begin(move.descriptors, move.direction)
-        except TransportError as error:
-            self._fail(move, error)
-            return
-        self._active_s = time.monotonic()
-        self._moving.append(move)
-
     def _crank(self) -> float | None:
-        count, thread = len(self._moving), self._thread
-        self._moving = [move for move in self._moving if not self._ended(move)]
+        while self._posted and not self._lost:
+            move = self._posted.popleft()
+            if not self._go_on(move):
+                self._moving.append(move)
+        self._moving = [move for move in self._moving if not self._go_on(move)]
         if self._lost and not self._moving:
             self._settle_lost()
-        now_s = time.monotonic()
-        if len(self._moving) != count:
-            self._active_s = now_s
-        if self._moving or self._lost:
-            return min(max((now_s - self._active_s) / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
-        if self._last_job is None and (thread is None or not thread.orphaned):
+        if self._moving or self._lost or self._posted:
+            idle_s = time.monotonic() - self._active_s
+            return min(max(idle_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+        if self._last_job is None and (self._thread is None or not self._thread.orphaned):
             return _IDLE_S
         if self._last_job is not None:
             self._last_job()
         if self._mover is not None:
             self._mover.close()
+        self._memory = None
         return None
 
-    def _ended(self, move: _Move) -> bool:
+    def _go_on(self, move: _Move) -> bool:
+        """Begin a move, or look at one. Return True if it has stopped, or is lost."""
         try:
+            if move.begun is None:
+                self._active_s = time.monotonic()
+                move.begun = self.mover.begin(move.descriptors, move.direction)
+                return False
             if not self.mover.ended(move.begun):
                 return False
         except TransportError as error:
-            self._fail(move, error)
+            move.error = error
+        self._active_s = time.monotonic()
+        if isinstance(move.error, MoveLost):
+            self._lost.append(move)
+            self._tell(partial(move.on_loss, move.error))
         else:
-            self._run_on_loop(partial(self._over, move, None))
+            self._tell(partial(self._over, move))
         return True
 
-    def _fail(self, move: _Move, error: TransportError) -> None:
-        if not isinstance(error, MoveLost):
-            self._run_on_loop(partial(self._over, move, error))
-            return
-        move.error = error
-        self._lost.append(move)
-        self._run_on_loop(partial(move.on_loss, error))
-
     def _settle_lost(self) -> None:
-        """Stop lost moves, as nothing else is under way, and begin the moves that wait for that."""
+        """Stop lost moves, as nothing else is under way."""
         settled = self.mover.settle()
-        if settled is Settled.NOT_YET:
-            return
-        lost, self._lost = self._lost, []
         if settled is Settled.STOPPED:
-            for move in lost:
-                self._run_on_loop(partial(self._over, move, move.error))
-        held_back, self._held_back = self._held_back, []
-        for move in held_back:
-            self._begin(move)
+            for move in self._lost:
+                self._tell(partial(self._over, move))
+        if settled is not Settled.NOT_YET:
+            self._lost = []
 
-    def _run_on_loop(self, callback: Callable[[], None]) -> None:
+    def _tell(self, callback: Callable[[], None]) -> None:
         assert self._thread is not None, "it runs"
         self._thread.run_on_loop(callback)
 
     # --- on the loop
 
-    def _over(self, move: _Move, error: TransportError | RuntimeBroken | None) -> None:
+    def _over(self, move: _Move) -> None:
         if move in self._under_way:
             self._under_way.discard(move)
-            move.on_end(error)
+            move.on_end(move.error)
 
     def _died(self, cause: BaseException) -> None:
-        """Note all moves as lost: the thread has ended by a bug, so nobody may wait for it."""
+        """Take all moves for lost: the thread has ended by a bug, so nobody may wait for it."""
         self._closing = True
         self.cause = cause
         for move in list(self._under_way):
-            move.error = MoveLost(f"the store's thread has ended: {cause}")
-            move.error.__cause__ = cause
-            move.on_loss(move.error)
-
-
-def _nothing() -> None:
-    pass
+            error = MoveLost(f"the store's thread has ended: {cause}")
+            error.__cause__ = cause
+            move.on_loss(error)
 
 
 class PlainMover:
     """Mover by the system's own calls, for the in-process transport."""
-
-    def register(self, spans: Sequence[Span], keepalive: object) -> None:
-        self._memory = keepalive
 
     def opened(self, fd: int, size_bytes: int) -> None:
         pass
@@ -304,11 +284,6 @@ class PlainMover:
         pass
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
-        return descriptors, direction
-
-    def ended(self, begun: object) -> bool:
-        assert isinstance(begun, tuple), "made by begin"
-        descriptors, direction = begun
         ours, theirs = descriptors.table
         rows = zip(ours[:, 0].tolist(), ours[:, 1].tolist(), theirs[:, 0].tolist(), theirs[:, 2].tolist(), strict=True)
         try:
@@ -316,6 +291,9 @@ class PlainMover:
                 _move_all(fd, (ctypes.c_char * size).from_address(address), offset, direction)
         except OSError as error:
             raise MoveFailed(f"moving {counted(descriptors.size_bytes, 'byte')}: {error}") from error
+        return descriptors
+
+    def ended(self, begun: object) -> bool:
         return True
 
     def settle(self) -> Settled:

@@ -27,152 +27,113 @@ from kvflow.transport.nixl.native import error_types, import_bindings, new_agent
 _AIO_NOTCANCELED = 1  # of <aio.h>
 
 
-class _FileAgent:
-    """A NIXL agent for files, and the memory and files that it knows."""
-
-    def __init__(self, bindings: Any, name: str, params: Mapping[str, str]) -> None:
-        """Raises what NIXL raises."""
-        self._bindings = bindings
-        self.api = new_agent(bindings, name)
-        self.backends = [self.api.createBackend(POSIX, dict(params))]
-        self._memory: list[Any] = []
-        self._files: dict[int, Any] = {}
-
-    def add_memory(self, spans: Sequence[Span]) -> None:
-        """Raises what NIXL raises."""
-        rows = [(span.address, span.size_bytes, 0, "") for span in spans]
-        self._memory.append(self._bindings.nixlRegDList(self._bindings.DRAM_SEG, rows))
-        self.api.registerMem(self._memory[-1], self.backends)
-
-    def add_file(self, fd: int, size_bytes: int) -> None:
-        """Raises what NIXL raises."""
-        self._files[fd] = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
-        self.api.registerMem(self._files[fd], self.backends)
-
-    @property
-    def stoppable(self) -> bool:
-        """True if the agent can be ended: POSIX AIO has stopped, and it waits for all else."""
-        return not any(map(_runs_posix_aio, self._files))
-
-    def drop_file(self, fd: int) -> None:
-        self.api.deregisterMem(self._files.pop(fd), self.backends)
-
-    def end(self, lost: Sequence[object], errors: tuple[type[Exception], ...]) -> None:
-        """End the agent; `lost` are handles of moves that are not known to have ended."""
-        for handle in lost:
-            with contextlib.suppress(*errors):
-                self.api.releaseXferReq(handle)
-        for descriptors in (*self._memory, *self._files.values()):
-            with contextlib.suppress(*errors):
-                self.api.deregisterMem(descriptors, self.backends)
-        del self.api
-
-
 def _runs_posix_aio(fd: int) -> bool:
     """Cancel what has not begun of what POSIX AIO is to do with a file. True if something has, and goes on."""
     return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
 
 
 class PosixMover:
-    """See `storage.files.Mover`."""
+    """See `storage.files.Mover`. An agent that was ended is made again by the next move."""
 
-    def __init__(self, name: str, params: Mapping[str, str]) -> None:
-        """Raises ConfigError if the backend does not start with these parameters."""
+    def __init__(self, name: str, params: Mapping[str, str], spans: Sequence[Span]) -> None:
+        """Raises ConfigError if the backend does not start with these parameters, or cannot register the memory."""
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
         self._name = name
         self._params = dict(params)
-        self._spans: list[Sequence[Span]] = []
+        self._spans = spans
         self._sizes: dict[int, int] = {}
         """Sizes of the open files, by descriptor."""
-        self._kept: list[object] = []
         self._lost: list[object] = []
+        """Handles of moves that are not known to have ended."""
+        self._api: Any = None
+        """The agent, while there is one."""
+        self._backends: list[Any] = []
+        self._memory: list[Any] = []
+        self._files: dict[int, Any] = {}
         try:
-            self._agent: _FileAgent | None = self._start()
+            self._start()
         except self._errors as error:
-            raise ConfigError(f"NIXL cannot start backend {POSIX!r} as configured: {error}") from error
-
-    def register(self, spans: Sequence[Span], keepalive: object) -> None:
-        try:
-            self._running().add_memory(spans)
-        except self._errors as error:
-            what = counted(len(spans), "span")
-            raise TransportError(f"NIXL's {POSIX} backend cannot register {what}: {error}") from error
-        self._spans.append(spans)
-        self._kept.append(keepalive)
+            what = f"backend {POSIX!r} as configured, with {counted(len(spans), 'span')} of memory"
+            raise ConfigError(f"NIXL cannot start {what}: {error}") from error
 
     def opened(self, fd: int, size_bytes: int) -> None:
         try:
-            self._running().add_file(fd, size_bytes)
+            self._start()
+            self._add_file(fd, size_bytes)
         except self._errors as error:
             raise TransportError(f"NIXL cannot register a file of {counted(size_bytes, 'byte')}: {error}") from error
         self._sizes[fd] = size_bytes
 
     def closing(self, fd: int) -> None:
-        if self._sizes.pop(fd, None) is not None and self._agent is not None:
-            self._agent.drop_file(fd)
+        if self._sizes.pop(fd, None) is not None and self._api is not None:
+            self._api.deregisterMem(self._files.pop(fd), self._backends)
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
-        api = self._bindings
-        operation = api.NIXL_WRITE if direction is Direction.SAVE else api.NIXL_READ
+        bindings = self._bindings
+        operation = bindings.NIXL_WRITE if direction is Direction.SAVE else bindings.NIXL_READ
         ours, theirs = descriptors.table
         try:
-            agent = self._running()
-            local, remote = api.nixlXferDList(api.DRAM_SEG, ours), api.nixlXferDList(api.FILE_SEG, theirs)
-            handle = agent.api.createXferReq(operation, local, remote, self._name, "", agent.backends)
+            self._start()
+            local, remote = (
+                bindings.nixlXferDList(bindings.DRAM_SEG, ours),
+                bindings.nixlXferDList(bindings.FILE_SEG, theirs),
+            )
+            handle = self._api.createXferReq(operation, local, remote, self._name, "", self._backends)
         except self._errors as error:
             raise TransportError(f"{type(error).__name__}: {error}") from error
         try:
-            agent.api.postXferReq(handle, "")
+            self._api.postXferReq(handle, "")
         except self._errors as error:
             raise self._loss(handle, error) from error
         return handle
 
     def ended(self, begun: object) -> bool:
-        agent = self._running()
         try:
-            if agent.api.getXferStatus(begun) != self._bindings.NIXL_SUCCESS:
+            if self._api.getXferStatus(begun) != self._bindings.NIXL_SUCCESS:
                 return False
         except self._errors as error:
             raise self._loss(begun, error) from error
-        agent.api.releaseXferReq(begun)
+        self._api.releaseXferReq(begun)
         return True
 
     def settle(self) -> Settled:
         if "use_uring" in self._params:
             return Settled.NEVER
-        if self._agent is not None and not self._agent.stoppable:
+        if any(map(_runs_posix_aio, self._files)):
             return Settled.NOT_YET
-        self._end()
+        self.close()
         return Settled.STOPPED
 
     def close(self) -> None:
-        self._end()
-        self._kept.clear()
+        for handle in self._lost:
+            with contextlib.suppress(*self._errors):
+                self._api.releaseXferReq(handle)
+        for descriptors in (*self._memory, *self._files.values()):
+            with contextlib.suppress(*self._errors):
+                self._api.deregisterMem(descriptors, self._backends)
+        self._lost, self._memory, self._files, self._backends, self._api = [], [], {}, [], None
 
-    def _start(self) -> _FileAgent:
-        """An agent that knows all memory and files. Raises what NIXL raises."""
-        agent = _FileAgent(self._bindings, self._name, self._params)
+    def _start(self) -> None:
+        """Make an agent that knows all memory and open files, if there is none. Raises what NIXL raises."""
+        if self._api is not None:
+            return
+        self._api = new_agent(self._bindings, self._name)
         try:
-            for spans in self._spans:
-                agent.add_memory(spans)
+            self._backends = [self._api.createBackend(POSIX, self._params)]
+            rows = [(span.address, span.size_bytes, 0, "") for span in self._spans]
+            self._memory.append(self._bindings.nixlRegDList(self._bindings.DRAM_SEG, rows))
+            self._api.registerMem(self._memory[0], self._backends)
             for fd, size_bytes in self._sizes.items():
-                agent.add_file(fd, size_bytes)
+                self._add_file(fd, size_bytes)
         except BaseException:
-            agent.end([], self._errors)
+            self.close()
             raise
-        return agent
 
-    def _running(self) -> _FileAgent:
-        """The running agent; a new one if the last was ended. Raises what NIXL raises if it cannot be made."""
-        if self._agent is None:
-            self._agent = self._start()
-        return self._agent
-
-    def _end(self) -> None:
-        if self._agent is not None:
-            self._agent.end(self._lost, self._errors)
-        self._agent, self._lost = None, []
+    def _add_file(self, fd: int, size_bytes: int) -> None:
+        """Raises what NIXL raises."""
+        self._files[fd] = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
+        self._api.registerMem(self._files[fd], self._backends)
 
     def _loss(self, handle: object, error: Exception) -> MoveLost:
         self._lost.append(handle)

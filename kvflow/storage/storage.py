@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvflow import checks
 from kvflow.config import STORE_BACKEND, Config, params_of
@@ -26,10 +27,11 @@ def make_files(config: Config, name: str) -> Files:
     then its folder is free. If it dies waiters are told, and their blocks stay quarantined.
     """
     if config.transport != "nixl":
-        return Files(f"kvflow-store {name}", PlainMover)
+        return Files(f"kvflow-store {name}", lambda _: PlainMover())
     from kvflow.storage.posix import PosixMover
 
-    return Files(f"kvflow-store {name}", lambda: PosixMover(f"{name}/store", params_of(config, STORE_BACKEND)))
+    params = params_of(config, STORE_BACKEND)
+    return Files(f"kvflow-store {name}", partial(PosixMover, f"{name}/store", params))
 
 
 class Storage(Part):

@@ -410,18 +410,16 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
         bytes_max: bytes of this rank's files.
 
     Raises:
-        ConfigError: blocks of such a cache cannot be saved, or the folder cannot be used.
-        TransportError: the memory cannot be used.
+        ConfigError: blocks of such a cache cannot be saved, or the memory or the folder cannot be used.
     """
     stored, rank = StoredCache(cache), cache.rank
     directory = Directory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))
     path = directory.path
     try:
-        await files.open()
+        await files.open(map_spans(stored.tensors), stored.tensors)
         index = StoreIndex(bytes_max, await files.call(directory.open))
         victims = [entry.file for entry in index.make_room(0, "")]  # the bound may have been larger
         await files.call(lambda: directory.remove_all(victims))
-        await files.call(lambda: files.mover.register(map_spans(stored.tensors), stored.tensors))
     except BaseException as error:
         files.abandon(directory.close, 0.0)
         if isinstance(error, BlockingIOError):

@@ -69,17 +69,14 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 async def open_bench(transport: str, tmp_path: Path, params: Mapping[str, str] | None = None) -> AsyncIterator[Bench]:
     config = Config(engine_id="files", transport=transport, nixl_backend_params=params or {})
     files = make_files(config, "files")
-    await files.open()
     buffer = (np.arange(SIZE) % 251).astype(np.uint8)
-    span = Span(address=int(buffer.ctypes.data), size_bytes=SIZE)
-    await files.call(lambda: files.mover.register([span], buffer))
+    await files.open([Span(address=int(buffer.ctypes.data), size_bytes=SIZE)], buffer)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.truncate(fd, SIZE)
     await files.call(lambda: files.mover.opened(fd, SIZE))
     yield Bench(files, buffer, fd)
     await files.aclose(lambda: None)
     await files.aclose(lambda: None)
-    assert not files.alive
     assert "kvflow-store" not in " ".join(thread.name for thread in threading.enumerate())
     os.close(fd)
 
@@ -194,8 +191,8 @@ class Scripted(PlainMover):
 
 async def test_a_loss_is_settled_when_the_last_move_has_ended_and_the_next_one_waits_for_that() -> None:
     mover = Scripted()
-    files = Files("kvflow-store scripted", lambda: mover)
-    await files.open()
+    files = Files("kvflow-store scripted", lambda _: mover)
+    await files.open([], None)
     bench = Bench(files, np.zeros(8, dtype=np.uint8), 0)
     first, second = (asyncio.create_task(bench.move(Direction.SAVE, (0, 0, size))) for size in (1, 2))
     await asyncio.sleep(0)
@@ -228,8 +225,11 @@ async def test_memory_that_is_not_registered_is_refused_by_nixl(tmp_path: Path) 
 async def test_the_backend_gets_its_parameters(tmp_path: Path, params: dict[str, str]) -> None:
     config = Config(engine_id="files", nixl_backend_params=params)
     files = make_files(config, "files")
-    await files.open()
+    buffer = np.zeros(SIZE, dtype=np.uint8)
+    spans = [Span(address=int(buffer.ctypes.data), size_bytes=SIZE)]
+    await files.open(spans, buffer)
     await files.aclose(lambda: None)
     wrong = make_files(Config(engine_id="f", nixl_backend_params={"POSIX.ios_pool_size": "many"}), "files")
     with pytest.raises((ConfigError, ValueError)):
-        await wrong.open()
+        await wrong.open(spans, buffer)
+    await wrong.aclose(lambda: None)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from kvflow import Config, Runtime
+from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.world import World
 from kvflow.storage import RestoreReport, RestoreRequest, SaveReport, SaveRequest, Storage, StoreStatistics
-from kvflow.storage.files import Files, PlainMover, Settled
+from kvflow.storage.files import Direction, Files, PlainMover, Settled
 from kvflow.storage.storage import make_files
 from kvflow.testing import assert_quiet
 from kvflow.testing.pair import CacheSize, open_engine
@@ -45,12 +46,16 @@ class HeldMover(PlainMover):
         self.settled += 1
         return self.settles
 
-    def ended(self, begun: object) -> bool:
+    def begin(self, descriptors: Descriptors, direction: Direction) -> object:
+        return descriptors, direction
+
+    def ended(self, begun: Any) -> bool:
         if not self.gate.is_set():
             return False
         if self.errors:
             raise self.errors.pop(0)
-        return super().ended(begun)
+        super().begin(*begun)
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +133,7 @@ async def storing(
     mover = HeldMover()
 
     def files(config: Config, name: str) -> Files:
-        return make_files(config, name) if transport == "nixl" else Files(f"kvflow-store {name}", lambda: mover)
+        return make_files(config, name) if transport == "nixl" else Files(f"kvflow-store {name}", lambda _: mover)
 
     def make(config: Config, name: str) -> Any:
         return World().transport(config, name) if transport == "nixl" else InprocTransport(name, InprocNetwork())
