@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable, Sequence
 
 from kvflow.checks import counted
-from kvflow.storage.entry import START_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
+from kvflow.storage.entry import PREFIX_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
 from kvflow.storage.files import MoveFailed, Mover
 from kvflow.storage.index import Entry
 
@@ -42,7 +42,7 @@ class Directory:
         Raises BlockingIOError if another owner has locked it. `close` has to follow.
         """
         os.makedirs(self.path, exist_ok=True)
-        self._lock = os.open(self._at(_LOCK), os.O_RDWR | os.O_CREAT | _OURS, 0o600)
+        self._lock = os.open(self.at(_LOCK), os.O_RDWR | os.O_CREAT | _OURS, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found: dict[str, tuple[int, Entry]] = {}
         for item in sorted(os.scandir(self.path), key=lambda item: item.name):
@@ -69,7 +69,7 @@ class Directory:
     def remove(self, file: str) -> None:
         """Remove a file, which may be gone already."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._at(file))
+            os.unlink(self.at(file))
 
     def remove_all(self, files: Sequence[str]) -> None:
         """Remove files for good. Raises the first OSError, once it has tried all."""
@@ -83,11 +83,6 @@ class Directory:
         if failed is not None:
             raise failed
 
-    def rename(self, file: str) -> None:
-        """Give a file that was written its name, for good."""
-        os.rename(self._at(file + _PART), self._at(file))
-        self.sync()
-
     def sync(self) -> None:
         """Bring the names of its files to the disk, and what was removed off it."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -96,33 +91,8 @@ class Directory:
         finally:
             os.close(folder)
 
-    def create(self, file: str, size_bytes: int) -> int:
-        """Create a file, with all the room that it will take."""
-        fd = os.open(self._at(file + _PART), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size_bytes)
-        except BaseException:
-            os.close(fd)
-            self.remove(file + _PART)
-            raise
-        return fd
-
-    def open_file(self, file: str) -> int:
-        """Open a file to read, if it is a regular one. Raises NotAnEntry, FileNotFoundError; never waits."""
-        try:
-            fd = os.open(self._at(file), os.O_RDONLY | _OURS)
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                raise NotAnEntry(f"it is no regular file: {error.strerror}") from error
-            raise
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            os.close(fd)
-            raise NotAnEntry(f"it is no regular file: {stat.filemode(mode)}")
-        os.set_blocking(fd, True)  # io_uring fails reads that would wait, else
-        return fd
-
-    def _at(self, name: str) -> str:
+    def at(self, name: str) -> str:
+        """Return the path of a file."""
         return os.path.join(self.path, name)
 
 
@@ -142,53 +112,63 @@ class EntryFile:
         """Entries that have to make room for it, and have not yet."""
         self._directory = directory
         self._mover = mover
+        self._part = entry.file + _PART
         self._written = False
 
     def create(self) -> None:
-        """Remove its victims, which makes room, then make it."""
+        """Remove its victims, which makes room, then create it with all the room that it takes."""
         while self.victims:
             self._directory.remove(self.victims[0].file)
             del self.victims[0]
-        self.fd = self._directory.create(self.entry.file, self.entry.size_bytes)
+        self.fd = os.open(self._directory.at(self._part), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._written = True
+        os.posix_fallocate(self.fd, 0, self.entry.size_bytes)
         self._mover.opened(self.fd, self.entry.size_bytes)
 
     def commit(self, header: EntryHeader) -> None:
-        """Make it an entry, since all its blocks are there."""
+        """Give it its name, for good, since all its blocks are there."""
         start = encode(header)
         if os.pwrite(self.fd, start, 0) != len(start):
             raise OSError("the header was not written whole")
         os.fsync(self.fd)
-        self._directory.rename(self.entry.file)
+        os.rename(self._directory.at(self._part), self._directory.at(self.entry.file))
+        self._directory.sync()
         self.complete = True
 
     def open(self) -> EntryHeader:
-        """Open it and look at its header. Raises NotAnEntry, FileNotFoundError, MoveFailed."""
-        self.fd = self._directory.open_file(self.entry.file)
-        size_bytes = os.fstat(self.fd).st_size
+        """Open it to read, and return its header; never waits. Raises NotAnEntry, FileNotFoundError, MoveFailed."""
         try:
-            start = os.pread(self.fd, START_BYTES, 0)
-            length = header_bytes(start)
-            if length > len(start):
-                start += os.pread(self.fd, length - len(start), len(start))
+            self.fd = os.open(self._directory.at(self.entry.file), os.O_RDONLY | _OURS)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise NotAnEntry(f"it is no regular file: {error.strerror}") from error
+            raise
+        facts = os.fstat(self.fd)
+        if not stat.S_ISREG(facts.st_mode):
+            raise NotAnEntry(f"it is no regular file: {stat.filemode(facts.st_mode)}")
+        os.set_blocking(self.fd, True)  # io_uring fails reads that would wait, else
+        try:
+            size_bytes = header_bytes(os.pread(self.fd, PREFIX_BYTES, 0))
+            header = decode(os.pread(self.fd, size_bytes, 0), facts.st_size)
         except OSError as error:
             raise MoveFailed(f"reading its header: {error}") from error
-        header = decode(start, size_bytes)
-        if size_bytes != self.entry.size_bytes:
-            raise NotAnEntry(f"it has {counted(size_bytes, 'byte')}, it had {self.entry.size_bytes}")
-        self._mover.opened(self.fd, size_bytes)
+        if facts.st_size != self.entry.size_bytes:
+            raise NotAnEntry(f"it has {counted(facts.st_size, 'byte')}, it had {self.entry.size_bytes}")
+        self._mover.opened(self.fd, facts.st_size)
         return header
 
     def put_away(self) -> None:
         """Close it; remove it, or what there is of it, if it is to be removed or was not completed. Never raises."""
-        with contextlib.suppress(OSError):
-            if self.fd >= 0:
-                self._mover.closing(self.fd)
+        if self.fd >= 0:
+            self._mover.closing(self.fd)
+            with contextlib.suppress(OSError):
                 if self.restored:
                     os.utime(self.fd)
+            with contextlib.suppress(OSError):
                 os.close(self.fd)
-                self.fd = -1
+            self.fd = -1
+        with contextlib.suppress(OSError):
             if self._written and not self.complete:
-                self._directory.remove(self.entry.file + _PART)
+                self._directory.remove(self._part)
             elif self.remove:
                 self._directory.remove(self.entry.file)

@@ -26,6 +26,8 @@ KEY_BYTES_MAX = 256
 VERSION = 1
 _MAGIC = b"kvfentry"
 _PREFIX = struct.Struct("<8sIIQ")
+PREFIX_BYTES = _PREFIX.size
+"""Bytes of a file that tell how long its header is."""
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
 """Longest header: digests of a million layers."""
@@ -51,7 +53,7 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def data_start(self) -> int:
         """Offset of the blocks in the file."""
-        return _padded(_PREFIX.size + len(msgspec.msgpack.encode(self)))
+        return _padded(PREFIX_BYTES + len(msgspec.msgpack.encode(self)))
 
     @property
     def file_bytes(self) -> int:
@@ -86,8 +88,11 @@ def encode(header: EntryHeader) -> bytes:
 
 
 def header_bytes(start: bytes) -> int:
-    """Size of the header of a file that begins so; `start` has `START_BYTES` or more. Raises NotAnEntry."""
-    if len(start) < _PREFIX.size:
+    """Return the size of the header of a file that begins with `start`, at least `PREFIX_BYTES` of it.
+
+    Raises NotAnEntry.
+    """
+    if len(start) < PREFIX_BYTES:
         raise NotAnEntry(f"it has {counted(len(start), 'byte')}")
     magic, version, _, length = _PREFIX.unpack_from(start)
     if magic != _MAGIC:
@@ -96,18 +101,14 @@ def header_bytes(start: bytes) -> int:
         raise NotAnEntry(f"it is of version {version}, this is {VERSION}")
     if length > _BODY_BYTES_MAX:
         raise NotAnEntry(f"its header has {counted(length, 'byte')}")
-    return _padded(_PREFIX.size + length)
-
-
-START_BYTES = _ALIGNMENT
-"""Bytes to read of a file to know how long its header is; most headers are no longer."""
+    return _padded(PREFIX_BYTES + length)
 
 
 def decode(start: bytes, file_bytes: int) -> EntryHeader:
     """The header of a file of so many bytes, from its beginning. Raises NotAnEntry if that cannot be a whole entry."""
     end = header_bytes(start)
     _, _, expected, length = _PREFIX.unpack_from(start)
-    body = start[_PREFIX.size : _PREFIX.size + length]
+    body = start[PREFIX_BYTES : PREFIX_BYTES + length]
     if len(body) < length:
         raise NotAnEntry(f"it has {counted(file_bytes, 'byte')}, its header alone {end}")
     if zlib.crc32(body) != expected:

@@ -265,13 +265,10 @@ class Files:
             move.on_end(move.error)
 
     def _died(self, cause: BaseException) -> None:
-        """Take all moves for lost: the thread has ended by a bug, so nobody may wait for it."""
+        """End all moves: the thread has ended by a bug, so nobody may wait for it."""
         self._closing = True
         self.cause = cause
-        for move in list(self._under_way):
-            error = MoveLost(f"the store's thread has ended: {cause}")
-            error.__cause__ = cause
-            move.on_loss(error)
+        self.settle(f"the store's thread has died: {cause}")
 
 
 class PlainMover:

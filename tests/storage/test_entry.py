@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvflow.errors import RequestError
 from kvflow.storage.entry import (
     KEY_BYTES_MAX,
-    START_BYTES,
     EntryHeader,
     NotAnEntry,
     checked_key,
@@ -30,7 +29,7 @@ headers = st.builds(
     num_tokens=st.integers(1, 1 << 40),
     block_counts=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=64).map(tuple),
     data_bytes=st.integers(0, 1 << 50),
-    digests=st.binary(max_size=3 * START_BYTES),
+    digests=st.binary(max_size=3 * 4096),
 )
 
 

@@ -663,6 +663,19 @@ async def test_a_move_that_cannot_be_stopped_keeps_its_blocks_until_the_cache_is
         assert held.safe
 
 
+async def test_no_file_stays_open_where_its_time_cannot_be_set(
+    engine: StoringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that the system makes read-only after an error."""
+    await engine.save("a")
+    monkeypatch.setattr(os, "utime", failing(errno.EROFS))
+    for _ in range(2):
+        await engine.restore("a")
+    await engine.quiet()
+    (path,) = engine.files
+    assert str(path) not in [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+
+
 async def test_a_disk_that_is_full_is_told_and_nobody_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with storing(tmp_path, bytes_max=2 * ENTRY_BYTES) as engine:
         await engine.save("a")
@@ -806,10 +819,11 @@ async def test_a_bug_that_kills_the_thread_leaves_nobody_waiting(tmp_path: Path)
         async with storing(tmp_path, cancel_grace_s=0.02, drain_timeout_s=0.02, limits=limits) as engine:
             await engine.save("a")
             engine.mover.errors = [ValueError("a bug")]
-            with pytest.raises(StorageFailed) as caught:
+            with pytest.raises(RuntimeBroken, match="died: a bug") as caught:
                 await engine.restore("a")
             held = caught.value.quarantine
             assert held is not None
+            assert not held.safe
             with pytest.raises(RuntimeBroken):
                 await engine.save("b")
             with pytest.raises(RuntimeBroken):
