@@ -1,8 +1,10 @@
-"""What MkDocs adds to the pages: the API, a page a class; the repository's own pages; pictures by the palette."""
+"""Pages that MkDocs adds: the API, a page for each class; types in its signatures; the repository's own pages."""
 
 from __future__ import annotations
 
+import ast
 import enum
+import functools
 import os
 import re
 import sys
@@ -65,7 +67,42 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for names in public_names().values():
         for full in names:
             files.append(File.generated(config, _page_of(full), content=_api_page(full)))
+    types = [f"::: {full}\n    options: {{ heading_level: 2, show_root_full_path: true }}\n" for full in aliases()]
+    files.append(File.generated(config, "reference/types.md", content="\n".join(["# Types in signatures\n", *types])))
     return files
+
+
+def aliases() -> list[str]:
+    """Return the full names of type aliases in annotations of public classes and functions, which then link to them."""
+    found = set()
+    for kind in filter(None, map(find, (full for names in public_names().values() for full in names))):
+        module = getattr(kind, "__module__", "")
+        body = _body_of(module) if module.startswith("kvflow") else []
+        (node,) = [one for one in body if getattr(one, "name", None) == getattr(kind, "__name__", "")] or [None]
+        for part in ast.walk(node) if node else ():
+            for annotation in (getattr(part, "annotation", None), getattr(part, "returns", None)):
+                for name in ast.walk(annotation) if annotation else ():
+                    if isinstance(name, ast.Name) and (full := _alias(module, name.id)):
+                        found.add(full)
+    return sorted(found, key=lambda full: (full.rpartition(".")[2], full))
+
+
+def _alias(module: str, name: str) -> str:
+    """Return the full name of a type alias as a module knows it; "" if the name is no alias."""
+    for node in _body_of(module):
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=target), annotation=ast.Name(id="TypeAlias")) if target == name:
+                return f"{module}.{name}"
+            case ast.ImportFrom(module=str(source)) if source.startswith("kvflow") and name in [
+                one.name for one in node.names
+            ]:
+                return _alias(source, name)
+    return ""
+
+
+@functools.cache
+def _body_of(module: str) -> list[ast.stmt]:
+    return ast.parse(Path(sys.modules[module].__file__ or "").read_text("utf-8")).body
 
 
 def _api_page(full: str) -> str:
