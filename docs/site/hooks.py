@@ -134,6 +134,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return match[1]  # it is in the repository only
         return f"[{match[1]}]({os.path.relpath(found, Path(name).parent)}{match[3]})"
 
+    if name.startswith("decisions/"):
+        page.meta["search"] = {"boost": 0.1}  # users look for the guides
     markdown = _PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
     if name == "reference/api.md":
         assert api_list() in markdown
