@@ -1,8 +1,8 @@
 """Questions to peers for prefixes, as a scheduler's half decides them: one for a request, before it gets blocks.
 
-An engine's scheduler asks here whether a request waits for its peers. The first time, that makes a question, which
-leaves with the next step; until the answer is back with a step's results, the request waits. Whatever was found is then
-a ticket like any other.
+The first time that an engine asks how much of a prompt can come from remote, a question is made, which leaves with the
+next step. Until the answer is back with a step's results the request waits. What was found is then a ticket like any
+other.
 
 Requests whose prompts begin alike ask in turn: each waits for one answer to another at most. It also waits for a load,
 once, if that brings at least as much of its prompt as is left: then it finds that in the engine's prefix cache, and
@@ -12,8 +12,9 @@ asks for the rest if that is worth it. Requests that share a system prompt and l
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvflow import checks
@@ -22,7 +23,7 @@ from kvflow.connector.step import Question
 from kvflow.errors import RequestError
 from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at, is_host, plain_host
 
-__all__ = ["Asking", "PrefixOutcome", "source_in"]
+__all__ = ["PrefixOutcome", "PrefixQuestions", "source_in"]
 
 _SOURCE = "remote_kv_source"
 
@@ -56,50 +57,45 @@ def source_in(params: Mapping[str, Any] | None) -> str | None:
     return address_at(host, port)
 
 
-class _State(enum.Enum):
-    NEW = enum.auto()
-    ASKED = enum.auto()
-    LOADING = enum.auto()
+class _State(enum.IntEnum):
+    NEW = 0
+    ASKED = 1
+    LOADING = 2
     """Something was found."""
-    OVER = enum.auto()
+    OVER = 3
 
 
 @dataclass(slots=True, eq=False)
-class _Asker:
+class _Asking:
+    """A request that asks, once it is its turn."""
+
     keys: Sequence[bytes]
     peers: tuple[str, ...]
     hinted: bool
     state: _State = _State.NEW
-    behind: _Asker | None = None
+    behind: _Asking | None = None
     """The request that it waits for."""
-    for_load: bool = False
-    """True if it waits for the load of that request, too, and not for the answer alone."""
-    waited: set[bool] = field(default_factory=set)
-    """Values of `for_load` with which it does not wait any more: once for a load, and before that for an answer."""
+    waited: _State = _State.NEW
+    """State of another request up to which it waits, or has waited: once for a load, before that for an answer."""
 
-    def wait_for(self, other: _Asker, *, for_load: bool) -> bool:
-        """Wait for another request. Return False if this one has waited so before."""
-        if for_load in self.waited:
+    def wait_for(self, other: _Asking, through: _State) -> bool:
+        """Wait until another request is beyond a state. Return False if this one has waited so before."""
+        if through <= self.waited:
             return False
-        self.behind, self.for_load = other, for_load
-        self.waited |= {for_load, False}
+        self.behind, self.waited = other, through
         return True
 
     def waits(self) -> bool:
         """Return True while the request that it waits for is not as far."""
-        ahead = self.behind
-        return ahead is not None and (ahead.state is _State.ASKED or (self.for_load and ahead.state is _State.LOADING))
+        return self.behind is not None and _State.NEW < self.behind.state <= self.waited
 
-    def shared(self, other: _Asker) -> int:
+    def shared(self, other: _Asking) -> int:
         """Return the number of keys that both begin with. A key is of all tokens before it, so the search may halve."""
-        least, most = 0, min(len(self.keys), len(other.keys))
-        while least < most:
-            at = (least + most + 1) // 2
-            least, most = (at, most) if self.keys[at - 1] == other.keys[at - 1] else (least, at - 1)
-        return least
+        places = range(min(len(self.keys), len(other.keys)))
+        return bisect_left(places, True, key=lambda at: self.keys[at] != other.keys[at])
 
 
-class Asking:
+class PrefixQuestions:
     """Requests whose prompts may begin with what a peer has.
 
     `peers` are asked where no router names one, and with `hinted` those that KV events name; fewer than `tokens_min`
@@ -111,13 +107,13 @@ class Asking:
         self._hinted = hinted
         self._block_tokens = block_tokens
         self._tokens_min = tokens_min
-        self._requests: dict[str, _Asker] = {}
-        self._begun: dict[bytes, dict[str, _Asker]] = {}
+        self._requests: dict[str, _Asking] = {}
+        self._begun: dict[bytes, dict[str, _Asking]] = {}
         """The requests that have asked, or load, by the key of their first block."""
         self._next: list[Question] = []
 
     def __repr__(self) -> str:
-        return f"<Asking {counted(len(self._requests), 'request')}>"
+        return f"<PrefixQuestions {counted(len(self._requests), 'request')}>"
 
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
         """Take a request that gets nothing from a prefill engine.
@@ -127,7 +123,7 @@ class Asking:
         """
         peers, hinted = (self._peers, self._hinted) if source is None else ((source,), False)
         if (peers or hinted) and len(keys) * self._block_tokens >= self._tokens_min:
-            self._requests[request_id] = _Asker(keys, peers, hinted)
+            self._requests[request_id] = _Asking(keys, peers, hinted)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """Ask for a request when it is its turn. True while it waits for that, or for an answer."""
@@ -151,17 +147,17 @@ class Asking:
         self._next.append(question)
         return True
 
-    def _waits_behind_another(self, request: _Asker, num_computed_tokens: int) -> bool:
+    def _waits_behind_another(self, request: _Asking, num_computed_tokens: int) -> bool:
         """Have a request wait for another one, if that is worth it and it has not waited so before."""
         begun = self._begun.get(request.keys[0], {}).values()
         if begun:
             other = max(begun, key=request.shared)
             shared = request.shared(other)
             brings, leaves = shared * self._block_tokens - num_computed_tokens, len(request.keys) - shared
-            if 0 < brings >= leaves * self._block_tokens and request.wait_for(other, for_load=True):
+            if 0 < brings >= leaves * self._block_tokens and request.wait_for(other, _State.LOADING):
                 return True
         asked = next((other for other in begun if other.state is _State.ASKED), None)
-        return asked is not None and request.wait_for(asked, for_load=False)
+        return asked is not None and request.wait_for(asked, _State.ASKED)
 
     def take(self) -> list[Question]:
         """Hand over the questions that leave with this step."""

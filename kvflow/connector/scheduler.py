@@ -18,8 +18,8 @@ Whether a failed load fails its request or is recomputed is the engine's policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from kvflow import checks
 from kvflow.checks import counted
@@ -27,6 +27,7 @@ from kvflow.connector.consumers import ConsumerBook
 from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Matched, Scheduled, Sharing, TablesOf
 from kvflow.connector.paged_groups import PagedGroup, PagedGroups
 from kvflow.connector.parameters import OWN_DIALECT, Dialect
+from kvflow.connector.prefix_questions import PrefixQuestions
 from kvflow.connector.producers import ProducerBook
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Step
@@ -53,13 +54,20 @@ class ConnectorScheduler:
         config: the settings it decides by.
         new_secret: makes a text that nobody can guess, another one each time.
         dialect: the form of tickets in the parameters that routers carry.
+        questions: whose prefixes peers are asked for; without it nobody is asked.
     """
 
     def __init__(
-        self, config: SchedulingConfig, *, new_secret: Callable[[], str], dialect: Dialect = OWN_DIALECT
+        self,
+        config: SchedulingConfig,
+        *,
+        new_secret: Callable[[], str],
+        dialect: Dialect = OWN_DIALECT,
+        questions: PrefixQuestions | None = None,
     ) -> None:
         self._config = config
         self._groups = PagedGroups(config.all_groups)
+        self._questions = questions or PrefixQuestions((), block_tokens=config.block_size, tokens_min=1)
         self._consumers = ConsumerBook(config, self._groups, dialect)
         self._producers = ProducerBook(config, self._groups, dialect, new_secret)
 
@@ -71,17 +79,6 @@ class ConnectorScheduler:
     def open_requests(self) -> int:
         """Requests that have been added and have not ended."""
         return len(self._consumers) + len(self._producers)
-
-    def takes(self, params: Mapping[str, Any]) -> bool:
-        """Tell whether a request is to come from a prefill engine.
-
-        Args:
-            params: its `kv_transfer_params`.
-
-        Returns:
-            True if they are a ticket, and this engine consumes.
-        """
-        return self._config.takes(params)
 
     def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
         """Tell where a request is in its life.
@@ -228,16 +225,18 @@ class ConnectorScheduler:
             self._consumers.reject(request, params)
 
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Tell how much of a prompt can come from remote. No side effects: ask as often as you like.
+        """Tell how much of a prompt can come from remote. Ask as often as you like: peers are asked once.
 
         Args:
             request_id: the engine's.
             num_computed_tokens: tokens that the engine has already; they fill whole blocks.
 
         Returns:
-            The tokens beyond those. 0 for a request that does not concern transfers, or for fewer than
-            `SchedulingConfig.fetch_tokens_min`.
+            The tokens beyond those; None while the request waits for peers' answers, or for another request's load. 0
+            for a request that does not concern transfers, or for fewer than `SchedulingConfig.fetch_tokens_min`.
         """
+        if self._questions.waits(request_id, num_computed_tokens):
+            return Matched(None, False)
         return self._consumers.match(request_id, num_computed_tokens)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
@@ -255,6 +254,8 @@ class ConnectorScheduler:
             UsageError: it has given another number, or there are not as many tables as groups.
         """
         self._consumers.allocated(request_id, block_ids, num_external_tokens)
+        if num_external_tokens == 0:
+            self._questions.over(request_id)
 
     def build_step(self, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """Give what the workers do in this step.
@@ -273,17 +274,31 @@ class ConnectorScheduler:
         self._consumers.computed_here.tell()
         step = self._producers.build_step(scheduled, preempted, block_ids)
         self._consumers.add_to(step)
+        step.questions = self._questions.take()
         return step
 
-    def update_from_workers(self, *, received: Iterable[str] = (), sent: Iterable[str] = ()) -> None:
+    def update_from_workers(
+        self,
+        *,
+        received: Collection[str] = (),
+        sent: Iterable[str] = (),
+        found: Mapping[str, tuple[Ticket, ...]] = MappingProxyType({}),
+    ) -> None:
         """Take what has ended on all workers. Ids that nobody waits for change nothing.
 
         Args:
             received: requests whose loads have ended, well or not (`Results.received`).
             sent: requests whose leases have (`Results.sent`).
+            found: what peers offer to requests (`Results.found`), which is a request's ticket, or is given back.
         """
         self._consumers.received(received)
         self._producers.sent(sent)
+        for request_id in received:
+            self._questions.over(request_id)
+        for request_id, tickets in found.items():
+            waits = self._questions.answered(request_id, found=bool(tickets))
+            if tickets:
+                (self.adopt if waits else self.give_back)(request_id, tickets)
 
     def request_finished(self, request_id: str, *, completed: bool, block_ids: GivenTables | None = None) -> Finished:
         """Take the end of a request for the engine.
@@ -301,6 +316,7 @@ class ConnectorScheduler:
         Raises:
             UsageError: there are not as many tables as groups.
         """
+        self._questions.finished(request_id)
         written = self._consumers.finish(request_id)  # a producer's too, with a prefix that a peer has offered
         read = self._producers.finish(request_id, completed=completed, block_ids=block_ids)
         return Finished(written or read.hold_blocks, read.params)

@@ -170,14 +170,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
                 config = config_of(vllm_config, tp_rank=0, pp_rank=0)
                 dialect = stock.dialect_of(extra, config, self._scheduling)
-            self._scheduler = ConnectorScheduler(
-                self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
-            )
             if extra.uses_prefixes:
                 with needing("prefix", _PREFIX_SETTINGS):
                     from kvflow.vllm.prefix import RequestPrefixes
 
-                self._prefixes = RequestPrefixes(extra, self._scheduler, self._groups, vllm_config, kv_cache_config)
+                self._prefixes = RequestPrefixes(extra, self._scheduling, self._groups, vllm_config, kv_cache_config)
+            self._scheduler = ConnectorScheduler(
+                self._scheduling,
+                new_secret=lambda: secrets.token_hex(16),
+                dialect=dialect,
+                questions=None if self._prefixes is None else self._prefixes.questions,
+            )
             return
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers
@@ -256,7 +259,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.data["tickets_refused"].append(type(error).__name__)
         if self._fails(request):
             self._stats.data["load_failures"].append(PromptMismatch.__name__)
-        elif request.get_skip_reading_prefix_cache() and self._scheduler.takes(request.kv_transfer_params or {}):
+        elif request.get_skip_reading_prefix_cache() and self._scheduling.takes(request.kv_transfer_params or {}):
             self._scheduler.note_computed_here("log probabilities of its prompt are asked for")
 
     def _fails(self, request: Request) -> bool:
@@ -284,15 +287,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._fails(request):  # its load has found that out, and the policy would be to compute it
             return None, False
-        if self._prefixes is not None and self._prefixes.waits(request.request_id, num_computed_tokens):
-            return None, False
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         tables = self._transferred(blocks.get_block_ids())
         self._scheduler.update_after_alloc(request.request_id, tables, num_external_tokens)
-        if self._prefixes is not None and num_external_tokens == 0:
-            self._prefixes.over((request.request_id,))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         resolve = scheduler_output.kv_connector_block_state.resolve_block_ids
@@ -311,21 +310,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return KVFlowMetadata(step, cards)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        received, sent = connector_output.finished_recving, connector_output.finished_sending
-        self._scheduler.update_from_workers(received=received or (), sent=sent or ())
+        received, sent = connector_output.finished_recving or (), connector_output.finished_sending or ()
+        told = connector_output.kv_connector_worker_meta
+        news = told if isinstance(told, KVFlowNews) else KVFlowNews()
+        self._scheduler.update_from_workers(received=received, sent=sent, found=news.found)
+        self._scheduler.refuse(news.refused)
         if self._recomputes:
             for _ in connector_output.failed_recving or ():
                 self._scheduler.note_computed_here("its load failed")
-        if self._prefixes is not None:
-            self._prefixes.over(received or ())
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, KVFlowNews):
-            self._scheduler.refuse(told.refused)
-            if self._prefixes is not None:
-                self._prefixes.answered(told.found)
-            ticket = told.introductions[0].ticket if told.introductions else None
-            if ticket is not None and len(told.introductions) == ticket.tp_size * ticket.pp_size:
-                self._introduce(told.introductions)
+        workers = news.introductions
+        if workers and len(workers) == workers[0].ticket.tp_size * workers[0].ticket.pp_size:
+            self._introduce(workers)
 
     def _introduce(self, workers: Sequence[KVFlowIntroduction]) -> None:
         """Introduce all workers. Their cards leave with the next step, before any ticket of theirs can."""

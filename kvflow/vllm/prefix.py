@@ -7,7 +7,7 @@ step that may write there. The pool's own bookkeeping is as it would be without:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,11 +15,10 @@ import msgspec
 from kvflow import checks
 from kvflow.connector.cached_prompts import CachedPrompts, GroupTablesOf
 from kvflow.connector.prefix_peers import PrefixPeers
-from kvflow.connector.prefix_questions import Asking, source_in
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
+from kvflow.connector.prefix_questions import PrefixQuestions, source_in
+from kvflow.connector.scheduler import Scheduled, SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.core.cache.groups import GroupKind
-from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError
 from kvflow.hosts import plain_address
 from kvflow.logs import logger_of
@@ -71,12 +70,12 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
 
 
 class RequestPrefixes:
-    """The scheduler's half of a connector as far as it concerns prefixes: requests, their keys and their questions."""
+    """The keys of vLLM's requests, for blocks that hold their prompts and for questions to peers."""
 
     def __init__(
         self,
         extra: Extra,
-        scheduler: ConnectorScheduler,
+        scheduling: SchedulingConfig,
         groups: Sequence[Group],
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
@@ -91,12 +90,12 @@ class RequestPrefixes:
         why = why_not(groups, kv_cache_config)
         if why:
             logger.warning("prefixes are neither shared nor pulled: %s", why)
-        self._scheduler = scheduler
+        self._scheduling = scheduling
         self._block_tokens = groups[0].facts.block_size
         self._shares = extra.share_prefixes and not why
         self._cached_prompts: CachedPrompts | None = None
         self._pulls = extra.pulls_prefixes and not why
-        self._asking = Asking(
+        self.questions = PrefixQuestions(
             known_peers(extra),
             block_tokens=self._block_tokens,
             tokens_min=extra.prefix_tokens_min,
@@ -130,7 +129,7 @@ class RequestPrefixes:
     def add(self, asked: Asked) -> None:
         """Take a request that has come. Peers are asked unless it has a ticket of a prefill engine."""
         params = asked.kv_transfer_params
-        asks = self._pulls and not self._scheduler.takes(params or {})
+        asks = self._pulls and not self._scheduling.takes(params or {})
         if self._cached_prompts is None and not asks:
             return
         keys = self._keys(asked, asked.num_prompt_tokens)
@@ -143,39 +142,21 @@ class RequestPrefixes:
                 logger.warning("request %s: its prefix is not asked for: %s", asked.request_id, error)
                 return
             most = (asked.num_prompt_tokens - 1) // self._block_tokens
-            self._asking.add(asked.request_id, keys[:most], source)
+            self.questions.add(asked.request_id, keys[:most], source)
 
     def _keys(self, asked: Asked, num_tokens: int) -> list[bytes]:
         tokens = asked.tokens(num_tokens)
         return [] if tokens is None else prefix_keys(tokens, self._block_tokens)
 
-    def waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Ask peers for a request. True while it waits for that; see `Asking.waits`."""
-        return self._asking.waits(request_id, num_computed_tokens)
-
     def build_step(
         self, step: Step, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Put into a step which blocks hold prompts, and which questions to ask."""
+        """Put into a step which blocks hold prompts."""
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
-        step.questions = self._asking.take()
-
-    def answered(self, found: Mapping[str, tuple[Ticket, ...]]) -> None:
-        """Take answers of peers: what they offer is a request's ticket, or is given back."""
-        for request_id, tickets in found.items():
-            waits = self._asking.answered(request_id, found=bool(tickets))
-            if tickets:
-                (self._scheduler.adopt if waits else self._scheduler.give_back)(request_id, tickets)
-
-    def over(self, request_ids: Iterable[str]) -> None:
-        """Give the turns of requests on whose loads have ended, or will not be made."""
-        for request_id in request_ids:
-            self._asking.over(request_id)
 
     def finished(self, asked: Asked, block_ids: Sequence[Sequence[int]]) -> None:
         """Take a request that has ended, and still has its blocks."""
-        self._asking.finished(asked.request_id)
         if self._cached_prompts is not None:
             request = asked.request
             computed = min(request.num_computed_tokens, request.num_tokens - 1)

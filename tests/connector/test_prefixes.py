@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvflow.connector.cached_prompts import CachedPrompts
 from kvflow.connector.prefix_peers import PrefixPeers
-from kvflow.connector.prefix_questions import Asking, PrefixOutcome, source_in
+from kvflow.connector.prefix_questions import PrefixOutcome, PrefixQuestions, source_in
 from kvflow.connector.scheduler import Matched, PagedGroup
 from kvflow.connector.step import CachedBlocks, Question, Step
 from kvflow.connector.transfers import Answered, Happening, Loaded, LoadFailed
@@ -31,7 +31,7 @@ from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
 from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork
-from tests.connector.test_scheduler import BLOCK_SIZE, PREFILL, Request
+from tests.connector.test_scheduler import BLOCK_SIZE, PREFILL, Request, scheduler, step_of, ticket_of
 from tests.connector.test_worker import Engine, Pair, load_ended, make, settled_afterwards, steps, until_blocking
 from tests.support.tests_support import any_ticket, each
 
@@ -363,11 +363,11 @@ async def test_what_loads_take_is_learned_of_prefixes_and_by_who_has_given_them(
 
 
 @pytest.fixture
-def made() -> Asking:
-    return Asking(("tcp://a:1",), block_tokens=BLOCK_SIZE, tokens_min=8)
+def made() -> PrefixQuestions:
+    return PrefixQuestions(("tcp://a:1",), block_tokens=BLOCK_SIZE, tokens_min=8)
 
 
-def test_a_request_asks_once(made: Asking) -> None:
+def test_a_request_asks_once(made: PrefixQuestions) -> None:
     made.add("r", KEYS, None)
     assert made.waits("r", 4)
     assert made.waits("r", 4)
@@ -380,7 +380,7 @@ def test_a_request_asks_once(made: Asking) -> None:
     assert not made.waits("r", 0)
 
 
-def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time(made: Asking) -> None:
+def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time(made: PrefixQuestions) -> None:
     """The others see then what is cached: of three, one has enough, and one asks for the rest."""
     for name, keys in (("first", KEYS), ("same", KEYS), ("longer", [*KEYS, *OTHER]), ("other", OTHER)):
         made.add(name, keys, None)
@@ -398,7 +398,28 @@ def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time(made: Asking) 
     assert (left.request_id, left.cached_tokens) == ("longer", 12)
 
 
-def test_what_nobody_has_is_asked_for_once(made: Asking) -> None:
+def test_a_scheduler_asks_and_takes_what_is_found(made: PrefixQuestions) -> None:
+    """Of an answer that nobody waits for any more it gives back what it offers."""
+    connector = scheduler(questions=made)
+    for name in ("r", "gone"):
+        made.add(name, prefix_keys(range(100 * len(name), 100 * len(name) + 12), BLOCK_SIZE), None)
+        assert connector.num_new_matched_tokens(name, 0) == Matched(None, False)
+    assert [one.request_id for one in step_of(connector).questions] == ["r", "gone"]
+    assert not connector.request_finished("gone", completed=False).hold_blocks
+    tickets = {name: (ticket_of(8, request_id=name),) for name in ("r", "gone")}
+    connector.update_from_workers(found=tickets)
+    assert connector.num_new_matched_tokens("r", 0) == Matched(8, True)
+    step = step_of(connector)
+    assert (step.keep, step.questions) == ({"r": tickets["r"]}, [])
+    assert [(one.request_id, one.tickets) for one in step.release] == [("gone", tickets["gone"])]
+    made.add("behind", prefix_keys(range(100, 112), BLOCK_SIZE), None)
+    assert connector.num_new_matched_tokens("behind", 0) == Matched(None, False), "it waits for that load"
+    connector.update_after_alloc("r", [1, 2], 8)
+    connector.update_from_workers(received=["r"])
+    assert connector.num_new_matched_tokens("behind", 8) == Matched(0, False)
+
+
+def test_what_nobody_has_is_asked_for_once(made: PrefixQuestions) -> None:
     for name in ("first", "same"):
         made.add(name, KEYS, None)
         assert made.waits(name, 0)
@@ -420,7 +441,7 @@ def chat(at: int, blocks: int = 8) -> list[bytes]:
     return prefix_keys([*PROMPT[:BLOCK_SIZE], *[at] * blocks * BLOCK_SIZE], BLOCK_SIZE)
 
 
-def asked_now(made: Asking, computed: int, *names: str) -> list[str]:
+def asked_now(made: PrefixQuestions, computed: int, *names: str) -> list[str]:
     """Whom the engine's scheduler would ask for with its next step, if it asked about all that wait."""
     waits = {name: made.waits(name, computed) for name in names}
     questions = [one.request_id for one in made.take()]
@@ -430,7 +451,9 @@ def asked_now(made: Asking, computed: int, *names: str) -> list[str]:
 
 @pytest.mark.parametrize("found", [True, False])
 @pytest.mark.parametrize("cached", [0, BLOCK_SIZE])
-def test_those_with_one_system_prompt_ask_in_turn_and_load_side_by_side(made: Asking, cached: int, found: bool) -> None:
+def test_those_with_one_system_prompt_ask_in_turn_and_load_side_by_side(
+    made: PrefixQuestions, cached: int, found: bool
+) -> None:
     """What nobody has of one says nothing of the others, and nobody waits for another one's load."""
     names = [f"r{nth}" for nth in range(5)]
     for nth, name in enumerate(names):
@@ -443,7 +466,7 @@ def test_those_with_one_system_prompt_ask_in_turn_and_load_side_by_side(made: As
         assert not made.waits(name, cached)
 
 
-def test_a_load_is_waited_for_if_it_brings_more_than_is_left(made: Asking) -> None:
+def test_a_load_is_waited_for_if_it_brings_more_than_is_left(made: PrefixQuestions) -> None:
     long = chat(1)
     for name, keys in (
         ("first", long),
@@ -461,7 +484,7 @@ def test_a_load_is_waited_for_if_it_brings_more_than_is_left(made: Asking) -> No
     assert asked_now(made, 9 * BLOCK_SIZE, "tail") == ["tail"]
 
 
-def test_a_load_that_fails_is_not_waited_for_by_one_after_the_other(made: Asking) -> None:
+def test_a_load_that_fails_is_not_waited_for_by_one_after_the_other(made: PrefixQuestions) -> None:
     names = [f"r{nth}" for nth in range(4)]
     for name in names:
         made.add(name, chat(1), None)
@@ -472,7 +495,7 @@ def test_a_load_that_fails_is_not_waited_for_by_one_after_the_other(made: Asking
     assert asked_now(made, 0, *names[1:]) == names[1:]
 
 
-def test_a_miss_answers_for_those_that_ask_for_nothing_else_of_the_same_peers(made: Asking) -> None:
+def test_a_miss_answers_for_those_that_ask_for_nothing_else_of_the_same_peers(made: PrefixQuestions) -> None:
     made.add("first", chat(1), None)
     made.add("shorter", chat(1, 4), None)
     made.add("longer", chat(1, 9), None)
@@ -483,7 +506,7 @@ def test_a_miss_answers_for_those_that_ask_for_nothing_else_of_the_same_peers(ma
     assert not made.waits("shorter", 0)
 
 
-def test_one_that_is_waited_for_may_end_at_any_time(made: Asking) -> None:
+def test_one_that_is_waited_for_may_end_at_any_time(made: PrefixQuestions) -> None:
     for answered in (None, True):
         for name in ("first", "second"):
             made.add(name, chat(1), None)
@@ -513,14 +536,14 @@ def test_one_that_is_waited_for_may_end_at_any_time(made: Asking) -> None:
 def test_who_is_asked_for_what(
     peers: tuple[str, ...], followed: bool, keys: Sequence[bytes], named: str | None, computed: int, asks: bool
 ) -> None:
-    made = Asking(peers, block_tokens=BLOCK_SIZE, tokens_min=8, hinted=followed)
+    made = PrefixQuestions(peers, block_tokens=BLOCK_SIZE, tokens_min=8, hinted=followed)
     made.add("r", keys, named)
     assert made.waits("r", computed) == asks
     whom = (named,) if named else peers
     assert [(one.peers, one.hinted) for one in made.take()] == [(whom, followed and named is None)] * asks
 
 
-def test_a_request_that_has_ended_asks_nothing_and_waits_for_nothing(made: Asking) -> None:
+def test_a_request_that_has_ended_asks_nothing_and_waits_for_nothing(made: PrefixQuestions) -> None:
     made.add("r", KEYS, None)
     assert made.waits("r", 0)
     made.finished("r")
@@ -563,6 +586,6 @@ def test_what_cannot_be_a_source(given: object) -> None:
         source_in({"remote_kv_source": given})
 
 
-def test_what_is_said_of_them(made: Asking) -> None:
-    assert repr(made) == "<Asking 0 requests>"
+def test_what_is_said_of_them(made: PrefixQuestions) -> None:
+    assert repr(made) == "<PrefixQuestions 0 requests>"
     assert repr(CachedPrompts(BLOCK_SIZE, lambda _: None)) == "<CachedPrompts 0 blocks of 0 requests and former ones>"

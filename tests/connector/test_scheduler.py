@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvflow.connector.parameters import Dialect, params_of_several, producer_params
+from kvflow.connector.prefix_questions import PrefixQuestions
 from kvflow.connector.scheduler import (
     ConnectorScheduler,
     Finished,
@@ -68,9 +69,12 @@ def flowing(num_prompt_tokens: int, request_id: str = "r", name: str = "name") -
     return Request(request_id, num_prompt_tokens, params, range(num_prompt_tokens))
 
 
-def scheduler(*, introduce: bool = True, **changes: Any) -> ConnectorScheduler:
+def scheduler(
+    *, introduce: bool = True, questions: PrefixQuestions | None = None, **changes: Any
+) -> ConnectorScheduler:
     config = SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=10.0, **changes)
-    made = ConnectorScheduler(config, new_secret=map("secret{}".format, itertools.count()).__next__)
+    new_secret = map("secret{}".format, itertools.count()).__next__
+    made = ConnectorScheduler(config, new_secret=new_secret, questions=questions)
     if introduce:
         made.introduce(grouped_ticket(changes.get("groups", ()), 0, "introduction"))
     return made

@@ -195,8 +195,7 @@ def prefixes(role: str = "kv_both", policy: str = "recompute", spec: KVCacheSpec
     config.kv_transfer_config.kv_load_failure_policy = policy
     cache = cache_of(spec or FullAttentionSpec(**HEADS))
     groups, scheduling = groups_of(cache), scheduling_of(config, groups_of(cache))
-    scheduler = ConnectorScheduler(scheduling, new_secret=lambda: "secret")
-    return RequestPrefixes(extra_of(config), scheduler, groups, config, cache)
+    return RequestPrefixes(extra_of(config), scheduling, groups, config, cache)
 
 
 def test_prefixes_are_pulled_only_where_a_failed_pull_is_computed() -> None:
