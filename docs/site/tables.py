@@ -186,7 +186,7 @@ def errors_table() -> str:
 
     def rows(kind: type[errors.KVFlowError], depth: int = 0) -> Iterator[tuple[str, ...]]:
         again = "yes" if kind.retryable else "no"
-        safe = "yes" if kind.memory_safe else "ask `quarantine`"
+        safe = "yes" if kind.memory_safe else "no"
         name = f"{'&nbsp;&nbsp;&nbsp;' * depth}`{kind.__name__}`"
         raised, _, advice = (inspect.getdoc(kind) or "").partition("\n\n")
         yield name, str(kind.blame), again, safe, raised, advice
