@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import counted, encodes, is_name, shown
-from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
+from kvflow.checks import Count, counted, is_name, shown
+from kvflow.config import ENGINE_ID_CHARS_MAX, RankCount
 from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.rank_lease import RankLease
@@ -18,13 +19,12 @@ from kvflow.core.protocol.spare import MARK, with_mark
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
-from kvflow.limits import REQUEST_ID_CHARS_MAX
 from kvflow.stock.deadline import Arrival
 from kvflow.stock.shape import expanded
 from kvflow.stock.texts import can_be_told
-from kvflow.stock.versions import least_line, line_of
+from kvflow.stock.versions import LINES, least_line, line_of
 
-_BLOCK_MAX = (1 << 31) - 1
+_Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
@@ -64,6 +64,22 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
         return dict(self.params)
 
 
+class _Params(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of a stock producer, as far as they are looked at."""
+
+    do_remote_prefill: bool
+    remote_block_ids: Annotated[tuple[tuple[_Block, ...], ...], Meta(min_length=1, max_length=GROUPS_MAX)]
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: Annotated[int, Meta(ge=1, le=PORT_MAX)]
+    remote_num_tokens: Count
+    tp_size: RankCount = 1
+    pp_size: RankCount = 1
+    dcp_size: Annotated[int, Meta(ge=1, le=1)] = 1
+    transfer_mode: Annotated[str, Meta(pattern=r"\Apull\Z")] = "pull"
+
+
 def is_stock(params: Mapping[str, Any]) -> bool:
     """True if a request's parameters ask for a load, and none of a kvflow engine's."""
     request_id = params.get("remote_request_id")
@@ -81,33 +97,33 @@ def read_stock(
     given = checks.mapping(params, "stock params")
     if isinstance(given.get("remote_port"), float):
         given = checks.without_doubles(given)
-    line = least_line(given)
-    if given.get("do_remote_prefill") is not True:
-        raise RequestError("stock params: do_remote_prefill is not true: they do not ask for a load")
-    mode = given.get("transfer_mode", "pull")
-    if not isinstance(mode, str) or mode != "pull":
-        raise RequestError(f"stock params: transfer_mode {shown(mode)}: blocks are pulled")
-    size = given.get("dcp_size", 1)
-    if not isinstance(size, int) or size != 1:
-        raise RequestError(f"stock params: dcp_size {shown(size)}: only 1 is read from")
-    left = checks.whole(left, "stock params: left", least=0)
-    tables = _tables(given.get("remote_block_ids"), block_ids_max)
-    host, port = given.get("remote_host"), checks.whole(given.get("remote_port"), "stock params: remote_port", least=1)
-    plain = plain_host(host) if isinstance(host, str) else None
-    if plain is None or not is_host(plain) or port > PORT_MAX:
-        raise RequestError(f"stock params: remote_host {shown(host)}, remote_port {port}: no address")
-    num_tokens = checks.whole(given.get("remote_num_tokens"), "stock params: remote_num_tokens", least=0)
-    if any(tables) and not num_tokens:
-        raise RequestError("stock params: remote_num_tokens is 0, but there are blocks")
+    line, left = least_line(given), checks.whole(left, "stock params: left", least=0)
+    try:
+        told = msgspec.convert(given, _Params)
+    except Exception as error:
+        raise RequestError(f"stock params: {checks.refusal(error, given)}") from error
+    tables, num_tokens, host = told.remote_block_ids, told.remote_num_tokens, plain_host(told.remote_host)
+    if (found := sum(map(len, tables))) > block_ids_max:
+        most = f"at most {block_ids_max} (limits.block_ids_max)"
+        raise RequestError(f"stock params: remote_block_ids: {counted(found, 'block id')}, {most}")
+    for name, value, fits in (
+        ("do_remote_prefill", told.do_remote_prefill, told.do_remote_prefill),
+        ("remote_engine_id", told.remote_engine_id, is_name(told.remote_engine_id, ENGINE_ID_CHARS_MAX)),
+        ("remote_request_id", told.remote_request_id, can_be_told(told.remote_request_id)),
+        ("remote_host", told.remote_host, host is not None and is_host(host)),
+        ("remote_num_tokens, of some blocks,", num_tokens, num_tokens or not found),
+    ):
+        if not fits:
+            raise RequestError(f"stock params: {name} cannot be {shown(value)}")
     return StockTicket(
-        engine_id=_engine_id(given.get("remote_engine_id")),
-        request_id=_request_id(given.get("remote_request_id")),
+        engine_id=told.remote_engine_id,
+        request_id=told.remote_request_id,
         block_ids=tables[0],
         more_block_ids=tables[1:],
         num_tokens=max(num_tokens - left, 0),
         ttl_s=lease_s,
-        tp_size=checks.whole(given.get("tp_size", 1), "stock params: tp_size", least=1, most=RANKS_MAX),
-        pp_size=checks.whole(given.get("pp_size", 1), "stock params: pp_size", least=1, most=RANKS_MAX),
+        tp_size=told.tp_size,
+        pp_size=told.pp_size,
         dp_rank=0,
         block_size=1,
         kv_heads=1,
@@ -115,10 +131,10 @@ def read_stock(
         fixed_ports=False,
         traceparent="",
         prompt_digest="",
-        ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", plain, port),),
+        ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", str(host), told.remote_port),),
         least_line=line.version,
         arrived=_arrival(arrived),
-        params=_kept(given),
+        params={key: value for key, value in given.items() if key in LINES[-1].params},
         left=min(left, num_tokens),
     )
 
@@ -231,39 +247,3 @@ def _arrival(value: object) -> Arrival | None:
         if not fits or not abs(value.now_s) <= checks.SECONDS_MAX:  # type: ignore[attr-defined]
             raise RequestError(f"stock params: arrived: expected an Arrival, got {shown(value)}")
     return value  # type: ignore[return-value]
-
-
-def _engine_id(value: object) -> str:
-    if not is_name(value, ENGINE_ID_CHARS_MAX):
-        raise RequestError(f"stock params: remote_engine_id {shown(value)} is no name")
-    return str(value)
-
-
-def _request_id(value: object) -> str:
-    text = checks.text(value, "stock params: remote_request_id", most=REQUEST_ID_CHARS_MAX)
-    if not encodes(text) or not can_be_told(text):
-        raise RequestError(f"stock params: remote_request_id {shown(text)}: no notification can name it")
-    return text
-
-
-def _tables(value: object, block_ids_max: int) -> tuple[tuple[int, ...], ...]:
-    """Block ids by group. RequestError for flat ones, which are of other versions, and for too many."""
-    what = "stock params: remote_block_ids"
-    if not isinstance(value, list | tuple) or not 0 < len(value) <= GROUPS_MAX:
-        raise RequestError(f"{what}: expected a list of a list for each group, got {shown(value)}")
-    if not all(isinstance(ids, list | tuple) for ids in value):
-        raise RequestError(f"{what}: expected a list for each group, got {shown(value)}")
-    tables: Sequence[Sequence[Any]] = value
-    if (found := sum(map(len, tables))) > block_ids_max:
-        raise RequestError(f"{what}: {counted(found, 'block id')}, at most {block_ids_max} (limits.block_ids_max)")
-    for ids in tables:
-        for number in ids:
-            if type(number) is not int or not 0 <= number <= _BLOCK_MAX:
-                raise RequestError(f"{what}: {shown(number)} is no block")
-    return tuple(map(tuple, tables))
-
-
-def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Known parameters, to be given on."""
-    known = {*line_of("0.33").params}
-    return {key: value for key, value in given.items() if key in known}

@@ -76,14 +76,8 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 _ARRAY_FIELDS = 10  # in which the arrays of both engines agree
+_PLACES_MAX = 256
 _NOT_VLLMS = {"BlockStored": ("cache_salt",), "AllBlocksCleared": ("medium",)}
-
-
-class _Metadata(msgspec.Struct, frozen=True):
-    """The map in place 7 of SGLang's arrays. `session_id` names the session that stored the blocks, not their keys."""
-
-    cache_salt: str | None = None
-    lora_name: str | None = None
 
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -92,21 +86,12 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
-def _as_array(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The class of the same event whose fields are told by their places."""
-    places: dict[str, Any] = {"lora_name": str | _Metadata | None} if kind is BlockStored else {}
-    fields = [
-        (field.name, places.get(field.name, field.type), *([] if field.required else [field.default]))
-        for field in msgspec.structs.fields(kind)[:_ARRAY_FIELDS]
-    ]
-    return msgspec.defstruct(kind.__name__, fields, array_like=True, kw_only=True, frozen=True, tag=kind.__name__)
-
-
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-_ARRAYS: dict[str, Any] = {name: _as_array(kind) for name, kind in _KINDS.items()}
+_KINDS = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 _batch = msgspec.msgpack.Decoder(_Batch)
-_map = msgspec.msgpack.Decoder(KVEvent)
-_array = msgspec.msgpack.Decoder(_ARRAYS["BlockStored"] | _ARRAYS["BlockRemoved"] | _ARRAYS["AllBlocksCleared"])
+_event = msgspec.msgpack.Decoder(KVEvent)
+_array = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=_PLACES_MAX)])
+_name = msgspec.msgpack.Decoder(str)
+_in_lora_name = msgspec.msgpack.Decoder(str | dict[str, msgspec.Raw] | None)
 _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
@@ -139,30 +124,33 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
 
 def _event_of(raw: msgspec.Raw) -> KVEvent | None:
     kind = memoryview(raw)[0]
+    is_array = 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)
     try:
-        if 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD):
-            found = _array.decode(raw)
-            known: dict[str, Any] = {name: getattr(found, name) for name in found.__struct_fields__}
-            if isinstance(told := known.get("lora_name"), _Metadata):
-                known |= msgspec.structs.asdict(told)
-            event: KVEvent = _KINDS[type(found).__name__](**known)
-        else:
-            event = _map.decode(raw)
+        event: KVEvent = _event.decode(_by_names(raw) if is_array else raw)
     except _MALFORMED:
         return None
     return event
 
 
-def encode_batch(
-    events: Iterable[KVEvent], *, ts: float, data_parallel_rank: int | None = None, arrays: bool = False
-) -> bytes:
+def _by_names(raw: msgspec.Raw) -> bytes:
+    """Return an event that has its fields by their places as one that has them by their names."""
+    tag, *values = _array.decode(raw)
+    kind = _name.decode(tag)
+    names = _KINDS[kind].__struct_fields__ if kind in _KINDS else ()
+    told: dict[str, Any] = dict(zip(names[:_ARRAY_FIELDS], values, strict=False))
+    if "lora_name" in told and isinstance(of_sglang := _in_lora_name.decode(told["lora_name"]), dict):
+        told["lora_name"] = of_sglang.get("lora_name")
+        told["cache_salt"] = of_sglang.get("cache_salt")
+    return msgspec.msgpack.encode({"type": kind, **told})
+
+
+def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: int | None = None) -> bytes:
     """A batch as engines publish it.
 
     Args:
         events: In their order.
         ts: Seconds since the epoch.
         data_parallel_rank: The engine's, where there are several.
-        arrays: As events were written before vLLM 0.26 and SGLang 0.5.23.
 
     Returns:
         The last frame of a message.
@@ -172,8 +160,7 @@ def encode_batch(
     """
     told = [instance(event, msgspec.Struct, "events") for event in events]
     try:
-        found = [_in_places(event) if arrays else _by_name(event) for event in told]
-        return msgspec.msgpack.encode((ts, found, data_parallel_rank))
+        return msgspec.msgpack.encode((ts, list(map(_by_name, told)), data_parallel_rank))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"events: a value that msgpack cannot carry: {said(error)}") from error
 
@@ -185,9 +172,3 @@ def _by_name(event: msgspec.Struct) -> dict[str, Any]:
     return {"type": kind} | {
         name: value for name, value in msgspec.structs.asdict(event).items() if name not in left_out
     }
-
-
-def _in_places(event: msgspec.Struct) -> msgspec.Struct:
-    kind = _ARRAYS[type(event).__name__]
-    found: msgspec.Struct = kind(**{name: getattr(event, name) for name in kind.__struct_fields__})
-    return found

@@ -134,7 +134,11 @@ def test_a_clearing_may_be_of_one_medium() -> None:
 
 @given(EVENTS, st.booleans())
 def test_what_is_encoded_is_read_again(events: list[Any], arrays: bool) -> None:
-    assert list(decode_batch(encode_batch(events, ts=1.5, data_parallel_rank=2, arrays=arrays))) == events
+    batch = encode_batch(events, ts=1.5, data_parallel_rank=2)
+    if arrays:
+        in_places = [[type(event).__name__, *list(msgspec.structs.asdict(event).values())[:10]] for event in events]
+        batch = pack([1.5, in_places, 2])
+    assert list(decode_batch(batch)) == events
 
 
 def test_keys_that_vllm_does_not_have_are_written_only_with_a_value() -> None:
