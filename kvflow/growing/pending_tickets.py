@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Self, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -98,15 +98,15 @@ class Rendezvous:
         what is offered, cannot be right. Cancelling stops the waiting; handshakes that have begun go on.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
+        sent_on: list[tuple[Address, bytes]] = []
         try:
-            return await self._meet(ticket, found, connected, give_up_s)
-        except _SentOn as sent_on:
-            there = self._instead(ticket, sent_on)
-            logger.info("%s", sent_on)
-        try:
-            return await self._meet(there, found, connected, give_up_s)
-        except _SentOn as again:
-            raise PrefillFailed(str(again), request_id=again.request_id, peer=again.peer) from again
+            return await self._meet(ticket, found, connected, give_up_s, sent_on)
+        except PrefillFailed as error:
+            if not sent_on:
+                raise
+            logger.info("%s", error)
+        there = self._instead(ticket, *sent_on[0])
+        return await self._meet(there, found, connected, give_up_s, [])
 
     def send_on(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
         """Tell the ranks of a rendezvous, in the background, that its request has come here, or is not to be had."""
@@ -140,14 +140,14 @@ class Rendezvous:
 
         await asyncio.gather(*map(tell, awaited.ranks))
 
-    def _instead(self, ticket: Ticket, sent_on: _SentOn) -> Ticket:
-        """The rendezvous that readers are sent on to. ProtocolError unless it is one of the same request."""
+    def _instead(self, ticket: Ticket, at: Address, told: bytes) -> Ticket:
+        """Return the rendezvous that a rank sends readers on to. ProtocolError unless it is of the same request."""
         try:
-            there = read_ticket(msgspec.msgpack.decode(sent_on.instead), self._limits.block_ids_max)
+            there = read_ticket(msgspec.msgpack.decode(told), self._limits.block_ids_max)
         except (msgspec.DecodeError, RecursionError, RequestError) as error:
-            raise sent_on.at.failure(ProtocolError, f"it sends readers on to nowhere: {error}") from error
+            raise at.failure(ProtocolError, f"it sends readers on to nowhere: {error}") from error
         if not there.awaited or there.request_id != ticket.request_id:
-            raise sent_on.at.failure(ProtocolError, f"it sends readers on to another request: {there.request_id!r}")
+            raise at.failure(ProtocolError, f"it sends readers on to another request: {there.request_id!r}")
         return there
 
     async def _meet(
@@ -156,7 +156,9 @@ class Rendezvous:
         found: Callable[[Source, float], None],
         connected: Callable[[], None] | None,
         give_up_s: float,
+        sent_on: list[tuple[Address, bytes]],
     ) -> Ticket:
+        """See `meet`. `sent_on` gets ranks that know of another rendezvous, and what they tell of it."""
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> _Offered | None:
@@ -166,7 +168,7 @@ class Rendezvous:
                 return None
             if connected is not None:
                 connected()
-            offer, opened = await self._offer(ticket, peer, give_up_s)
+            offer, opened = await self._offer(ticket, peer, give_up_s, sent_on)
             if (count := sum(map(len, offer.block_ids))) > (most := self._limits.block_ids_max):
                 raise too_many(count, most, f"request {ticket.request_id!r}: the offer of {at}")
             lease = None
@@ -188,13 +190,16 @@ class Rendezvous:
                 raise at.failure(ProtocolError, why)
         return agreed
 
-    async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> tuple[messages.Offer, RankLease | None]:
+    async def _offer(
+        self, ticket: Ticket, peer: Peer, give_up_s: float, sent_on: list[tuple[Address, bytes]]
+    ) -> tuple[messages.Offer, RankLease | None]:
         """Wait for a rank's offer, and its lease; None if there is nothing to read."""
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at.target, request_id=ticket.request_id)
         answer = await self._peers.ask_until(peer, question, give_up_s)
         match answer.state:
             case Told.FAILED if answer.instead:
-                raise _failure(_SentOn, ticket, peer, words(answer.reason)).to(peer.at, answer.instead)
+                sent_on.append((peer.at, answer.instead))
+                raise _failure(PrefillFailed, ticket, peer, words(answer.reason))
             case Told.FAILED:
                 raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {words(answer.reason)}")
             case Told.ENDED:
@@ -237,18 +242,6 @@ class Rendezvous:
         if (count := offered.block_ids_count) > (most := self._limits.block_ids_max):
             raise too_many(count, most, f"request {ticket.request_id!r}: the offer of {first_at}")
         return offered
-
-
-class _SentOn(PrefillFailed):
-    """The request has come to another engine."""
-
-    at: Address
-    instead: bytes
-
-    def to(self, at: Address, instead: bytes) -> Self:
-        """The failure, with the rank that has told of it, and what it has told."""
-        self.at, self.instead = at, instead
-        return self
 
 
 def _failure(kind: type[ErrorT], ticket: Ticket, peer: Peer, why: str) -> ErrorT:

@@ -153,37 +153,36 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int)
     found = []
     for facts, ids in zip(groups, ticket.block_tables, strict=True):
         size, tokens = facts.block_size * split, ticket.num_tokens
-        end = -(-(tokens + ticket.left) // size)
-        first = facts.first_needed(tokens) // size
-        if len(ids) > end or end - len(ids) > first or (facts.whole and len(ids) != end):
+        first, end = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size)
+        kept = _needed_ids(ticket, facts, ids, split)
+        if kept is None:
             filled = f"{counted(end, 'block')} of {size} for {counted(tokens + ticket.left, 'token')}"
             needs = f"there are {filled}, needed from block {first} on"
             raise RequestError(f"{what}: {counted(len(ids), 'block id')} of group {facts.name!r}, but {needs}")
         if (lost := lost_block(ticket, facts, ids, split)) is not None:
             raise RequestError(f"{what}: group {facts.name!r}: block {lost} is null, but needed")
-        kept = _needed_ids(ticket, facts, ids, split)
         found.append(expanded(kept, split)[: -(-tokens // facts.block_size) - first * split])
     return tuple(found)
 
 
 def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int = 1) -> int | None:
-    """The first needed block of a group that its producer has given back; None if there is none.
+    """Return the first needed block of a group that its producer has given back; None if there is none.
 
     None, too, where the group's blocks are of another size than `facts` say: the handshake finds that out.
     """
+    kept = None if facts.whole else _needed_ids(ticket, facts, ids, split)
+    if kept is None or 0 not in kept:
+        return None
+    return facts.first_needed(ticket.num_tokens) // (facts.block_size * split) + kept.index(0)
+
+
+def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int) -> Sequence[int] | None:
+    """Return the needed ids of a group's table, which ends with the prompt's last block; None if it cannot be one."""
     size, tokens = facts.block_size * split, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
-    if facts.whole or not 0 <= behind <= first:
+    if not 0 <= behind <= first or (facts.whole and behind):
         return None
-    kept = _needed_ids(ticket, facts, ids, split)
-    return first + kept.index(0) if 0 in kept else None
-
-
-def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int) -> Sequence[int]:
-    """Ids of the needed blocks in a group's table, whose end is the prompt's last block."""
-    size, tokens = facts.block_size * split, ticket.num_tokens
-    behind = -(-(tokens + ticket.left) // size) - len(ids)
-    return ids[facts.first_needed(tokens) // size - behind : -(-tokens // size) - behind]
+    return ids[first - behind : -(-tokens // size) - behind]
 
 
 def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:

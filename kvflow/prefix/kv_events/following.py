@@ -20,7 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflow import forks
-from kvflow.checks import count, instance, text
+from kvflow.checks import count, instance, settle
 from kvflow.errors import ConfigError, ProtocolError, UsageError
 from kvflow.hosts import is_v6, meant_address
 from kvflow.logs import logger_of
@@ -57,12 +57,18 @@ class EventSource:
         replay_endpoint: Where it replays. Without one, missed events make all that it has told forgotten, and blocks
             that an engine held before it was followed stay unknown.
         topic: The topic of its events; "" for any.
+
+    Raises:
+        ConfigError: A field that is no text.
     """
 
     holder: str
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+
+    def __post_init__(self) -> None:
+        settle(self, ConfigError)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -273,11 +279,6 @@ class Subscriber:
         self._sources = [instance(source, EventSource, "sources", error=ConfigError) for source in sources]
         if len({source.holder for source in self._sources}) < len(self._sources):
             raise ConfigError("sources: two of one holder; each rank of an engine has a cache, and a name, of its own")
-        for source in self._sources:
-            for name in ("holder", "endpoint", "topic"):
-                text(getattr(source, name), name, error=ConfigError)
-            if source.replay_endpoint is not None:
-                text(source.replay_endpoint, "replay_endpoint", error=ConfigError)
         self._followers: list[_Follower] = []
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []

@@ -267,7 +267,9 @@ async def test_a_map_that_fails_ends_the_block_and_says_why() -> None:
 
 async def test_nonsense_is_refused_by_name_and_a_subscriber_is_entered_once() -> None:
     source = EventSource(holder="engine", endpoint="tcp://127.0.0.1:1")
-    for wrong in (None, [None], [source, source], [EventSource(holder=7, endpoint="")]):  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^holder: expected `str`, got 7"):
+        EventSource(holder=7, endpoint="")  # type: ignore[arg-type]
+    for wrong in (None, [None], [source, source]):
         with pytest.raises(ConfigError):
             Subscriber(PrefixMap(), wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="prefix_map"):
@@ -279,7 +281,7 @@ async def test_nonsense_is_refused_by_name_and_a_subscriber_is_entered_once() ->
             async with Subscriber(PrefixMap(), [EventSource(holder="engine", **wrong_address)]):
                 pass
     with pytest.raises(ConfigError, match=r"^replay_endpoint: expected `str`, got 7"):
-        Subscriber(PrefixMap(), [EventSource(holder="a", endpoint="", replay_endpoint=7)])  # type: ignore[arg-type]
+        EventSource(holder="a", endpoint="", replay_endpoint=7)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nowhere"):
         async with Subscriber(PrefixMap(), [source, EventSource(holder="b", endpoint="nowhere")]):
             pass
