@@ -280,7 +280,7 @@ async def test_nonsense_is_refused_by_name_and_a_subscriber_is_entered_once() ->
         ):
             async with Subscriber(PrefixMap(), [EventSource(holder="engine", **wrong_address)]):
                 pass
-    with pytest.raises(ConfigError, match=r"^replay_endpoint: expected `str`, got 7"):
+    with pytest.raises(ConfigError, match=r"^replay_endpoint: expected `str \| null`, got 7"):
         EventSource(holder="a", endpoint="", replay_endpoint=7)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nowhere"):
         async with Subscriber(PrefixMap(), [source, EventSource(holder="b", endpoint="nowhere")]):
