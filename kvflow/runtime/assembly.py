@@ -234,10 +234,8 @@ async def _prepared(
     if staged:  # on the copy thread, since that touches all their pages
         what = f"a cache on {where.kind!r}, with Config.staging {config.staging!r},"
         host_buffers = part("staging", what, ConfigError).host_buffers
-        made: list[HostBlocks] = []
-        await copy_thread.run(lambda: made.extend(host_buffers(groups, config, copy_blocks, device)))
-        staging = made
-        shown = tuple(one for at, blocks in enumerate(made) for one in sets_of(at, blocks.layers, config.tp_size))
+        staging = await copy_thread.run(lambda: host_buffers(groups, config, copy_blocks, device))
+        shown = tuple(one for at, blocks in enumerate(staging) for one in sets_of(at, blocks.layers, config.tp_size))
     elif not device.on_host:
         spans = map_spans([layer for one in sets for layer in one.caches.items()])
         await copy_thread.run(lambda: device.check(spans))

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
@@ -17,7 +18,13 @@ from kvflow.transport.device.cache_device import CacheDevice
 from kvflow.transport.device.making import make_device
 from kvflow.transport.thread import OwnerThread
 
+T = TypeVar("T")
+
 _IDLE_S = 3600.0  # nothing has to be done between jobs
+
+
+class CopyFailed(Exception):
+    """A copy between buffers and the cache raised; `__cause__` says what."""
 
 
 class CopyThread:
@@ -35,7 +42,7 @@ class CopyThread:
         self._watches = Watches()
         self._ending = False
 
-    def submit(self, job: Callable[[], None], on_end: OnEnd) -> None:
+    def submit(self, job: Callable[[], object], on_end: OnEnd) -> None:
         """Run `job` on the copy thread, then `on_end` with what it raised, or None, on the loop."""
         thread = self._started()
 
@@ -55,11 +62,33 @@ class CopyThread:
         self._started().submit(lambda: self._watches.add(watch))
         return watch
 
-    async def run(self, job: Callable[[], None]) -> None:
-        """Run `job` on the copy thread and wait for it. Cancelling stops the waiting only."""
-        end = _End()
-        self.submit(job, end.tell)
-        await end.future
+    async def run(self, job: Callable[[], T]) -> T:
+        """Run `job` on the copy thread and return its result. Cancelling stops the waiting only."""
+        found: list[T] = []
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.submit(lambda: found.append(job()), partial(_settle, end))
+        await end
+        return found[0]
+
+    async def run_into_buffers(self, copy: Callable[[], None], give_back: Callable[[], None]) -> None:
+        """Run a copy into buffers. If it fails, give them back; if this is cancelled, once the copy has ended.
+
+        Raises CopyFailed.
+        """
+        copying = asyncio.ensure_future(self.run(copy))
+
+        def ended(done: asyncio.Future[None]) -> None:
+            done.exception()  # seen: nobody is left whom it concerns
+            give_back()
+
+        try:
+            await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            copying.add_done_callback(ended)
+            raise
+        except Exception as error:
+            give_back()
+            raise CopyFailed(str(error)) from error
 
     async def device(self, where: Device, *, engine_copies: bool = False) -> CacheDevice:
         """Make the device of a cache, ready for copies on this thread. ConfigError or RuntimeError if it cannot be so.
@@ -69,16 +98,14 @@ class CopyThread:
         make = self._make_device or partial(make_device, engine_copies=engine_copies)
         if self._make_device is None and where.kind == "cpu":
             return make(where)  # starts no thread
-        made: list[CacheDevice] = []
-        await self.run(lambda: made.append(make(where)))
-        return made[0]
+        return await self.run(lambda: make(where))
 
     async def happened(self, event: DeviceEvent) -> None:
         """Wait until the event has happened; raises what asking it has raised. Cancelling leaves it alone."""
-        end = _End()
-        watch = self.watch(event, end.tell)
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        watch = self.watch(event, partial(_settle, end))
         try:
-            await end.future
+            await end
         finally:
             watch.dropped = True
 
@@ -126,19 +153,10 @@ class CopyThread:
         raise AssertionError("jobs of the copy thread do not raise") from cause
 
 
-class _End:
-    """The end of a job or an event, which settles a future on the loop."""
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def tell(self, error: BaseException | None) -> None:
-        if self.future.cancelled():
-            return
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
+def _settle(end: asyncio.Future[None], error: BaseException | None) -> None:
+    """Settle the end of a job or an event, unless nobody waits for it any more."""
+    if not end.cancelled():
+        end.set_result(None) if error is None else end.set_exception(error)
 
 
 def run_all(jobs: Sequence[Callable[[], None]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 
@@ -20,16 +19,6 @@ async def granted(queue: FairQueue, permit: Permit) -> None:
     except asyncio.CancelledError:
         queue.end(permit)
         raise
-
-
-def give_back_after(copying: asyncio.Future[None], give_back: Callable[[], None]) -> None:
-    """Give buffers back once the copy into them has ended, though nobody waits for it."""
-
-    def end(done: asyncio.Future[None]) -> None:
-        done.exception()  # seen: nobody is left whom it concerns
-        give_back()
-
-    copying.add_done_callback(end)
 
 
 class Pool:

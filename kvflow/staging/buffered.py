@@ -7,7 +7,6 @@ others are read.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
@@ -26,10 +25,9 @@ from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, PromptSpan, SourcePart, by_group, by_source
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan
-from kvflow.runtime.load.reads import CopyFailed, CopyGroup, HeadOf, Read
+from kvflow.runtime.load.reads import CopyGroup, HeadOf, Read
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.peers.peer import Source
-from kvflow.runtime.pool import give_back_after
 from kvflow.staging.copies import Tensor
 from kvflow.staging.host_buffers import host_buffers
 from kvflow.staging.scratch import Permutation, Scratch
@@ -181,17 +179,11 @@ class Buffered:
         if staging is None:
             return None
         host_ids = await staging.pool.take(len(span.local_ids))
-        releases.append(partial(staging.pool.give_back, host_ids))
+        give_back = partial(staging.pool.give_back, host_ids)
         if kept := span.partly_written:
             fetch = partial(staging.copy, CopyDirection.TO_HOST, span.local_ids[kept], host_ids[kept])
-            fetching = asyncio.ensure_future(self._copier.run(fetch))
-            try:
-                await asyncio.shield(fetching)
-            except asyncio.CancelledError:
-                give_back_after(fetching, releases.pop())
-                raise
-            except Exception as error:
-                raise CopyFailed(str(error)) from error
+            await self._copier.run_into_buffers(fetch, give_back)
+        releases.append(give_back)
         return host_ids
 
 

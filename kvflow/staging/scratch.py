@@ -81,19 +81,16 @@ class Scratch:
         return numbers, self._made[number]
 
     async def _make(self) -> torch.Tensor:
-        made: list[torch.Tensor] = []
+        allocate = partial(self.device.allocate, self.slot_bytes)
         try:
-            if self.device.on_host:
-                made.append(self.device.allocate(self.slot_bytes))
-            else:
-                await self._copy_thread.run(lambda: made.append(self.device.allocate(self.slot_bytes)))
+            made = allocate() if self.device.on_host else await self._copy_thread.run(allocate)
         except RuntimeError as error:
             raise TransportError(
                 f"no {counted(self.slot_bytes, 'byte')} of scratch memory on {self.device.name}: {error}"
             ) from error
-        span = Span(address=made[0].data_ptr(), size_bytes=self.slot_bytes)
-        await self._transport.register([span], self.device.where, made[0], MemoryUse.READ_INTO)
-        return made[0]
+        span = Span(address=made.data_ptr(), size_bytes=self.slot_bytes)
+        await self._transport.register([span], self.device.where, made, MemoryUse.READ_INTO)
+        return made
 
 
 class Permutation:

@@ -37,7 +37,7 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.load.reads import CopyFailed
+from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.storage.disk import Directory, EntryFile
 from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name
 from kvflow.storage.files import Direction, Files, MoveFailed

@@ -6,7 +6,6 @@ back when nothing can touch them any more. So a save or restore of any size need
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 
@@ -17,9 +16,8 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.proof import HOST
 from kvflow.errors import ConfigError
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
+from kvflow.runtime.load.reads import CopyGroup, Read
 from kvflow.runtime.memory import CopyDirection
-from kvflow.runtime.pool import give_back_after
 from kvflow.storage.entry import fingerprint_of
 from kvflow.storage.files import Direction
 from kvflow.storage.placing import BlockSpan, plan_file
@@ -138,16 +136,7 @@ class StoredCache:
         buffers = self._staging[span.group]
         host_ids = await buffers.pool.take(len(span.ids))
         give_back = partial(buffers.pool.give_back, host_ids)
-        if not fetched:
-            return host_ids, give_back
-        copy = partial(buffers.copy, CopyDirection.TO_HOST, span.ids, host_ids)
-        copying = asyncio.ensure_future(self._copy_thread.run(copy))
-        try:
-            await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            give_back_after(copying, give_back)
-            raise
-        except Exception as error:
-            give_back()
-            raise CopyFailed(str(error)) from error
+        if fetched:
+            copy = partial(buffers.copy, CopyDirection.TO_HOST, span.ids, host_ids)
+            await self._copy_thread.run_into_buffers(copy, give_back)
         return host_ids, give_back

@@ -23,7 +23,7 @@ class InlineCopier(CopyThread):
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def submit(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
+    def submit(self, job: Callable[[], object], on_end: OnEnd) -> None:
         self._open += 1
         self._idle.clear()
         self._free_at_s = max(self._free_at_s, self._loop.time()) + self._duration_s()
@@ -47,7 +47,7 @@ class InlineCopier(CopyThread):
         self._closed = True
         await self._idle.wait()
 
-    def _run(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
+    def _run(self, job: Callable[[], object], on_end: OnEnd) -> None:
         error: BaseException | None = None
         try:
             job()
@@ -55,7 +55,7 @@ class InlineCopier(CopyThread):
             error = problem
         self._loop.call_soon(self._end_copy, on_end, error)
 
-    def _end_copy(self, on_end: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+    def _end_copy(self, on_end: OnEnd, error: BaseException | None) -> None:
         on_end(error)
         self._open -= 1
         if self._open == 0:

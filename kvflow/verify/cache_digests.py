@@ -95,19 +95,17 @@ class DigestedCache:
             raise Undigestible(self.problem)
         sums = [0] * sum(len(one.layers) for one in asked)
         pieces = self._pieces(asked, sums)
-        done = False
 
-        def go_on() -> None:
-            nonlocal done
+        def next_piece() -> bool:
             with self._device.copying():
-                done = next(pieces, True)
+                return next(pieces, False)
 
-        while not done:
-            await self._copy_thread.run(go_on)
+        while await self._copy_thread.run(next_piece):
+            pass
         return sums
 
     def _pieces(self, asked: Sequence[Digesting], sums: list[int]) -> Iterator[bool]:
-        """Add up the digests of each layer in `sums`. Yields False after each piece."""
+        """Add up the digests of each layer in `sums`. Yields True after each piece but the last."""
         first = piece_bytes = 0
         for one in asked:
             for layer, found, size_bytes in self._digested[one.layer_set].digests(one):
@@ -115,7 +113,7 @@ class DigestedCache:
                     sums[at] = digests.added(sums[at], number)
                 piece_bytes += size_bytes
                 if piece_bytes >= _PIECE_BYTES:
-                    yield False
+                    yield True
                     piece_bytes = 0
             first += len(one.layers)
 

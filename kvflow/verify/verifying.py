@@ -11,6 +11,7 @@ differ, the load reads and compares once more.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -19,11 +20,11 @@ from kvflow.checks import counted
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.core.plan.topology import CacheShare, heads_held, kv_heads_of_model
-from kvflow.core.protocol import messages
-from kvflow.errors import ChecksumMismatch, PeerError, ProtocolError, TransferFailed
+from kvflow.core.protocol import codec, messages
+from kvflow.errors import ChecksumMismatch, PeerError, ProtocolError, RuntimeClosed, TransferFailed
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan
@@ -32,9 +33,12 @@ from kvflow.runtime.load.requests import VERIFY, Verification
 from kvflow.runtime.peers.peer import Source
 from kvflow.verify.cache_digests import DigestedCache, Digesting
 from kvflow.verify.digests import DEFINITION
-from kvflow.verify.lease_digests import DigestAnswers
+from kvflow.verify.lease_digests import understood
 
 logger = logger_of(__name__)
+
+OF_READER_MAX = 8
+"""Digest requests of one reader that are answered at once."""
 
 Compared: TypeAlias = tuple[messages.DigestPart, Digesting]
 """A part of a question for digests, and what our digests of the same are computed from."""
@@ -56,11 +60,16 @@ class Verifying:
         memory, copy_thread = cache.memory, cache.gear.copy_thread
         self._local = cache.local
         self._peers = cache.peers
+        self._limits = cache.config.limits
+        self._spawn = cache.spawn
+        self._known = cache.serving.known
+        self._counts = cache.serving.digests
+        self._under_way: Counter[str] = Counter()
+        """Questions under way, by reader."""
         self.own = DigestedCache(memory.own, copy_thread, memory.device)
         """The engine's cache, which its loads fill."""
         self.shown = DigestedCache(memory.shown, copy_thread) if memory.staging else self.own
         """Memory that peers read: the cache or, with host staging, the host blocks."""
-        self.answers = DigestAnswers(cache, self.shown)
 
     @property
     def problem(self) -> str:
@@ -68,8 +77,62 @@ class Verifying:
         return self.own.problem
 
     def answer(self, question: messages.DigestRequest) -> Answered:
-        """Answer a reader's question for digests of leased blocks."""
-        return self.answers.answer(question)
+        """Promise a reader the digests of leased blocks that it asks for; or say at once why there are none.
+
+        A question names a lease by its secret, so its reader has the ticket. It is answered if the lease is still open
+        when the digests are there: then its blocks were the lease's all the time.
+        """
+        reader, limits = question.reader, self._limits
+        found = self._known(question.lease_id, question.request_id)
+        if found is None:
+            return self._refused(messages.LeaseAnswer(state=messages.Told.ENDED))
+        held = found.held
+        if held.missing and any(part.stop > held.num_tokens - held.missing for part in question.parts):
+            return self._refused(refusal("its blocks are not there yet", transient=True))
+        try:
+            asked = understood(self._local, question, found)
+        except codec.WireError as error:
+            return self._refused(refusal(str(error)))
+        if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= OF_READER_MAX:
+            return self._refused(refusal("too many digests are asked for at once", transient=True))
+        reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
+        try:
+            task = self._spawn(self._compute(question, asked, reply), name=f"kvflow-digest {question.request_id}")
+        except RuntimeClosed as error:
+            return self._refused(refusal(str(error), transient=True))
+        self._under_way[reader] += 1
+        task.add_done_callback(partial(self._ended, reader, reply))
+        return reply
+
+    def _refused(self, reply: messages.Reply) -> messages.Reply:
+        self._counts["digests_refused"] += 1
+        return reply
+
+    async def _compute(
+        self, question: messages.DigestRequest, asked: Sequence[Digesting], reply: asyncio.Future[messages.Reply]
+    ) -> None:
+        """Body of a question's task.
+
+        Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks;
+        `limits.digests_max` at once. Ends when they are computed. If it fails the question is refused.
+        """
+        try:
+            values = await self.shown.digests(asked)
+        except Exception as error:  # noqa: BLE001 - of the memory: a reader's question must not end the runtime
+            logger.warning("request %s: no digests of its blocks: %s", question.request_id, error)
+            reply.set_result(self._refused(refusal(f"no digests: {error}")))
+            return
+        if self._known(question.lease_id, question.request_id) is None:
+            reply.set_result(self._refused(messages.LeaseAnswer(state=messages.Told.ENDED)))
+        else:
+            self._counts["digests"] += 1
+            reply.set_result(messages.Digests(values=tuple(values)))
+
+    def _ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
+        """End a question whose task is over, perhaps cancelled before its first step."""
+        self._under_way -= Counter((reader,))
+        if not reply.done():
+            reply.set_result(self._refused(refusal("the engine closes", transient=True)))
 
     def verified(self, reader: Reader) -> Reader:
         """Return a reader that reads by another one, and compares."""

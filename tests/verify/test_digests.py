@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from kvflow.verify.cache_digests import DigestedCache, Digesting, Undigestible
 from tests.core.caches import Cache, Recipe, recipes
 from tests.support.budgets import examples
 
+T = TypeVar("T")
 MASK = (1 << 64) - 1
 EXAMPLE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=24)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
@@ -40,8 +41,8 @@ def digested(cache: Cache) -> DigestedCache:
 class AtOnce(CopyThread):
     """Runs each job where it is asked for: no loop, no thread."""
 
-    async def run(self, job: Callable[[], None]) -> None:
-        job()
+    async def run(self, job: Callable[[], T]) -> T:
+        return job()
 
 
 def result_of(digesting: Coroutine[Any, Any, list[int]]) -> list[int]:

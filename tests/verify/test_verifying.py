@@ -34,7 +34,7 @@ from kvflow.errors import (
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load.requests import Verification
 from kvflow.runtime.world import World
-from kvflow.verify import lease_digests
+from kvflow.verify import verifying
 from kvflow.verify.cache_digests import DigestedCache
 from tests.fuzz.mutants import mutant
 
@@ -55,10 +55,10 @@ class HeldDigests:
         self._run = shown._copy_thread.run
         shown._copy_thread = self
 
-    async def run(self, job: Callable[[], None]) -> None:
+    async def run(self, job: Callable[[], Any]) -> Any:
         self.asked += 1
         await self.gate.wait()
-        await self._run(job)
+        return await self._run(job)
 
 
 async def held_load(pair: EnginePair, lease: kvflow.Lease, **options: Any) -> tuple[asyncio.Task[Any], HeldDigests]:
@@ -247,7 +247,7 @@ async def test_a_cache_that_nobody_here_can_read_is_not_verified(
 
 
 class Failing(CopyThread):
-    async def run(self, job: object) -> None:
+    async def run(self, job: object) -> Any:
         raise RuntimeError("out of memory")
 
 
@@ -271,7 +271,7 @@ async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile(
     monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     if whose != "all":
-        monkeypatch.setattr(lease_digests, "OF_READER_MAX", 2)
+        monkeypatch.setattr(verifying, "OF_READER_MAX", 2)
     async with open_pair(limited(PATIENT, digests_max=2) if whose == "all" else PATIENT) as pair:
         held = HeldDigests(pair.writer)
         leases = [pair.offer([at], f"req-{at}") for at in range(4)]

@@ -27,8 +27,9 @@ from kvflow.core.policy.queue import Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
 from kvflow.errors import BlocksBusy, RuntimeBroken
+from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.runtime.load.gear import Gear
-from kvflow.runtime.load.reads import CopyFailed, CopyGroup, Read
+from kvflow.runtime.load.reads import CopyGroup, Read
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.pool import granted

@@ -30,7 +30,3 @@ class CopyGroup(NamedTuple):
     """Runs on the loop once nothing can touch the group's buffers any more."""
     on_land: Callable[[float, float], None] | None = None
     """Callback told, once the group is in the cache, that time and the time at which its first read was posted."""
-
-
-class CopyFailed(Exception):
-    """A copy between buffers and the cache raised; `__cause__` says what."""

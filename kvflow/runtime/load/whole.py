@@ -21,6 +21,7 @@ from kvflow.errors import (
     RequestError,
     TransferFailed,
 )
+from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.runtime.load.around import held, until
 from kvflow.runtime.load.expected import check_offered
 from kvflow.runtime.load.flight import Flight
@@ -28,7 +29,7 @@ from kvflow.runtime.load.gear import TURN_S, Gate
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.reader import Reader
-from kvflow.runtime.load.reads import CopyFailed, Read
+from kvflow.runtime.load.reads import Read
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import TransportError

@@ -84,7 +84,7 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """Questions for digests by their end; counted by `digests.DigestAnswers`."""
+        """Questions for digests by their end; counted by `verify.Verifying`."""
         self._late_reads = 0
         self.news = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.served)
         self._growing: Any = None
