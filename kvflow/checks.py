@@ -201,6 +201,15 @@ def is_name(value: object, chars_max: int) -> bool:
     return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)
 
 
+def name(value: object, what: str, *, most: int, error: ErrorKind = RequestError) -> str:
+    """A name as messages, logs and tickets may carry it."""
+    plain = text(value, what, error=error)
+    if not is_name(plain, most):
+        expected = f"a name without spaces, of at most {counted(most, 'printable character')}"
+        raise error(f"{what}: expected {expected}, got {len(plain)}: {shown(plain)}")
+    return plain
+
+
 @lru_cache(maxsize=1024)  # only of texts whose length was judged: they are kept
 def _is_printable(value: str) -> bool:
     return value.isprintable() and " " not in value

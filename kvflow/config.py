@@ -193,14 +193,6 @@ def params_of(config: Config, backend: str) -> Mapping[str, str]:
     return common | {key.partition(".")[2]: value for key, value in given if key.startswith(f"{backend}.")}
 
 
-def _engine_id(value: object, name: str) -> str:
-    plain = checks.text(value, name, error=ConfigError)
-    if not is_name(plain, ENGINE_ID_CHARS_MAX):
-        what = f"1 to {ENGINE_ID_CHARS_MAX} printable characters without spaces"
-        raise ConfigError(f"{name}: expected {what}, got {len(plain)}: {plain[:40]!r}")
-    return plain
-
-
 def _listen(value: object, name: str) -> str:
     return plain_address(checks.text(value, name, error=ConfigError), what=name)
 
@@ -278,7 +270,7 @@ def _check_together(config: Config) -> None:
 
 
 RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
-EngineId: TypeAlias = Annotated[str, _engine_id]
+EngineId: TypeAlias = Annotated[str, partial(checks.name, most=ENGINE_ID_CHARS_MAX, error=ConfigError)]
 ModelName: TypeAlias = Annotated[str, Meta(max_length=1024)]
 ListenAddress: TypeAlias = Annotated[str, _listen]
 AdvertisedHost: TypeAlias = Annotated[str, _advertised]

@@ -52,7 +52,7 @@ def test_every_place_that_takes_a_host_takes_all_spellings(host: str) -> None:
     assert Config(engine_id="e", listen=f"tcp://{host}:5600").listen == at
     for toward, expected in ((host, "fd00::2"), (f"auto:{host}", "auto:fd00::2")):
         assert Config(engine_id="e", listen="tcp://*:0", advertise_host=toward).advertise_host == expected
-    assert PeerAddress(engine_id="e", address=f"tcp://{host}:5600").checked().address == at
+    assert PeerAddress(engine_id="e", address=f"tcp://{host}:5600").address == at
     source = {"kv_request_id": "x", "remote_host": host, "remote_port": 5600}
     assert source_in({"remote_kv_source": source}) == at
     assert read_stock(stock(host), arrived=None, lease_s=30.0, block_ids_max=1000).address == at

@@ -212,7 +212,7 @@ class PrefixQuestions:
             peer = self._names.get(peer) or await self._who(peer)
         fixed = isinstance(peer, PeerAddress)
         if isinstance(peer, PeerAddress):
-            ranks = await self._reach.ranks_at(peer.checked(), every_rank=request.every_rank)
+            ranks = await self._reach.ranks_at(peer, every_rank=request.every_rank)
         else:
             ticket = self._reach.read_ticket(peer)
             await self._reach.check(ticket)
@@ -237,7 +237,7 @@ class PrefixQuestions:
     async def _who(self, given: str) -> PeerAddress:
         """Ask which engine listens at an address."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
-        address = PeerAddress(engine_id="unknown", address=address).checked().address
+        address = PeerAddress(engine_id="unknown", address=address).address
         nobody = messages.Target("unknown", 0, 0, 0)
         question = messages.MetadataRequest(reader=self._local.reader, target=nobody)
         fingerprint = self._local.compatibility.fingerprint()

@@ -76,7 +76,7 @@ async def _renewed(
 
 
 def _peer(entry: Mapping[str, Any]) -> PeerAddress:
-    return PeerAddress(**{name: entry[name] for name in _FIELDS if name in entry}).checked()
+    return PeerAddress(**{name: entry[name] for name in _FIELDS if name in entry})
 
 
 async def list_replicas(handle: Any) -> Sequence[Mapping[str, Any]]:

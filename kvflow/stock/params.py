@@ -15,7 +15,7 @@ from kvflow.config import ENGINE_ID_CHARS_MAX, RankCount
 from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.spare import MARK, with_mark
+from kvflow.core.protocol.spare import MARK, with_spare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
@@ -232,7 +232,7 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
         "remote_registration_generation": 0,
     }
     own = {**params["kvflow"], **({"padding": padding} if padding else {})}
-    return with_mark({**{name: values[name] for name in line.params}, "kvflow": own})
+    return with_spare({**{name: values[name] for name in line.params}, "kvflow": own})
 
 
 def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:

@@ -1184,7 +1184,7 @@ def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, p
         ({"groups": (FULL, STATE), "full_blocks_only": True}, "a state belongs to the last token"),
         ({"groups": (FULL, STATE), "withhold_last_token": True}, "withhold_last_token"),
         ({"groups": (GroupFacts(name="a", block_size=0),)}, "cannot be"),
-        ({"groups": "full"}, "groups: expected 0 to 1024 GroupFacts"),
+        ({"groups": "full"}, "groups: expected `array`, got 'full'"),
     ],
 )
 def test_settings_that_cannot_be_are_a_config_error(changes: dict[str, Any], problem: str) -> None:

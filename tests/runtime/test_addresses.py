@@ -90,10 +90,10 @@ async def test_an_address_without_its_scheme_is_told_what_was_meant(given: str, 
     with pytest.raises(ConfigError) as refused:
         Config(engine_id="e", listen=given)
     assert str(refused.value) == f"listen: {end}"
+    with pytest.raises(RequestError) as wrong:
+        PeerAddress(engine_id="far", address=given)
+    assert str(wrong.value) == f"address: {end}"
     async with pair_of() as pair:
-        (outcome,) = await pair.consumer.runtime.prewarm([PeerAddress(engine_id="far", address=given)])
-        assert isinstance(outcome.error, RequestError)
-        assert str(outcome.error) == f"address: {end}"
         lease = pair.offer(BLOCKS)
         ticket = {**lease.ticket.to_params(), "remote_host": given}
         said = await failed(pair.consumer.runtime, RequestError, ticket)

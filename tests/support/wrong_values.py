@@ -104,7 +104,7 @@ def _no_texts() -> list[Any]:
 
 
 _COUNTS = ("Count", "Size", "RankCount", "TokenCount", "SealCount", "ByDevice")
-_WORDS = ("EngineId", "ListenAddress", "BackendNames", "Role", "TransportName", "Mode", "WireName")
+_WORDS = ("EngineId", "ListenAddress", "SideChannel", "BackendNames", "Role", "TransportName", "Mode", "WireName")
 _TEXTS = (
     "str",
     "ModelName",

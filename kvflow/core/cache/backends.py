@@ -26,28 +26,9 @@ from kvflow.errors import LayoutError
 
 Version: TypeAlias = tuple[int, int]
 
-_REPOSITORIES = {
-    "vLLM": "https://github.com/vllm-project/vllm/blob/v{version}/{path}",
-    "SGLang": "https://github.com/sgl-project/sglang/blob/v{version}/python/{path}",
-    "TensorRT-LLM": "https://github.com/NVIDIA/TensorRT-LLM/blob/{version}/{path}",
-}
 # Engines keep quantized caches as bytes, so these dtypes do not tell what the values are.
 _BYTE_DTYPES = ("uint8", "int8")
 _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?!\d)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendSource:
-    """The source of a row: `name` is what defines the shape in the file."""
-
-    project: str
-    version: str
-    path: str
-    name: str
-
-    @property
-    def url(self) -> str:
-        return _REPOSITORIES[self.project].format(version=self.version, path=self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +42,11 @@ class BackendLayout:
 
     backend: str
     style: KVStyle
-    source: BackendSource
+    project: str
+    read: str
+    """Version, or commit, whose source was read."""
+    file: str
+    """File in the project's repository that says the shape."""
     order: str
     memory_orders: tuple[str, ...]
     kv_formats: tuple[str, ...]
@@ -77,8 +62,8 @@ class BackendLayout:
     def versions(self) -> str:
         first, last = ("" if v is None else f"{v[0]}.{v[1]}" for v in (self.since, self.until))
         if not first:
-            return f"{self.source.project} at {self.source.version[:12]}"
-        return f"{self.source.project} {first}{f' to {last}' if last else ' and later'}"
+            return f"{self.project} at {self.read[:12]}"
+        return f"{self.project} {first}{f' to {last}' if last else ' and later'}"
 
     def covers(self, version: Version) -> bool:
         return (self.since is None or self.since <= version) and (self.until is None or version <= self.until)
@@ -122,17 +107,6 @@ _VIEWS = {
 }
 _NEEDS_NUM_KV_HEADS = "pairs"
 
-# What defines the shape in a file; a backend's class otherwise, by get_kv_cache_shape.
-_DEFINED_BY = {
-    "kv_cache_interface.py": "create_kv_cache_views; before 0.29 the backend's get_kv_cache_shape",
-    "mla_attention.py": "MLACommonBackend.get_kv_cache_shape; since 0.29 MLAAttention.bind_kv_cache",
-    "rocm_attn.py": "get_kv_cache_shape, since 0.29 customize_spec; PagedAttention.split_kv_cache",
-    "cpu_attn.py": "get_kv_cache_shape; CPUAttentionBackendImpl.forward; _get_attn_isa",
-    "pallas.py": "get_kv_cache_shape; write_to_kv_cache",
-    "memory_pool.py": "MHATokenToKVPool._kv_buffer_shapes, MLATokenToKVPool._create_buffers",
-    "resource_manager.py": "KVCacheManager.get_buffers",
-}
-
 
 def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
     """Rows of one project; `file` is in `folder`, or counts from the root of the repository if it begins with "/"."""
@@ -140,12 +114,12 @@ def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
         backend, versions, style, order, strides, formats, view, read, file = line.split()
         kv_formats, byte_formats = _FORMATS[formats]
         since, _, until = versions.partition("-")
-        path = file.removeprefix("/") if file.startswith("/") else folder + file
-        name = _DEFINED_BY.get(path.rpartition("/")[2], "get_kv_cache_shape")
         yield BackendLayout(
             backend=backend,
             style=KVStyle(style),
-            source=BackendSource(project=project, version=read, path=path, name=name),
+            project=project,
+            read=read,
+            file=file.removeprefix("/") if file.startswith("/") else folder + file,
             order=order,
             memory_orders=("NHD", "HND") if strides == "any" else (strides,),
             kv_formats=kv_formats,
@@ -164,7 +138,8 @@ def _parse_version(text: str) -> Version:
     return int(found[1]), int(found[2])
 
 
-# Columns: backend, versions, style, axes, strides, bytes, view, version that was read, file.
+# Columns: backend, versions, style, axes, strides, bytes, view, version that was read, file in the repository
+# (vllm-project/vllm; sgl-project/sglang, below python/; NVIDIA/TensorRT-LLM).
 #
 # (2, B, N, H, D) is vLLM's first shape; (B, 2, N, H, D) that of FLASHINFER and TRITON_ATTN from the start, and of most
 # others from 0.23 on. (B, H, N, 2 * D) is what all have since 0.26 or 0.29, whatever the strides. The kernels of

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, TypeAlias
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import Count, Size, counted, shown
+from kvflow.checks import Count, Size, counted
 from kvflow.core.cache.layout import PLAIN, BlockShape, layer_numbers
 from kvflow.core.cache.tensors import (
     KVCaches,
@@ -32,7 +32,6 @@ from kvflow.core.cache.tensors import (
     address_of,
     checked_caches,
     tensors_of,
-    whole_numbers,
 )
 from kvflow.errors import LayoutError
 
@@ -276,15 +275,9 @@ def _check_shape(what: str, tensor: StateTensor, slot: tuple[int, ...]) -> None:
         raise LayoutError(f"{what}: more than {ROWS_MAX} rows in front of axis {tensor.axis}")
 
 
-def _shapes(value: object, what: str) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, tuple | list):
-        raise LayoutError(f"{what}: expected a shape for each tensor, got {shown(value)}")
-    return tuple(whole_numbers(shape, what) for shape in value)
-
-
 Segments: TypeAlias = Annotated[tuple[Segment, ...], Meta(max_length=SEGMENTS_MAX)]
 StateTensors: TypeAlias = Annotated[tuple[StateTensor, ...], Meta(min_length=1, max_length=TENSORS_MAX)]
-Shapes: TypeAlias = Annotated[tuple[tuple[int, ...], ...], _shapes]
+Shapes: TypeAlias = tuple[tuple[Size, ...], ...]
 
 
 def _check_dense(name: str, described: StateTensor, tensor: TensorLike) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Protocol, TypeAlias
 
+from msgspec import Meta
+
 from kvflow import checks
 from kvflow.checks import answer
 from kvflow.errors import LayoutError
@@ -49,32 +51,18 @@ LayerCache: TypeAlias = "TensorLike | tuple[TensorLike, ...]"
 KVCaches: TypeAlias = "Mapping[str, LayerCache]"
 
 
-def plain_name(value: object, what: str) -> str:
-    """Check that a value is a text of a name's length. Raises LayoutError."""
-    return checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
+PlainName: TypeAlias = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+LayerNames: TypeAlias = Annotated[tuple[PlainName, ...], Meta(min_length=1, max_length=LAYERS_MAX)]
 
 
-def wire_name(value: object, what: str) -> str:
-    """A name as tickets and messages may carry it."""
-    name = plain_name(value, what)
-    if not checks.is_name(name, NAME_CHARS_MAX):
-        raise LayoutError(f"{what}: expected a name without spaces, got {checks.shown(name)}")
-    return name
-
-
-def layer_names(value: object, what: str) -> tuple[str, ...]:
-    if not isinstance(value, tuple | list) or not 0 < len(value) <= LAYERS_MAX:
-        raise LayoutError(f"{what}: expected 1 to {LAYERS_MAX} names, got {checks.shown(value)}")
-    return tuple(plain_name(name, what) for name in value)
+wire_name = partial(checks.name, most=NAME_CHARS_MAX, error=LayoutError)
 
 
 def whole_numbers(value: object, what: str) -> tuple[int, ...]:
     return tuple(checks.whole_numbers(value, what, error=LayoutError).tolist())
 
 
-PlainName: TypeAlias = Annotated[str, plain_name]
 WireName: TypeAlias = Annotated[str, wire_name]
-LayerNames: TypeAlias = Annotated[tuple[str, ...], layer_names]
 WholeNumbers: TypeAlias = Annotated[tuple[int, ...], whole_numbers]
 
 

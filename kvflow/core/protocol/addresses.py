@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 from kvflow import checks
 from kvflow.checks import shown
 from kvflow.config import ENGINE_ID_CHARS_MAX
+from kvflow.core.bounds import Count
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerError, RequestError
@@ -48,36 +50,33 @@ class Address(NamedTuple):
         return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)
 
 
+def _side_channel(value: object, what: str) -> str:
+    host, port = split_address(checks.text(value, what), what=what, error=RequestError)
+    if not is_host(host) or not port:
+        raise RequestError(f"{what}: expected a host and port to connect to, got {shown(value)}")
+    return address_at(host, port)
+
+
+EngineId: TypeAlias = Annotated[str, partial(checks.name, most=ENGINE_ID_CHARS_MAX)]
+SideChannel: TypeAlias = Annotated[str, _side_channel]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
     """One rank of an engine, and where its side channel listens (`Runtime.address`).
 
-    The engine's other ranks are found by their ports, as `Config.listen` gives them out.
+    The engine's other ranks are found by their ports, as `Config.listen` gives them out. RequestError names a field
+    that cannot be.
     """
 
-    engine_id: str
-    address: str
-    dp_rank: int = 0
-    pp_rank: int = 0
-    tp_rank: int = 0
+    engine_id: EngineId
+    address: SideChannel
+    dp_rank: Count = 0
+    pp_rank: Count = 0
+    tp_rank: Count = 0
 
-    def checked(self) -> PeerAddress:
-        """Check the fields, which the constructor takes as they are.
-
-        Returns:
-            An equal address in Python's own types.
-
-        Raises:
-            RequestError: it names the field that cannot be.
-        """
-        engine_id, address = checks.text(self.engine_id, "engine_id"), checks.text(self.address, "address")
-        if not checks.is_name(engine_id, ENGINE_ID_CHARS_MAX):
-            raise RequestError(f"engine_id: expected a name of at most {ENGINE_ID_CHARS_MAX}, got {shown(engine_id)}")
-        host, port = split_address(address, what="address", error=RequestError)
-        if not is_host(host) or not port:
-            raise RequestError(f"address: expected a host and port to connect to, got {shown(address)}")
-        ranks = {name: checks.whole(getattr(self, name), name, least=0) for name in ("dp_rank", "pp_rank", "tp_rank")}
-        return PeerAddress(engine_id=engine_id, address=address_at(host, port), **ranks)
+    def __post_init__(self) -> None:
+        checks.settle(self, RequestError)
 
 
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:

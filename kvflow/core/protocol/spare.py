@@ -1,9 +1,8 @@
 """Spare of a ticket's field "kvflow", for routers that forward only the fields they know.
 
 Routers of this field pass `remote_request_id` on as it is. A spare of the fields "kvflow" and "tp_size" is written
-behind the id, and taken off where the ticket is read; it counts only where a field itself is gone, or null. A dict that
-engines of another make read as well would pass for one of theirs without the field, so there the id is marked whatever
-there is room for.
+behind the id, and taken off where the ticket is read; it counts only where a field itself is gone, or null. The id is
+marked whatever there is room for: without the field a dict would pass for one of an engine of another make.
 """
 
 from __future__ import annotations
@@ -17,33 +16,25 @@ import msgspec
 
 MARK = "~kvflow~"
 CHARS_MAX = 4096
-"""Longest spare; a ticket of very many ranks has none."""
+"""Longest spare; that of a ticket of very many ranks names one of them."""
 
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A ticket's dict, with the spare behind its request id."""
-    packed = _packed({**params["kvflow"], **_size(params)})
-    return _marked(params, packed) if len(packed) <= CHARS_MAX else dict(params)
+    """Return a ticket's dict with the spare behind its request id.
 
-
-def with_mark(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict with the spare, marked as a ticket of ours where there is no room for all of the spare.
-
-    Then it names one of the ranks, or nothing: who reads no more than that refuses the ticket.
+    Where there is no room for all of it, the spare names one of the ranks, or nothing: who reads no more than that asks
+    the others, or refuses the ticket.
     """
     extra = params["kvflow"]
     whole = {**extra, **_size(params)}
     spares = map(_packed, (whole, {**whole, "ranks": extra["ranks"][:1]}, {}))
-    return _marked(params, next(packed for packed in spares if len(packed) <= CHARS_MAX))
+    packed = next(packed for packed in spares if len(packed) <= CHARS_MAX)
+    return {**params, "remote_request_id": f"{params['remote_request_id']}{MARK}{packed}"}
 
 
 def bare_id(request_id: str) -> str:
     """A request's id without what is written behind it."""
     return request_id.rpartition(MARK)[0] or request_id
-
-
-def _marked(params: Mapping[str, Any], packed: str) -> dict[str, Any]:
-    return {**params, "remote_request_id": f"{params['remote_request_id']}{MARK}{packed}"}
 
 
 def _size(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,12 +48,11 @@ async def prewarm(
 
 
 async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
-    engine_id = engine.engine_id if isinstance(engine, PeerAddress) and isinstance(engine.engine_id, str) else ""
+    engine_id = ""
     ranks: list[Rank] = []
     error: KVFlowError | None = None
     try:
         if isinstance(engine, PeerAddress):
-            engine = engine.checked()
             engine_id = engine.engine_id
             wanted = await reach.ranks_at(engine)
         else:

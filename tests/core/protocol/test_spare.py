@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.spare import with_spare
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, changed
 from kvflow.errors import RequestError
 from tests.support.tests_support import any_ticket
 
@@ -73,7 +74,12 @@ def test_a_spare_of_a_size_that_cannot_be_is_a_request_error(size: object) -> No
         Ticket.from_params({**FEWER, "remote_request_id": f"{TICKET.request_id}~kvflow~{packed}"})
 
 
-def test_an_engine_of_very_many_ranks_has_no_spare() -> None:
-    params = TICKET.to_params()
-    params["kvflow"]["ranks"] *= 100
-    assert with_spare(params) == params
+def test_the_spare_of_very_many_ranks_names_one_of_them() -> None:
+    ticket = any_ticket(tp_size=1024)
+    rank = msgspec.structs.asdict(ticket.first)
+    many = changed(ticket, ranks=tuple(RankLease(**{**rank, "tp_rank": number}) for number in range(1024)))
+    params = with_spare(many.to_params())
+    assert Ticket.from_params(params) == many
+    assert len(params["remote_request_id"]) < 4096
+    del params["kvflow"]
+    assert Ticket.from_params(params).ranks == many.ranks[:1]
