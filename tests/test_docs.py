@@ -199,7 +199,7 @@ def test_members_named_within_the_text_exist() -> None:
         "<!-- file: test_it.py -->\n```python\nno_test = True\n```",
         "```sh\nkvflow bench nothing\n```",
         "```sh\npython3 dev.py simulate --sedes 5\n```",
-        "```sh\nkvflow bench transfer --pairs many\n```",
+        "```sh\nkvflow bench transfer --rounds many\n```",
         "```sh\nkvflow keys new\n```",
         "```sh\npython3 dev.py nothing\n```",
         "```sh\npython3 dev.py serve --nothing 2\n```",

@@ -101,7 +101,7 @@ PURE_HALVES = {
 ALSO_PURE = {f"kvflow/{part}/{name}.py" for part, names in PURE_HALVES.items() for name in names}
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
-COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "tests/gpu/raw.py"}
+COMPARED_WITH_KVFLOW = {"kvflow/bench/raw.py", "tests/bench/transfer/raw.py", "tests/gpu/raw.py"}
 COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
@@ -320,7 +320,7 @@ def test_nixl_and_zmq_have_one_home_each() -> None:
 
 def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
     """The raw contenders of the bench: what they and all that they import take from kvflow is of the bench itself."""
-    found, rest = set[str](), [*COMPARED_WITH_KVFLOW, "kvflow/bench/transfer/ranks.py"]
+    found, rest = set[str](), [*COMPARED_WITH_KVFLOW, "tests/bench/transfer/ranks.py"]
     while rest:
         path = rest.pop()
         for name in imported_to_run(path):
@@ -329,7 +329,7 @@ def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
                 assert part_of(file) == "bench", f"{path} imports {name}"
                 found.add(file)
                 rest.append(file)
-    assert found >= {f"kvflow/bench/{name}.py" for name in ("cache", "loads", "transfer/raw")}
+    assert found >= {f"kvflow/bench/{name}.py" for name in ("cache", "loads", "raw")}
 
 
 def file_of(name: str) -> str:

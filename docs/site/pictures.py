@@ -3,7 +3,7 @@
     python docs/site/pictures.py
 
 Data is in docs/data: `handover.jsonl` and `stale.json` are recorded by docs/site/record.py, `transfer.json` is what
-`kvflow bench transfer --json` writes, `fleet.json` what the fleet bench writes. The states are the tables of
+`dev.py bench transfer --json` writes, `fleet.json` what the fleet bench writes. The states are the tables of
 `kvflow.core.policy.states`. Pictures go to docs/pictures; a test draws them anew and compares. Plain SVG, no library.
 """
 

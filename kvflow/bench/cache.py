@@ -14,11 +14,10 @@ Huge pages are alike in all processes; as they leave a load the least time, they
 from __future__ import annotations
 
 import contextlib
-import enum
 import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +34,6 @@ _WORDS_MAX = 1 << 32
 _POISON_BYTE = 0xFF
 _POISON = 0xFFFFFFFF
 _CHECK_BLOCKS = 64
-_SAMPLE_BLOCKS = 8
 _HUGE_PAGE_BYTES = 2 << 20
 
 Words = npt.NDArray[np.uint32]
@@ -44,13 +42,6 @@ Memory = npt.NDArray[np.uint8]
 
 class WrongBytes(RuntimeError):
     """Load that ended well, but whose blocks do not hold what the producer has."""
-
-
-class Order(enum.StrEnum):
-    """The order of tokens and heads inside a block."""
-
-    HND = "HND"
-    NHD = "NHD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +56,8 @@ class CacheShape:
     kv_heads: int = 8
     block_size: int = 16
     head_size: int = 128
-    order: Order = Order.HND
+    order: Literal["HND", "NHD"] = "HND"
+    """The order of heads and tokens inside a block."""
     first_head: int = 0
 
     @property
@@ -101,7 +93,7 @@ class CacheShape:
     def axes(self) -> tuple[int, ...]:
         """Sizes of a layer's axes, in the order of memory."""
         heads_and_tokens = (self.kv_heads, self.block_size)
-        inner = heads_and_tokens if self.order is Order.HND else heads_and_tokens[::-1]
+        inner = heads_and_tokens if self.order == "HND" else heads_and_tokens[::-1]
         return (PARTS, self.blocks, *inner, self.head_size)
 
     def checked(self, option: str) -> CacheShape:
@@ -126,7 +118,7 @@ class BenchCache:
         memory = allocate(shape.size_bytes) if memory is None else memory
         words = memory[: shape.size_bytes].view(np.uint32)
         self._memory = words.reshape(shape.layers, *shape.axes[:-1], shape.head_words)
-        self.layers = self._memory if shape.order is Order.HND else self._memory.swapaxes(3, 4)
+        self.layers = self._memory if shape.order == "HND" else self._memory.swapaxes(3, 4)
 
     @property
     def bases(self) -> tuple[int, ...]:
@@ -177,6 +169,15 @@ class BenchCache:
             self._check_layer(index, block_ids[part], tokens[part]) for index in self._chosen(layers) for part in parts
         )
 
+    def poison_loads(self, loads: Iterable[PlannedLoad]) -> None:
+        """Overwrite the blocks that loads fill with what no producer holds."""
+        self.poison([block for load in loads for block in load.local_ids])
+
+    def check_loads(self, loads: Sequence[PlannedLoad]) -> int:
+        """Compare every byte that loads have filled. Returns the number of bytes."""
+        local_ids = [block for load in loads for block in load.local_ids]
+        return self.check(local_ids, [block for load in loads for block in load.remote_ids])
+
     def _check_layer(self, layer: int, block_ids: Sequence[int], tokens: Words) -> int:
         found = self.layers[layer][:, list(block_ids)]
         wrong = np.argwhere(found != self._expected(layer, tokens))
@@ -217,20 +218,3 @@ def allocate(size_bytes: int) -> Memory:
     found = space[start : start + size_bytes]
     found[:] = _POISON_BYTE
     return found
-
-
-def compared(loads: Iterable[PlannedLoad], *, check_all: bool) -> tuple[list[int], list[int]]:
-    """Local and remote ids of the blocks to compare: all, or of each load a few with the first and the last."""
-    local_ids: list[int] = []
-    remote_ids: list[int] = []
-    for load in loads:
-        chosen = sample_indices(len(load.local_ids), check_all=check_all)
-        local_ids += (load.local_ids[index] for index in chosen)
-        remote_ids += (load.remote_ids[index] for index in chosen)
-    return local_ids, remote_ids
-
-
-def sample_indices(count: int, *, check_all: bool) -> list[int]:
-    if check_all or count <= _SAMPLE_BLOCKS:
-        return list(range(count))
-    return [round(position * (count - 1) / (_SAMPLE_BLOCKS - 1)) for position in range(_SAMPLE_BLOCKS)]

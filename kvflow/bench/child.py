@@ -5,8 +5,6 @@ A process holds one object, its rank, whose coroutine methods are the steps that
 pipe means: close everything and exit.
 
 Children are spawned, never forked: a forked NIXL agent hangs. They die with their parent, even while they are stopped.
-A rank that spins is stopped by SIGSTOP whenever it is not its turn, so that it takes no core from the others; nothing
-is in flight then.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import uvloop
 
@@ -46,18 +43,11 @@ class BenchError(RuntimeError):
         return str(self).strip().splitlines()[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """A rank to be started: `setup` is called in its process and holds the rank as long as that lives.
-
-    `on_loop`: on uvloop, with the pipe read in another thread; else without any event loop, in steps that never wait.
-    """
+class RankProcess(NamedTuple):
+    """A rank to be started: `setup` is called in its process, on uvloop, and holds the rank as long as that lives."""
 
     name: str
     setup: Callable[[], contextlib.AbstractAsyncContextManager[object]]
-    _: KW_ONLY
-    on_loop: bool = True
-    spins: bool = False
 
 
 class Child:
@@ -65,7 +55,7 @@ class Child:
 
     def __init__(self, rank: RankProcess, environment: Environment) -> None:
         context = multiprocessing.get_context("spawn")
-        self._rank = rank
+        self.rank = rank
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, os.getpid(), rank, environment)
         self._process = context.Process(target=_child_main, args=arguments, name=rank.name, daemon=True)
@@ -86,7 +76,6 @@ class Child:
     def wait_ready(self) -> None:
         """Wait until the rank is set up."""
         self._receive("setup")
-        self.rest()
 
     def run(
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
@@ -101,11 +90,11 @@ class Child:
         try:
             self._pipe.send((step.__name__, args, kwargs))
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise BenchError(f"{self._rank.name}: died before {step.__name__}") from error
+            raise BenchError(f"{self.rank.name}: died before {step.__name__}") from error
         return lambda: cast(ResultT, self._receive(step.__name__))
 
     def _receive(self, what: str) -> object:
-        name = self._rank.name
+        name = self.rank.name
         if not self._pipe.poll(_REPLY_TIMEOUT_S):
             raise BenchError(f"{name}: no end of {what} within {_REPLY_TIMEOUT_S:.0f} s")
         try:
@@ -117,58 +106,26 @@ class Child:
             raise BenchError(f"{name}: {value}")
         return value
 
-    def wake(self) -> None:
-        if self._rank.spins:
-            self._signal(signal.SIGCONT)
-
-    def rest(self) -> None:
-        if self._rank.spins:
-            self._signal(signal.SIGSTOP)
-
     def close(self) -> None:
         """Let the process end and wait for it; kill it if it does not."""
-        self._signal(signal.SIGCONT)
         self._pipe.close()
         self._process.join(_EXIT_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.is_alive():
-            os.kill(self.pid, number)
-
-
-@contextlib.contextmanager
-def awake(children: Sequence[Child]) -> Iterator[None]:
-    """Let the children run inside the block; those that spin are stopped outside of it."""
-    for child in children:
-        child.wake()
-    try:
-        yield
-    finally:
-        for child in children:
-            child.rest()
-
 
 @contextlib.contextmanager
 def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Iterator[Mapping[str, Child]]:
     """Start all ranks at once; at the end of the block their processes are gone.
 
-    Readers leave before their producers, which are given before them, and those that spin leave last, woken all at
-    once: a producer must make progress when its reader leaves, otherwise it may die of it (tcp).
+    Readers leave before their producers, which are given before them: a producer must make progress when its reader
+    leaves, otherwise it may die of it (tcp).
     """
     children: dict[str, Child] = {}
-
-    def wake_all() -> None:
-        for child in children.values():
-            child.wake()
-
     with contextlib.ExitStack() as stack:
-        for rank in sorted(ranks, key=lambda rank: not rank.spins):
+        for rank in ranks:
             children[rank.name] = stack.enter_context(contextlib.closing(Child(rank, environment)))
-            if rank.spins:
-                stack.callback(wake_all)
         for child in children.values():
             child.wait_ready()
         yield children
@@ -200,32 +157,23 @@ def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environmen
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in environment.items() if value is not None})
     try:
-        if rank.on_loop:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(pipe, rank, lambda: asyncio.to_thread(pipe.recv)))
-        else:
-            with contextlib.suppress(StopIteration):
-                _serve(pipe, rank, lambda: _receive_blocking(pipe)).send(None)
-                raise RuntimeError("a rank without an event loop has waited for one")
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(pipe, rank))
     except Exception:  # noqa: BLE001  (the border of the process: everything becomes the parent's BenchError)
         with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe: it wants to know nothing more
             pipe.send((False, traceback.format_exc()))
 
 
-async def _serve(pipe: Connection, rank: RankProcess, receive: Callable[[], Awaitable[Any]]) -> None:
+async def _serve(pipe: Connection, rank: RankProcess) -> None:
     async with rank.setup() as steps:
         result: object = None
         while True:
             pipe.send((True, result))
             try:
-                step, arguments, named = await receive()
+                step, arguments, named = await asyncio.to_thread(pipe.recv)
             except EOFError:
                 return
             result = await getattr(steps, step)(*arguments, **named)
-
-
-async def _receive_blocking(pipe: Connection) -> Any:
-    return pipe.recv()
 
 
 def _die_with(parent_pid: int) -> None:

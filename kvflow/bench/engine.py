@@ -1,4 +1,4 @@
-"""Ranks that run kvflow on uvloop, as an engine does; and a pair of them, which doctor and selftest use, too."""
+"""A producer and a consumer that run kvflow on uvloop, as engines do, in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import kvflow
-from kvflow.bench.cache import BenchCache, CacheShape, allocate
+from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import Child, Environment, RankProcess, open_children
-from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
+from kvflow.bench.loads import PlannedLoad, Ticket
 
 _LEASE_TTL_S = 600.0
 _LOAD_DEADLINE_S = 120.0
@@ -31,13 +30,15 @@ def config_of(engine_id: str, backend: str = "UCX") -> kvflow.Config:
 
 
 @contextlib.asynccontextmanager
-async def open_runtime(config: kvflow.Config, cache: BenchCache) -> AsyncIterator[kvflow.Runtime]:
+async def open_runtime(
+    config: kvflow.Config, cache: BenchCache, parts: Sequence[kvflow.Part] = ()
+) -> AsyncIterator[kvflow.Runtime]:
     """A runtime with the cache registered."""
     kv_caches, shape = cache.tensors(), cache.shape
     layout = kvflow.CacheLayout.infer(
         kv_caches, order=shape.order, block_size=shape.block_size, style=kvflow.KVStyle.KV_FIRST
     )
-    async with kvflow.Runtime(config) as runtime:
+    async with kvflow.Runtime(config, parts=parts) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
         yield runtime
 
@@ -61,9 +62,6 @@ class EngineProducer:
         self._runtime = runtime
         self._block_size = block_size
         self._leases: list[kvflow.Lease] = []
-
-    async def address(self) -> AgentAddress:
-        return AgentAddress()
 
     async def offer(self, loads: Sequence[PlannedLoad]) -> list[Ticket]:
         """Open a lease for each load."""
@@ -98,82 +96,60 @@ class LoadResult(NamedTuple):
     seconds: float
     size_bytes: int
     descriptors: int
-    checked_bytes: int = 0
 
 
 @contextlib.asynccontextmanager
-async def open_consumers(
-    ranks: Sequence[tuple[kvflow.Config, CacheShape]], device: str | None = None
-) -> AsyncIterator[Consumers]:
-    memory = allocate(max(shape.size_bytes for _, shape in ranks))
-    async with contextlib.AsyncExitStack() as stack:
-        found = []
-        for config, shape in ranks:
-            cache = BenchCache(shape, memory, device)
-            found.append((await stack.enter_async_context(open_runtime(config, cache)), cache))
-        yield Consumers(found)
+async def open_consumer(
+    config: kvflow.Config, shape: CacheShape, device: str | None = None
+) -> AsyncIterator[EngineConsumer]:
+    cache = BenchCache(shape, device=device)
+    async with open_runtime(config, cache) as runtime:
+        yield EngineConsumer(runtime, cache)
 
 
-class Consumers:
-    """All ranks of the consumer, by number: a runtime for each cut, on the same memory. One of them loads at a time.
+class EngineConsumer:
+    """Consumer rank, which loads into its blocks."""
 
-    The rank that most cases have is one runtime, which talks to all of their producers.
-    """
+    def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
+        self._runtime = runtime
+        self._cache = cache
 
-    def __init__(self, ranks: Sequence[tuple[kvflow.Runtime, BenchCache]]) -> None:
-        self._ranks = ranks
-
-    async def poison(self, rank: int, load: PlannedLoad, layers: Sequence[int]) -> None:
-        self._ranks[rank][1].poison(load.local_ids, layers)
-
-    async def load(
-        self, rank: int, load: PlannedLoad, tickets: Sequence[Ticket], *, verify: bool | None = None
-    ) -> LoadResult:
-        """Load by one ticket from every producer rank."""
-        merged = kvflow.merge_tickets([kvflow.Ticket.from_params(ticket) for ticket in tickets]).to_params()
-        request = kvflow.LoadRequest(load.request_id, ticket=merged, block_ids=load.local_ids, verify=verify)
-        start = time.perf_counter()
-        report = await self._ranks[rank][0].load_blocks(request)
-        return LoadResult(time.perf_counter() - start, report.bytes, report.descriptors)
-
-    async def check(self, rank: int, load: PlannedLoad, remote_block_size: int, layers: Sequence[int]) -> int:
-        """Compare what was loaded. Returns the number of bytes compared."""
-        cache = self._ranks[rank][1]
-        return cache.check(load.local_ids, load.remote_ids, remote_block_size=remote_block_size, layers=layers)
+    async def load(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> list[LoadResult]:
+        """Do loads one after the other, and compare every byte."""
+        self._cache.poison_loads(loads)
+        results = []
+        for load, ticket in zip(loads, tickets, strict=True):
+            request = kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)
+            start = time.perf_counter()
+            report = await self._runtime.load_blocks(request)
+            results.append(LoadResult(time.perf_counter() - start, report.bytes, report.descriptors))
+        self._cache.check_loads(loads)
+        return results
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPair:
-    """A producer and a consumer of one shape, in processes of their own."""
-
-    producer: Child
-    consumer: Child
-    shape: CacheShape
-
-    def hand_over(
-        self, load: PlannedLoad, *, layers: Sequence[int] | None = None, verify: bool | None = None
-    ) -> LoadResult:
-        """Offer, load, compare every byte of some layers, all if left out, and see that the lease has ended as read."""
-        layers = range(self.shape.layers) if layers is None else layers
-        self.consumer.run(Consumers.poison, 0, load, layers)
-        tickets = self.producer.run(EngineProducer.offer, [load])
-        result = self.consumer.run(Consumers.load, 0, load, tickets, verify=verify)
-        checked_bytes = self.consumer.run(Consumers.check, 0, load, self.shape.block_size, layers)
-        self.producer.run(EngineProducer.settle)
-        return result._replace(checked_bytes=checked_bytes)
+Pair: TypeAlias = tuple[Child, Child]
+"""The processes of a producer and of a consumer."""
 
 
-def pair_ranks(shape: CacheShape, device: str | None = None) -> tuple[RankProcess, RankProcess]:
-    """A producer and a consumer of equal caches."""
-    consumers = [(config_of("consumer"), shape)]
+def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
+    """A producer and a consumer of equal caches, in host memory or on a device."""
     return (
-        RankProcess("producer", partial(open_producer, config_of("producer"), shape, device)),
-        RankProcess("consumer", partial(open_consumers, consumers, device)),
+        RankProcess("producer", partial(open_producer, config_of("producer", backend), shape, device)),
+        RankProcess("consumer", partial(open_consumer, config_of("consumer", backend), shape, device)),
     )
 
 
 @contextlib.contextmanager
-def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[RankPair]:
-    """Run a pair inside the block. Caches are in host memory, or on a device."""
+def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[Pair]:
+    """Run a pair inside the block."""
     with open_children(pair_ranks(shape, device), environment) as children:
-        yield RankPair(producer=children["producer"], consumer=children["consumer"], shape=shape)
+        yield children["producer"], children["consumer"]
+
+
+def hand_over(pair: Pair, loads: Sequence[PlannedLoad]) -> list[LoadResult]:
+    """Offer, load one after the other, compare every byte, and see that every lease has ended as read."""
+    producer, consumer = pair
+    tickets = producer.run(EngineProducer.offer, loads)
+    results = consumer.run(EngineConsumer.load, loads, tickets)
+    producer.run(EngineProducer.settle)
+    return results

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -40,29 +40,20 @@ class PlannedLoad:
     remote_ids: tuple[int, ...]
 
 
-class AgentAddress(NamedTuple):
-    """The address of a producer for a reader, before it loads; nothing where tickets say where to go."""
-
-    agent: str = ""
-    metadata: bytes = b""
-    bases: tuple[int, ...] = ()
-
-
 def scattered(seed: str, blocks: int, count: int) -> tuple[int, ...]:
     """`count` different blocks out of `blocks`; equal seeds give equal ones."""
     rng = np.random.default_rng(list(seed.encode()))
     return tuple(rng.permutation(blocks)[:count].tolist())
 
 
-def share_out(
-    name: str, counts: Sequence[int], local_ids: Sequence[int], remote_ids: Sequence[int]
-) -> tuple[PlannedLoad, ...]:
-    """Loads of so many blocks each, which share none."""
+def scattered_loads(name: str, blocks: int, counts: Sequence[int], *, seed: str = "") -> tuple[PlannedLoad, ...]:
+    """Loads of `counts` blocks out of `blocks`, which share none. Equal seeds give equal blocks; `name` is one."""
+    local_ids, remote_ids = (scattered(f"{seed or name} {side}", blocks, sum(counts)) for side in ("local", "remote"))
     return tuple(
         PlannedLoad(
             request_id=f"{name} {index}",
-            local_ids=tuple(local_ids[end - count : end]),
-            remote_ids=tuple(remote_ids[end - count : end]),
+            local_ids=local_ids[end - count : end],
+            remote_ids=remote_ids[end - count : end],
         )
         for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))
     )

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import QUIET, BenchError, ChildCaller, RankProcess, open_caller, open_children
-from kvflow.bench.engine import RankPair, open_pair
-from kvflow.bench.loads import PlannedLoad, scattered
+from kvflow.bench.engine import Pair, hand_over, open_pair
+from kvflow.bench.loads import scattered_loads
 from kvflow.bench.ucx import ReadPath, ucx_log
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.transport.nixl.native import VERBS, start_agent
@@ -86,7 +86,7 @@ def check_self_transfer(
     try:
         with ucx_log() as log:
             with open_pair(_SHAPE, log.environment, device) as pair:
-                pid = pair.consumer.pid
+                pid = pair[1].pid
                 block_s, large_s = (_median_s(pair, count) for count in (1, _SHAPE.blocks // 2))
             path = log.read_path(pid, _SHAPE.region_block_size_bytes)
     except BenchError as error:
@@ -101,15 +101,10 @@ def check_self_transfer(
     yield judge_path(f"way of the bytes{where}", path)
 
 
-def _median_s(pair: RankPair, count: int) -> float:
-    """Median time of some loads of so many blocks; the first, which connects, is not counted."""
-    seconds = []
-    for turn in range(_REPEATS + 1):
-        name = f"doctor {count} {turn}"
-        local_ids, remote_ids = (scattered(f"{name} {side}", pair.shape.blocks, count) for side in ("local", "remote"))
-        load = PlannedLoad(request_id=name, local_ids=local_ids, remote_ids=remote_ids)
-        seconds.append(pair.hand_over(load).seconds)
-    return statistics.median(seconds[1:])
+def _median_s(pair: Pair, count: int) -> float:
+    """Median time of some loads of `count` blocks; the first, which connects, is not counted."""
+    turns = [scattered_loads(f"doctor {count} {turn}", _SHAPE.blocks, [count]) for turn in range(_REPEATS + 1)]
+    return statistics.median([hand_over(pair, loads)[0].seconds for loads in turns][1:])
 
 
 def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Finding:

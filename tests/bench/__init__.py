@@ -1,4 +1,12 @@
-"""Benches for those who work on kvflow, on the harness of `kvflow.bench`: `python3 dev.py bench NAME`.
+"""Benches for those who work on kvflow: `python3 dev.py bench NAME`.
+
+scenario  the harness: ranks are started, take turns, and a judge looks at the samples
+targets   promises and whether they were kept, pure
+commands  a command for each scenario, and its tables
+clocks    CPU time, and how late a loop is           busy      processes that compute meanwhile
+
+transfer/ kvflow against raw NIXL in three ways      topology  loads between ranks that cut the cache differently
+fairness  small loads behind huge ones
 
 flow/     leases that grow beside whole prompts, over links of different speed; many of them at once
 fleet/    a thousand ranks of each kind, in virtual time
@@ -7,5 +15,5 @@ profiling where the time of small loads goes       planning  the planner, withou
 verifying loads with checksums beside loads without    never_idle  loads beside a loop that is never idle
 pairs     a producer and a reader in processes of their own, as most of these have them
 
-Beside them are the tests of these and of `kvflow bench`.
+Beside them are the tests of these and of `kvflow.bench`.
 """

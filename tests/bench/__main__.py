@@ -1,12 +1,11 @@
-"""`python3 dev.py bench NAME`: a command for each scenario that an installed kvflow does not bring."""
+"""`python3 dev.py bench NAME`: a command for each scenario."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kvflow.bench.scenario import Outcome, Scenario
-from kvflow.cli.bench import add_scenario
 from kvflow.cli.flags import PlainTyper
+from tests.bench.commands import add_scenario
 from tests.bench.fairness import Fairness
 from tests.bench.fleet.figure import draw
 from tests.bench.fleet.scenario import FleetBench
@@ -16,11 +15,14 @@ from tests.bench.peers.scenario import Peers
 from tests.bench.planning import Planning
 from tests.bench.prefixes import PrefixPulls
 from tests.bench.profiling import Profile
+from tests.bench.scenario import Outcome, Scenario
 from tests.bench.surviving import Surviving
 from tests.bench.topology import Topology
+from tests.bench.transfer.scenario import Transfer
 from tests.bench.verifying import Verifying
 
 SCENARIOS: dict[str, type[Scenario]] = {
+    "transfer": Transfer,
     "topology": Topology,
     "fairness": Fairness,
     "peers": Peers,

@@ -19,13 +19,14 @@ from itertools import chain, islice
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import kvflow
-from kvflow.bench.cache import BenchCache, CacheShape, compared
+from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket, scattered, share_out
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.targets import Spread, at_most, percentile
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket, scattered_loads
 from kvflow.config import config_on
+from tests.bench.compared import compared
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from tests.bench.targets import Spread, at_most, percentile
 
 READER = config_on(config_of("fairness-reader"), "cpu")
 DELAY_SLICES_MAX = float(READER.limits.slices_in_flight_max)
@@ -122,8 +123,7 @@ class Fairness:
     def loads_of_round(self, index: int) -> Loads:
         """Scattered blocks for every load of a round, which share none."""
         name, counts, blocks = f"round {index}", self.counts, self.shape.blocks
-        local_ids, remote_ids = (scattered(f"{name} {side}", blocks, blocks) for side in ("local", "remote"))
-        loads = iter(share_out(name, list(chain(*counts.values())), local_ids, remote_ids))
+        loads = iter(scattered_loads(name, blocks, list(chain(*counts.values()))))
         return {kind: tuple(islice(loads, len(some))) for kind, some in counts.items()}
 
     def _turns(self, children: Children) -> Iterator[Turn]:

@@ -19,10 +19,10 @@ from typing import Annotated
 
 import kvflow
 from kvflow.bench.cache import BenchCache, CacheShape
-from kvflow.bench.loads import Fabric, PlannedLoad, Ticket
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.targets import Spread
-from tests.bench.pairs import hand_over, numbers, open_reader, pair_of, requests, scattered_loads
+from kvflow.bench.loads import Fabric, PlannedLoad, Ticket, scattered_loads
+from tests.bench.pairs import hand_over, numbers, open_reader, pair_of, requests
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from tests.bench.targets import Spread
 
 _LAYERS = 8
 _LEGEND = "Loads one after the other beside turns of the loop that never end; 0: no such task."
@@ -62,7 +62,7 @@ class NeverIdle:
 
     def _turns(self, children: Children) -> Iterator[Turn]:
         for index, case in enumerate([(0.0, 5.0), *self.cases]):  # the first one connects
-            loads = scattered_loads(f"never idle {index}", self.shape, [self.blocks] * self.loads)
+            loads = scattered_loads(f"never idle {index}", self.shape.blocks, [self.blocks] * self.loads)
             run = partial(hand_over, children, Reader.load, loads, *case)
             yield Turn(key=case if index else "connect", run=run)
 

@@ -11,8 +11,8 @@ import kvflow
 from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import PlannedLoad, SettingsError, Ticket, scattered, share_out
-from kvflow.bench.scenario import Children
+from kvflow.bench.loads import PlannedLoad, SettingsError, Ticket
+from tests.bench.scenario import Children
 
 ReaderT = TypeVar("ReaderT")
 Opening = Callable[[CacheShape], contextlib.AbstractAsyncContextManager[Any]]
@@ -46,14 +46,6 @@ def hand_over(
 def requests(loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> list[kvflow.LoadRequest]:
     both = zip(loads, tickets, strict=True)
     return [kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids) for load, ticket in both]
-
-
-def scattered_loads(
-    name: str, shape: CacheShape, counts: Sequence[int], *, seed: str | None = None
-) -> tuple[PlannedLoad, ...]:
-    """Loads of so many blocks each, which share none. Equal seeds give equal blocks; the name is one."""
-    ids = [scattered(f"{seed or name} {side}", shape.blocks, sum(counts)) for side in ("local", "remote")]
-    return share_out(name, counts, *ids)
 
 
 def numbers(option: str, text: str) -> list[float]:

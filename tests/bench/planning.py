@@ -18,14 +18,14 @@ import numpy as np
 
 from kvflow.bench.cache import ITEMSIZE, PARTS
 from kvflow.bench.loads import MIB, scattered
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.targets import Spread, at_most
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
 from kvflow.core.plan.descriptors import check_block_ids, match_chunks
 from kvflow.core.plan.slices import plan_slices
 from kvflow.limits import Limits, by_device
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from tests.bench.targets import Spread, at_most
 
 _BLOCK_SIZE = 16
 _RUN_BYTES = 128 * ITEMSIZE

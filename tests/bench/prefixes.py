@@ -19,9 +19,6 @@ from typing import Annotated, Any
 import uvloop
 
 from kvflow import Config, LoadRequest, ServeRequest
-from kvflow.bench.clocks import loop_ticker
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.targets import at_most
 from kvflow.core.protocol import codec, messages
 from kvflow.prefix import Prefixes, PrefixRequest, SharedPrefixes, prefix_keys
 from kvflow.prefix.seek_request import SeekRequest
@@ -30,6 +27,9 @@ from kvflow.testing import CacheSize
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
+from tests.bench.clocks import loop_ticker
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from tests.bench.targets import at_most
 
 _TOKENS = 16
 _SIZE = CacheSize(layers=2, num_blocks=2048, block_size=_TOKENS, kv_heads=8, head_size=64)

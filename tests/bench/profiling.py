@@ -23,18 +23,19 @@ from typing import Annotated, Any
 from unittest.mock import patch
 
 import kvflow
-from kvflow.bench.busy import busy_ranks
-from kvflow.bench.cache import BenchCache, CacheShape, compared
+from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import BenchError
-from kvflow.bench.clocks import loop_ticker
-from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError, Ticket
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.targets import Spread, TargetRow, at_most
+from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError, Ticket, scattered_loads
 from kvflow.transport.base import Event, ReadEnded
 from kvflow.transport.nixl.agents import NixlAgents
 from kvflow.transport.nixl.loop import NixlTransport
 from kvflow.transport.nixl.mailbox import Mailbox
-from tests.bench.pairs import hand_over, open_reader, pair_of, requests, scattered_loads
+from tests.bench.busy import busy_ranks
+from tests.bench.clocks import loop_ticker
+from tests.bench.compared import compared
+from tests.bench.pairs import hand_over, open_reader, pair_of, requests
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from tests.bench.targets import Spread, TargetRow, at_most
 
 ALONE_CPU_US_MAX = 150.0
 BURST_S_MAX = 0.4
@@ -151,7 +152,7 @@ class Profile:
 
     def _turns(self, children: Children) -> Iterator[Turn]:
         def turn(key: str, step: Callable[..., Any], count: int, index: int) -> Turn:
-            loads = scattered_loads(f"{key} {index}", self.shape, [1] * count)
+            loads = scattered_loads(f"{key} {index}", self.shape.blocks, [1] * count)
             return Turn(key=key, run=partial(hand_over, children, step, loads), note=f"{key}: {count} loads")
 
         yield turn("warm up", ProfiledReader.one_by_one, min(self.alone, 100), 0)

@@ -22,9 +22,9 @@ from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import BenchError, Child
 from kvflow.bench.engine import EngineProducer
 from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.targets import Spread
 from tests.bench.pairs import open_reader, pair_of
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from tests.bench.targets import Spread
 
 _LAYERS = 8
 _SOURCES = ("first", "second")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflow.bench.cache import BenchCache, CacheShape, Order, WrongBytes, allocate, compared
+from kvflow.bench.cache import BenchCache, CacheShape, WrongBytes, allocate
 from kvflow.bench.loads import PlannedLoad, SettingsError
+from tests.bench.compared import compared
 
 RANK = CacheShape(layers=2, blocks=16, kv_heads=4, first_head=4)
 CUTS = {
     "alike": RANK,
     "twice the heads": CacheShape(layers=2, blocks=16, kv_heads=8),
-    "NHD": CacheShape(layers=2, blocks=16, kv_heads=4, first_head=4, order=Order.NHD),
+    "NHD": CacheShape(layers=2, blocks=16, kv_heads=4, first_head=4, order="NHD"),
     "large blocks": CacheShape(layers=2, blocks=4, kv_heads=4, first_head=4, block_size=64),
 }
 
@@ -96,7 +97,7 @@ def test_tensors_show_the_memory_in_its_own_order(name: str) -> None:
     tensor = cache.tensors()["layers.1"]
     assert tuple(tensor.shape) == cache.shape.axes
     assert tensor.is_contiguous()
-    place = (1, 3, 2, 5) if cache.shape.order is Order.HND else (1, 3, 5, 2)
+    place = (1, 3, 2, 5) if cache.shape.order == "HND" else (1, 3, 5, 2)
     assert (tensor.numpy().view(np.uint32)[place] == cache.layers[1][1, 3, 2, 5]).all()
 
 

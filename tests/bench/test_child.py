@@ -14,14 +14,14 @@ import pytest
 from bench_ranks import Rank, open_never, open_rank
 from tests_support import until
 
-from kvflow.bench.busy import busy_ranks, open_busy
-from kvflow.bench.child import BenchError, Child, RankProcess, awake, open_children
+from kvflow.bench.child import BenchError, Child, RankProcess, open_children
+from tests.bench.busy import busy_ranks, open_busy
+from tests.bench.scenario import SpinningRank, awake, open_ranks
 
 
 @contextlib.contextmanager
-def started(*, on_loop: bool = True, spins: bool = False) -> Iterator[Child]:
-    rank = RankProcess("child", open_rank, on_loop=on_loop, spins=spins)
-    with open_children([rank], {"GIVEN": "value", "HOME": None}) as children:
+def started() -> Iterator[Child]:
+    with open_children([RankProcess("child", open_rank)], {"GIVEN": "value", "HOME": None}) as children:
         yield children["child"]
 
 
@@ -40,10 +40,8 @@ def wait_for_state(pid: int, states: str) -> str:
     return state
 
 
-@pytest.mark.parametrize("on_loop", [True, False])
-def test_steps_have_results_with_and_without_a_loop(on_loop: bool) -> None:
-    with started(on_loop=on_loop) as child:
-        assert child.run(Rank.has_loop) is on_loop
+def test_steps_have_results() -> None:
+    with started() as child:
         assert child.run(Rank.add, 1, other=2) == 3
         assert child.run(Rank.variable, "GIVEN") == "value"
         assert child.run(Rank.variable, "HOME") is None
@@ -54,12 +52,10 @@ def test_steps_have_results_with_and_without_a_loop(on_loop: bool) -> None:
         assert "HOME" in os.environ
 
 
-def test_a_rank_that_cannot_be_set_up_and_one_that_waits_for_no_loop_are_errors() -> None:
+def test_a_rank_that_cannot_be_set_up_is_an_error() -> None:
     never = RankProcess("never", open_never)
     with pytest.raises(BenchError, match=r"(?s)never: .*ZeroDivisionError"), open_children([never], {}):
         pass
-    with started(on_loop=False) as child, pytest.raises(BenchError, match="has waited for one"):
-        child.run(Rank.wait)
 
 
 def test_a_child_that_dies_is_an_error() -> None:
@@ -68,7 +64,8 @@ def test_a_child_that_dies_is_an_error() -> None:
 
 
 def test_a_rank_that_spins_is_stopped_between_its_turns_and_ends_all_the_same() -> None:
-    with started(spins=True) as child:
+    with open_ranks([SpinningRank("child", open_rank)], {}) as children:
+        child = children["child"]
         assert wait_for_state(child.pid, "T") == "T"
         with awake([child]):
             assert child.run(Rank.add, 1, other=2) == 3
@@ -81,24 +78,26 @@ def test_ranks_that_spin_rest_until_the_others_are_gone(monkeypatch: pytest.Monk
     close = Child.close
 
     def watched(child: Child) -> None:
-        closed.append((child._rank.name, wait_for_state(spinning, "T" if child.pid == calm else "S")))
+        closed.append((child.rank.name, wait_for_state(spinning, "T" if child.pid == calm else "S")))
         close(child)
 
     monkeypatch.setattr(Child, "close", watched)
-    ranks = [RankProcess("calm", open_rank), RankProcess("spinning", open_rank, spins=True)]
-    with open_children(ranks, {}) as children:
+    ranks = [RankProcess("calm", open_rank), SpinningRank("spinning", open_rank)]
+    with open_ranks(ranks, {}) as children:
         calm, spinning = (children[rank.name].pid for rank in ranks)
     assert closed == [("calm", "T"), ("spinning", "S")]
 
 
 PARENT_THAT_DIES = """
 import os
+import signal
 from bench_ranks import open_rank
 from kvflow.bench.child import Child, RankProcess
 
 if __name__ == "__main__":
-    child = Child(RankProcess("child", open_rank, spins=True), {})
+    child = Child(RankProcess("child", open_rank), {})
     child.wait_ready()
+    os.kill(child.pid, signal.SIGSTOP)
     print(child.pid, flush=True)
     os._exit(0)
 """

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 
-from kvflow.bench.clocks import loop_ticker, process_cpu_s
+from tests.bench.clocks import loop_ticker, process_cpu_s
 
 
 def test_the_clock_of_this_process_is_the_one_python_has() -> None:

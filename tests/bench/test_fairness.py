@@ -7,9 +7,9 @@ from itertools import chain
 import pytest
 
 from kvflow.bench.loads import MIB, SettingsError
-from kvflow.bench.scenario import Samples
-from kvflow.bench.targets import Verdict
 from tests.bench.fairness import Fairness, Round, summarize
+from tests.bench.scenario import Samples
+from tests.bench.targets import Verdict
 
 
 def test_the_loads_of_a_round_share_no_block() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvflow.bench.loads import SettingsError
-from kvflow.bench.scenario import Samples
-from kvflow.bench.targets import Verdict
 from tests.bench.fleet.channel import Costs
 from tests.bench.fleet.life import run_fleet
 from tests.bench.fleet.memory import measure_memory
 from tests.bench.fleet.results import MemoryResult, PhaseResult
 from tests.bench.fleet.scenario import FleetBench
 from tests.bench.fleet.traffic import FleetShape
+from tests.bench.scenario import Samples
+from tests.bench.targets import Verdict
 
 
 @pytest.fixture(scope="module")

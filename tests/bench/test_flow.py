@@ -19,12 +19,12 @@ from tests_support import each
 
 from kvflow.bench.child import BenchError, RankProcess, open_children
 from kvflow.bench.loads import PlannedLoad, SettingsError
-from kvflow.bench.scenario import Samples
-from kvflow.bench.targets import TargetRow, Verdict
 from tests.bench.flow.link import Link, require_cables
 from tests.bench.flow.ranks import FlowProducer, FlowReader, Prefill, Schedule, open_rank
 from tests.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
 from tests.bench.flow.scenario import Flow, _hand_over, _open
+from tests.bench.scenario import Samples
+from tests.bench.targets import TargetRow, Verdict
 
 SMALL = Flow(link=Link.GBIT, prompts="256", chunk=128, rounds=1, layers=2, many=3, many_s=0.1)
 GBIT, SHM = Case(Link.GBIT, 2048), Case(Link.SHM, 2048)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvflow.bench.loads import MIB, Fabric, SettingsError
-from kvflow.bench.scenario import Outcome, Samples
-from kvflow.bench.targets import Verdict
-from kvflow.bench.transfer.ranks import TurnResult
-from kvflow.bench.transfer.sizes import LoadSize
 from tests.bench.peers import contenders, scenario
 from tests.bench.peers.contenders import Absent, Peer, absent
 from tests.bench.peers.results import LeftOut, PeerSpeed, judge
 from tests.bench.peers.scenario import Peers
+from tests.bench.scenario import Outcome, Samples, SpinningRank
+from tests.bench.targets import Verdict
+from tests.bench.transfer.ranks import TurnResult
+from tests.bench.transfer.sizes import LoadSize
 
 ONE, BULK, BURST = LoadSize("one block", 1, 20), LoadSize("16 MB", 32, 8), LoadSize("64 x 1 MB", 2, 128, 64)
 BYTES = {ONE: MIB // 2, BULK: 16 * MIB, BURST: 64 * MIB}
@@ -44,7 +44,10 @@ def test_mooncake_runs_over_tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
     shm, tcp = Peers(pairs=1, rounds=1).sets()
     assert {rank.name.split()[0] for rank in shm.ranks} == {"raw_tuned", "kvflow", "nixl_connect"}
     assert {rank.name.split()[0] for rank in tcp.ranks} == set(Peer)
-    assert {rank.name for rank in tcp.ranks if rank.spins} == {"nixl_connect producer", "nixl_connect reader"}
+    assert {rank.name for rank in tcp.ranks if isinstance(rank, SpinningRank)} == {
+        "nixl_connect producer",
+        "nixl_connect reader",
+    }
 
 
 # --- who is left out

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvflow.bench.scenario import Samples
-from kvflow.bench.targets import Verdict
 from tests.bench.planning import CASES, Planning, PlanSample
+from tests.bench.scenario import Samples
+from tests.bench.targets import Verdict
 
 
 def verdicts(seconds: float) -> list[Verdict]:

@@ -13,9 +13,9 @@ from bench_ranks import Rank, open_rank
 from rich.console import Console
 
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved, run_scenario
-from kvflow.bench.targets import Spread, at_least, at_most
-from kvflow.cli.bench import as_json, print_outcome
+from tests.bench.commands import as_json, print_outcome
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved, run_scenario
+from tests.bench.targets import Spread, at_least, at_most
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.bench.targets import Verdict, at_least, at_most, percentile
+from tests.bench.targets import Verdict, at_least, at_most, percentile
 
 
 @given(

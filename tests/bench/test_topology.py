@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from kvflow.bench.child import BenchError
-from kvflow.bench.engine import LoadResult
 from kvflow.bench.loads import SettingsError
-from kvflow.bench.scenario import Samples
-from kvflow.bench.targets import Spread, Verdict
 from kvflow.core.plan.topology import head_sources
+from tests.bench.consumers import LoadResult
+from tests.bench.scenario import Samples
+from tests.bench.targets import Spread, Verdict
 from tests.bench.topology import (
     CASES,
     CONSUMERS,

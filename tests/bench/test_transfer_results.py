@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvflow.bench.loads import MIB, Fabric
-from kvflow.bench.targets import Spread, Verdict
-from kvflow.bench.transfer.ranks import Contender, TurnResult
-from kvflow.bench.transfer.results import ONE_BLOCK, Idle, Lag, Speed, busy_targets_of, compare, targets_of
+from tests.bench.targets import Spread, Verdict
+from tests.bench.transfer.ranks import Contender, TurnResult
+from tests.bench.transfer.results import ONE_BLOCK, Idle, Lag, Speed, busy_targets_of, compare, targets_of
 
 LAG_S = Spread(samples=100, min=0.0, p25=0.0, p50=1e-4, p75=1e-4, p99=1e-3, max=5e-3)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvflow.bench.child import BenchError
-from kvflow.bench.engine import LoadResult
 from kvflow.bench.loads import SettingsError
-from kvflow.bench.scenario import Samples
-from kvflow.bench.targets import Verdict
+from tests.bench.consumers import LoadResult
+from tests.bench.scenario import Samples
+from tests.bench.targets import Verdict
 from tests.bench.verifying import Verifying
 
 MIB = 1 << 20

@@ -14,16 +14,17 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import kvflow
-from kvflow.bench.cache import CacheShape, Order
+from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.engine import Consumers, EngineProducer, LoadResult, config_of, open_consumers, open_producer
+from kvflow.bench.engine import EngineProducer, config_of, open_producer
 from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
-from kvflow.bench.targets import Spread, TargetRow, at_least
 from kvflow.checks import counted
+from tests.bench.consumers import Consumers, LoadResult, open_consumers
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
+from tests.bench.targets import Spread, TargetRow, at_least
 
 MODEL_KV_HEADS = 32
 SLICE_RATIO_MIN = 0.8
@@ -42,7 +43,7 @@ class Cut:
 
     tp_rank: int = 1
     tp_size: int = 4
-    order: Order = Order.HND
+    order: Literal["HND", "NHD"] = "HND"
     block_size: int = 16
     staged: bool = False
     scratch: bool = True
@@ -86,7 +87,7 @@ class Case:
         """True if some heads of each HND block are read, and nothing else differs."""
         ours, theirs = self.consumer, self.producers[0]
         alike = (ours.order, ours.block_size) == (theirs.order, theirs.block_size)
-        return alike and ours.order is Order.HND and ours.kv_heads < theirs.kv_heads
+        return alike and ours.order == "HND" and ours.kv_heads < theirs.kv_heads
 
     @property
     def is_all(self) -> bool:
@@ -94,7 +95,7 @@ class Case:
         return self.consumer.tp_size <= self.producers[0].tp_size
 
 
-_RANK, _NHD, _LARGE_BLOCKS = Cut(), Cut(order=Order.NHD), Cut(block_size=64)
+_RANK, _NHD, _LARGE_BLOCKS = Cut(), Cut(order="NHD"), Cut(block_size=64)
 _STAGED, _DIRECT = Cut(staged=True), Cut(scratch=False)
 _TP2, _TP1 = Cut(tp_rank=0, tp_size=2), Cut(tp_rank=0, tp_size=1)
 
@@ -104,7 +105,7 @@ CASES = (
     Case("decode TP 4x, head slice", _RANK, (_TP1,)),
     Case("prefill TP 2x, two ranks", _RANK, (Cut(tp_rank=2, tp_size=8), Cut(tp_rank=3, tp_size=8))),
     Case("NHD, cut alike", _NHD, (_NHD,)),
-    Case("NHD, decode TP 2x", _NHD, (replace(_TP2, order=Order.NHD),)),
+    Case("NHD, decode TP 2x", _NHD, (replace(_TP2, order="NHD"),)),
     Case("NHD to HND", _RANK, (_NHD,)),
     Case("NHD to HND, no scratch", _DIRECT, (_NHD,)),
     Case("blocks of 16 to 64", _LARGE_BLOCKS, (_RANK,)),

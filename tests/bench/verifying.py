@@ -12,12 +12,12 @@ from functools import partial
 from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
-from kvflow.bench.child import BenchError
-from kvflow.bench.engine import LoadResult, RankPair, pair_ranks
-from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
-from kvflow.bench.targets import Spread, TargetRow, at_least
-from tests.bench.pairs import scattered_loads
+from kvflow.bench.child import BenchError, RankProcess
+from kvflow.bench.engine import EngineProducer, config_of, open_producer
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered_loads
+from tests.bench.consumers import Consumers, LoadResult, open_consumers
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
+from tests.bench.targets import Spread, TargetRow, at_least
 
 SPEED_RATIO_MIN = 0.5
 _LEGEND = (
@@ -69,7 +69,10 @@ class Verifying:
 
     def sets(self) -> Sequence[RankSet]:
         shape = self.shape
-        ranks = pair_ranks(shape)
+        ranks = [
+            RankProcess("producer", partial(open_producer, config_of("producer"), shape)),
+            RankProcess("consumer", partial(open_consumers, [(config_of("consumer"), shape)])),
+        ]
         note = f"{self.transport}: starting {len(ranks)} ranks"
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=self.transport.environment)]
 
@@ -79,20 +82,33 @@ class Verifying:
         return Outcome(results={"sizes": results}, legend=_LEGEND, targets=[target(results)])
 
     def _turns(self, children: Children) -> Iterator[Turn]:
-        pair = RankPair(producer=children["producer"], consumer=children["consumer"], shape=self.shape)
         for size in self.blocks:
             for verify in (False, True):
-                run = partial(pair.hand_over, self.planned(size, f"check {verify}"), verify=verify)
+                run = partial(self._hand_over, children, self.planned(size, f"check {verify}"), verify=verify)
                 yield Turn(key=(size, verify), run=run, note=f"{size}: every byte compared, then {self.rounds} rounds")
             for index, verify in interleaved((False, True), range(self.rounds)):
                 load, layers = self.planned(size, f"round {index} {verify}"), (index % self.layers,)
-                yield Turn(key=(size, verify), run=partial(pair.hand_over, load, layers=layers, verify=verify))
+                run = partial(self._hand_over, children, load, layers=layers, verify=verify)
+                yield Turn(key=(size, verify), run=run)
+
+    def _hand_over(
+        self, children: Children, load: PlannedLoad, *, verify: bool, layers: Sequence[int] | None = None
+    ) -> LoadResult:
+        """Offer, load, compare every byte of some layers, all if left out, and see that the lease has ended as read."""
+        producer, consumer = children["producer"], children["consumer"]
+        layers = range(self.layers) if layers is None else layers
+        consumer.run(Consumers.poison, 0, load, layers)
+        tickets = producer.run(EngineProducer.offer, [load])
+        result = consumer.run(Consumers.load, 0, load, tickets, verify=verify)
+        checked_bytes = consumer.run(Consumers.check, 0, load, self.shape.block_size, layers)
+        producer.run(EngineProducer.settle)
+        return result._replace(checked_bytes=checked_bytes)
 
     def planned(self, size: str, turn: str) -> PlannedLoad:
         """The load of a turn: both of a round move blocks that are scattered alike."""
         name = f"{size} {turn}"
         seed = name.removesuffix(" True").removesuffix(" False")
-        (load,) = scattered_loads(name, self.shape, [self.blocks[size]], seed=seed)
+        (load,) = scattered_loads(name, self.shape.blocks, [self.blocks[size]], seed=seed)
         return load
 
     def _result(self, size: str, plain: Sequence[LoadResult], verified: Sequence[LoadResult]) -> SizeResult:

@@ -1,40 +1,40 @@
-"""What `kvflow bench` prints: tables that fit, with what is compared side by side."""
+"""`kvflow bench transfer`: its sizes, and a small run over real NIXL. No bound on time."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
+from typer.testing import CliRunner
 
-from kvflow.bench.scenario import Outcome
-from kvflow.bench.transfer.ranks import Contender
-from kvflow.bench.transfer.results import Speed
-from kvflow.cli.bench import print_outcome
-
-DATA = json.loads((Path(__file__).parents[2] / "docs" / "data" / "transfer.json").read_text())
+from kvflow.bench.loads import SettingsError
+from kvflow.bench.transfer import blocks_of
+from kvflow.cli.app import app
 
 
-def printed(width: int, **changes: Any) -> str:
-    rows = [Speed(**{**row, "pair_medians_s": tuple(row["pair_medians_s"]), **changes}) for row in DATA["speed"]]
-    console = Console(file=io.StringIO(), width=width)
-    print_outcome(Outcome(results={"speed": rows}, legend="", targets=[]), console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+def test_sizes_are_words_of_mb_smallest_first() -> None:
+    assert blocks_of("256, 1,block", layers=8) == {"one block": 1, "1 MB": 2, "256 MB": 512}
 
 
-LONG = {"median_s": 12.3456, "p99_s": 123.456, "pair_medians_s": (12.345, 123.456)}
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "1.5", "3", "block,,1", "4x1"])
+def test_sizes_that_cannot_be_measured_are_errors(text: str) -> None:
+    with pytest.raises(SettingsError, match="--sizes"):
+        blocks_of(text, layers=32)
 
 
-@pytest.mark.parametrize(
-    ("width", "changes"), [(72, {}), (80, {}), (80, LONG), (100, {}), (100, LONG), (160, {}), (160, LONG)]
-)
-def test_contenders_stand_in_one_table_however_narrow_it_is(width: int, changes: dict[str, Any]) -> None:
-    tables = printed(width, **changes).split("speed")[1:]
-    assert tables
-    for table in tables:
-        assert len({name for name in Contender if name in table}) == len(Contender), table
-    assert "…" not in printed(width, **changes), "nothing is cut"
+@pytest.mark.nixl
+@pytest.mark.timeout(300)
+def test_it_compares_with_nixl_alone(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    options = ("--transport", "shm", "--sizes", "block,1", "--pairs", "1", "--rounds", "2", "--layers", "2")
+    done = CliRunner().invoke(app, ["bench", "transfer", *options, "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(path.read_text(encoding="utf-8"))["speed"]
+    assert [(row["transport"], row["size"]) for row in rows] == [("shm", "one block"), ("shm", "1 MB")]
+    for row in rows:
+        assert row["loads"] == 2 * 20
+        assert 0 < row["kvflow_s"] <= row["kvflow_p99_s"]
+        assert row["ratio"] == pytest.approx(row["raw_s"] / row["kvflow_s"])
+    for word in ("one block", "NIXL ms", "ratio", "Every byte was compared"):
+        assert word in " ".join(done.stdout.split())

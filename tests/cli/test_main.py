@@ -52,7 +52,7 @@ def test_the_extra_is_imported_only_when_it_is_needed() -> None:
     [
         ("", ""),
         ("doctor", ""),
-        ("bench transfer", "--transport --sizes --pairs --layers --idle-s --backend --json"),
+        ("bench transfer", "--transport --sizes --pairs --rounds --layers --backend --json"),
     ],
 )
 def test_help_names_the_options_and_shows_flags_as_flags(words: str, options: str) -> None:
@@ -65,7 +65,7 @@ def test_help_names_the_options_and_shows_flags_as_flags(words: str, options: st
 @each(
     ("words", "message"),
     [
-        (("transfer", "--sizes", "3.5"), "--sizes: expected 'block' or a number of MB, such as 16 or 64x1, got '3.5'"),
+        (("transfer", "--sizes", "3.5"), "--sizes: expected 'block' or a number of MB, such as 16, got '3.5'"),
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(words: tuple[str, ...], message: str) -> None:

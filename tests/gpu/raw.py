@@ -151,7 +151,6 @@ def raw_pair(device: str, size_bytes: int, environment: Environment, *, context:
         RankProcess(
             name,
             partial(open_raw, RawSpec(name=name, device=device, size_bytes=size_bytes, context=context)),
-            on_loop=False,
         )
         for name in ("producer", "reader")
     ]

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from kvflow.bench.child import BenchError, Environment, call_in_child
-from kvflow.bench.targets import percentile
 from kvflow.bench.ucx import ucx_log
 from kvflow.doctor.version import installed
 from kvflow.transport.device.cuda import DriverError, load_driver
+from tests.bench.targets import percentile
 from tests.gpu.conftest import Found
 from tests.gpu.pair import Pair, engines, request, specs
 from tests.gpu.raw import Moved, RawRank, raw_pair

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
@@ -17,17 +16,8 @@ class Rank:
     async def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    async def has_loop(self) -> bool:
-        try:
-            return asyncio.get_running_loop() is not None
-        except RuntimeError:
-            return False
-
     async def fail(self) -> None:
         raise ZeroDivisionError("as it was told to")
-
-    async def wait(self) -> None:
-        await asyncio.sleep(0)
 
     async def die(self) -> None:
         os._exit(3)

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Annotated
 
 from kvflow.bench.loads import SettingsError
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.targets import at_most
 from tests.bench.fleet.results import MemoryResult, PhaseResult
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from tests.bench.targets import at_most
 
 _LEGEND = (
     "Real runtimes in virtual time; bytes take no time, connections and answers are modelled. right, lost (with a rank "

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import kvflow
-from kvflow.bench.cache import BenchCache, CacheShape, compared
-from kvflow.bench.clocks import loop_ticker, process_cpu_s
+from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.engine import config_of, open_runtime
 from kvflow.bench.loads import PlannedLoad, Ticket
+from tests.bench.clocks import loop_ticker, process_cpu_s
+from tests.bench.compared import compared
 from tests.bench.flow.link import Link, enter_own_network, plug_in
 
 BLOCK_SIZE = 16

@@ -13,9 +13,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from kvflow.bench.child import BenchError
-from kvflow.bench.scenario import Outcome, Samples
-from kvflow.bench.targets import Spread, TargetRow, at_least, at_most
 from tests.bench.flow.link import Link
+from tests.bench.scenario import Outcome, Samples
+from tests.bench.targets import Spread, TargetRow, at_least, at_most
 
 WIRE_TIMES_MAX, WIRE_EXTRA_S = 1.3, 2e-3
 SAVED_MIN = 0.3

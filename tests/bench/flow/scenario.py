@@ -18,8 +18,7 @@ from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.loads import PlannedLoad, SettingsError
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
+from kvflow.bench.loads import PlannedLoad, SettingsError, scattered_loads
 from tests.bench.flow import results
 from tests.bench.flow.link import Link, lay_cable, require_cables
 from tests.bench.flow.ranks import (
@@ -31,7 +30,7 @@ from tests.bench.flow.ranks import (
     open_rank,
 )
 from tests.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
-from tests.bench.pairs import scattered_loads
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 
 MODEL = CacheShape(layers=30, blocks=1, kv_heads=3, head_size=64)
 SMALL = CacheShape(layers=1, blocks=1, kv_heads=1, head_size=64)
@@ -131,7 +130,7 @@ class Flow:
     def planned(self, turn: str, tokens: int) -> tuple[PlannedLoad, PlannedLoad]:
         """What wakes everybody up, and the prompt. Equal rounds move the same blocks, whatever the way."""
         seed, counts = f"{turn.partition(',')[0]} {tokens}", (_WAKE, tokens // BLOCK_SIZE)
-        wake, prompt = scattered_loads(f"{turn} {tokens}", self.model, counts, seed=seed)
+        wake, prompt = scattered_loads(f"{turn} {tokens}", self.model.blocks, counts, seed=seed)
         return wake, prompt
 
     def _turns_of_prompts(self, link: Link, children: Children) -> Iterator[Turn]:
@@ -179,7 +178,7 @@ class Flow:
 
     def many_loads(self, turn: str, blocks: int) -> tuple[PlannedLoad, ...]:
         """Loads of so many blocks each, which share none."""
-        return scattered_loads(turn, self.small, [blocks] * self.many)
+        return scattered_loads(turn, self.small.blocks, [blocks] * self.many)
 
 
 # --- what the parent asks of the ranks in a turn

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import RankProcess
 from kvflow.bench.loads import Fabric
-from kvflow.bench.transfer.ranks import Contender
-from kvflow.bench.transfer.scenario import ranks_of as ranks_of_transfer
 from tests.bench.peers import mooncake, nixl_connect
+from tests.bench.scenario import SpinningRank
+from tests.bench.transfer.ranks import Contender
+from tests.bench.transfer.scenario import ranks_of as ranks_of_transfer
 
 _IMPORT_TIMEOUT_S = 60.0
 
@@ -62,16 +63,16 @@ def _why_absent(module: str) -> str:
 
 
 def ranks_of(peer: Peer, shape: CacheShape) -> tuple[RankProcess, RankProcess]:
-    """Producer and reader. An agent of nixl_connect spins; Mooncake's calls wait, so it has no loop."""
+    """Producer and reader. An agent of nixl_connect spins."""
     if peer in _OF_TRANSFER:
         return ranks_of_transfer(_OF_TRANSFER[peer], shape)
     if peer is Peer.NIXL_CONNECT:
         return (
-            RankProcess(f"{peer} producer", partial(nixl_connect.open_producer, shape), spins=True),
-            RankProcess(f"{peer} reader", partial(nixl_connect.open_reader, shape), spins=True),
+            SpinningRank(f"{peer} producer", partial(nixl_connect.open_producer, shape)),
+            SpinningRank(f"{peer} reader", partial(nixl_connect.open_reader, shape)),
         )
     writes = peer is Peer.MOONCAKE_WRITE
     return (
-        RankProcess(f"{peer} producer", partial(mooncake.open_producer, shape), on_loop=False),
-        RankProcess(f"{peer} reader", partial(mooncake.open_reader, shape, writes=writes), on_loop=False),
+        RankProcess(f"{peer} producer", partial(mooncake.open_producer, shape)),
+        RankProcess(f"{peer} reader", partial(mooncake.open_reader, shape, writes=writes)),
     )

@@ -17,9 +17,10 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from kvflow.bench.cache import BenchCache, CacheShape
-from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
-from kvflow.bench.transfer.ranks import Job, ReaderRank
-from kvflow.bench.transfer.raw import block_rows
+from kvflow.bench.loads import PlannedLoad, Ticket
+from kvflow.bench.raw import AgentAddress
+from tests.bench.transfer.ranks import Job, ReaderRank
+from tests.bench.transfer.raw import block_rows
 
 _HOST = "127.0.0.1"
 _NO_DEVICE = ""
@@ -37,7 +38,7 @@ async def open_producer(shape: CacheShape) -> AsyncIterator[MooncakeProducer]:
 async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
     engine = MooncakeEngine(cache)
-    yield ReaderRank(cache, MooncakeAsker(engine) if writes else MooncakeReader(engine), on_loop=False)
+    yield ReaderRank(cache, MooncakeAsker(engine) if writes else MooncakeReader(engine), ticks=False)
 
 
 class MooncakeEngine:

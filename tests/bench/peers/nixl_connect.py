@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from kvflow.bench.cache import BenchCache, CacheShape
-from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
-from kvflow.bench.transfer.ranks import Job, ReaderRank, together
-from kvflow.bench.transfer.raw import block_rows
+from kvflow.bench.loads import PlannedLoad, Ticket
+from kvflow.bench.raw import AgentAddress
+from tests.bench.transfer.ranks import Job, ReaderRank, together
+from tests.bench.transfer.raw import block_rows
 
 
 @contextlib.asynccontextmanager

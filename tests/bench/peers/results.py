@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from kvflow.bench.loads import MIB, Fabric
-from kvflow.bench.scenario import Outcome, Samples
-from kvflow.bench.targets import TargetRow, at_least, percentile
-from kvflow.bench.transfer.ranks import TurnResult
-from kvflow.bench.transfer.sizes import LoadSize
 from tests.bench.peers.contenders import MOONCAKE, Absent, Peer
+from tests.bench.scenario import Outcome, Samples
+from tests.bench.targets import TargetRow, at_least, percentile
+from tests.bench.transfer.ranks import TurnResult
+from tests.bench.transfer.sizes import LoadSize
 
 BULK_BYTES = 16 * MIB
 RATIO_TO_MOONCAKE_MIN = 1.0

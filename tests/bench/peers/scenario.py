@@ -1,6 +1,6 @@
 """The bench `peers`: the same loads through raw NIXL, kvflow and other libraries, taking turns.
 
-Pairs, rounds, blocks and what is compared are as in `kvflow bench transfer`.
+Pairs, rounds, blocks and what is compared are as in `dev.py bench transfer`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import Fabric, SettingsError
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.transfer.sizes import LoadSize, parse_sizes, shape_for
-from kvflow.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
 from tests.bench.peers import results
 from tests.bench.peers.contenders import ALWAYS, Absent, Peer, absent, ranks_of, runs_over
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from tests.bench.transfer.sizes import LoadSize, parse_sizes, shape_for
+from tests.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
 
 _QUIET = {"MC_LOG_LEVEL": "ERROR"}
 _CHOICE = tuple(peer for peer in Peer if peer not in ALWAYS)

@@ -1,4 +1,4 @@
-"""`kvflow bench transfer`: the same loads through raw NIXL twice, through kvflow, and through raw NIXL behind a thread.
+"""`dev.py bench transfer`: the same loads through raw NIXL twice, through kvflow, and through raw NIXL behind a thread.
 
 Equal processes differ in speed for as long as they live, so every contender is opened `pairs` times, one set of
 contenders after the other. In each set and for each size, one turn per contender with nothing timed (the first set
@@ -19,15 +19,18 @@ from functools import partial
 from typing import Annotated
 
 import kvflow
-from kvflow.bench.busy import busy_ranks
 from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import Child, RankProcess
-from kvflow.bench.clocks import process_cpu_s
-from kvflow.bench.engine import config_of, open_producer, open_runtime
-from kvflow.bench.loads import AgentAddress, Fabric, PlannedLoad, Ticket
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
-from kvflow.bench.transfer import results
-from kvflow.bench.transfer.ranks import (
+from kvflow.bench.engine import EngineProducer, config_of, open_runtime
+from kvflow.bench.loads import Fabric, PlannedLoad, Ticket
+from kvflow.bench.raw import AgentAddress
+from kvflow.checks import counted
+from kvflow.transport.nixl.defaults import backend_params
+from tests.bench.busy import busy_ranks
+from tests.bench.clocks import process_cpu_s
+from tests.bench.scenario import Children, Outcome, RankSet, Samples, SpinningRank, Turn
+from tests.bench.transfer import results
+from tests.bench.transfer.ranks import (
     Contender,
     Job,
     Producer,
@@ -37,11 +40,9 @@ from kvflow.bench.transfer.ranks import (
     open_raw_reader,
     together,
 )
-from kvflow.bench.transfer.results import Idle
-from kvflow.bench.transfer.sizes import LoadSize, loads_of_turn, parse_sizes, shape_for
-from kvflow.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
-from kvflow.checks import counted
-from kvflow.transport.nixl.defaults import backend_params
+from tests.bench.transfer.results import Idle
+from tests.bench.transfer.sizes import LoadSize, loads_of_turn, parse_sizes, shape_for
+from tests.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
 
 _SETTLE_S = 0.5
 
@@ -116,23 +117,40 @@ class Transfer:
 
 
 def ranks_of(contender: Contender, shape: CacheShape, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
-    """Producer and reader. The agents of (a) spin; (a) and (b) have no loop, nor has the producer of (d).
+    """Producer and reader. The agents of (a) spin.
 
     The backends of (b) and (d) get the parameters that kvflow gives its own, so that none is compared with other ones.
     """
     raw, tuned = contender in (Contender.EXAMPLE, Contender.TUNED), contender is not Contender.EXAMPLE
-    make = partial(RankProcess, spins=not tuned)
+    make = RankProcess if tuned else SpinningRank
     if contender is Contender.KVFLOW:
         return (
-            make(f"{contender} producer", partial(open_producer, config_of("bench-producer", backend), shape)),
+            make(f"{contender} producer", partial(open_producer, shape, backend)),
             make(f"{contender} reader", partial(open_reader, shape, backend)),
         )
     backends = {name: backend_params(name, {}) for name in backend.split(",")}
     setup = partial(open_raw_reader, shape, backends, tuned=tuned) if raw else partial(open_hop_reader, shape, backends)
     return (
-        make(f"{contender} producer", partial(open_raw_producer, shape, backends, tuned=tuned), on_loop=False),
-        make(f"{contender} reader", setup, on_loop=not raw),
+        make(f"{contender} producer", partial(open_raw_producer, shape, backends, tuned=tuned)),
+        make(f"{contender} reader", setup),
     )
+
+
+class KVFlowProducer(EngineProducer):
+    """Producer of (c): its tickets say where to go."""
+
+    async def address(self) -> AgentAddress:
+        return AgentAddress()
+
+
+@contextlib.asynccontextmanager
+async def open_producer(shape: CacheShape, backend: str) -> AsyncIterator[KVFlowProducer]:
+    cache = BenchCache(shape)
+    cache.fill()
+    async with open_runtime(config_of("bench-producer", backend), cache) as runtime:
+        producer = KVFlowProducer(runtime, shape.block_size)
+        yield producer
+        producer.revoke()
 
 
 @contextlib.asynccontextmanager

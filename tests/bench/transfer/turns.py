@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from kvflow.bench.child import BenchError, Child
 from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError
-from kvflow.bench.scenario import Children, Turn, interleaved
-from kvflow.bench.transfer.ranks import Producer, ReaderRank, TurnResult
-from kvflow.bench.transfer.sizes import LoadSize, loads_of_turn
 from kvflow.checks import counted
+from tests.bench.scenario import Children, Turn, interleaved
+from tests.bench.transfer.ranks import Producer, ReaderRank, TurnResult
+from tests.bench.transfer.sizes import LoadSize, loads_of_turn
 
 Pair = tuple[Child, Child]
 """A contender's producer and its reader."""

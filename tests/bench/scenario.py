@@ -5,20 +5,64 @@ While a turn runs the parent sleeps in a read; it draws no progress bars.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import platform
+import signal
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
-from importlib.metadata import version
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from kvflow.bench.child import Child, Environment, RankProcess, awake, open_children
-from kvflow.bench.targets import TargetRow
+from kvflow.bench.child import Child, Environment, RankProcess, open_children
+from tests.bench.targets import TargetRow
 
 Children = Mapping[str, Child]
 Note = Callable[[str], None]
 ContenderT = TypeVar("ContenderT")
 SampleT = TypeVar("SampleT")
+
+
+class SpinningRank(RankProcess):
+    """A rank that spins. It is stopped by SIGSTOP whenever it is not its turn; nothing is in flight then."""
+
+
+@contextlib.contextmanager
+def stopped(children: Iterable[Child]) -> Iterator[None]:
+    """Stop those that spin inside the block, so that they take no core from the others."""
+    with sent(signal.SIGSTOP, signal.SIGCONT, children):
+        yield
+
+
+@contextlib.contextmanager
+def awake(children: Iterable[Child]) -> Iterator[None]:
+    """Let those that are stopped run inside the block."""
+    with sent(signal.SIGCONT, signal.SIGSTOP, children):
+        yield
+
+
+@contextlib.contextmanager
+def sent(before: signal.Signals, after: signal.Signals, children: Iterable[Child]) -> Iterator[None]:
+    spinning = [child for child in children if isinstance(child.rank, SpinningRank)]
+    for child in spinning:
+        os.kill(child.pid, before)
+    try:
+        yield
+    finally:
+        for child in spinning:
+            if child.exit_code is None:
+                os.kill(child.pid, after)
+
+
+@contextlib.contextmanager
+def open_ranks(ranks: Sequence[RankProcess], environment: Environment) -> Iterator[Children]:
+    """Start ranks as `open_children` does. Those that spin leave last, woken all at once."""
+    spinning = [rank for rank in ranks if isinstance(rank, SpinningRank)]
+    others = [rank for rank in ranks if not isinstance(rank, SpinningRank)]
+    with (
+        open_children(spinning, environment) as first,
+        stopped(first.values()),
+        open_children(others, environment) as second,
+    ):
+        yield {**first, **second}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +137,7 @@ def run_scenario(scenario: Scenario, note: Note) -> Outcome:
     samples, said = Samples(), ""
     for some in scenario.sets():
         note(some.note)
-        with open_children(some.ranks, some.environment) as children:
+        with open_ranks(some.ranks, some.environment) as children:
             for turn in some.turns(children):
                 if turn.note not in ("", said):
                     note(f"  {turn.note}")
@@ -109,13 +153,3 @@ def interleaved(contenders: Sequence[ContenderT], rounds: Iterable[int]) -> Iter
         start = index % len(contenders)
         for contender in (*contenders[start:], *contenders[:start]):
             yield index, contender
-
-
-def describe_machine() -> dict[str, str | int | float]:
-    """The machine and versions that numbers depend on. The load is taken before we add our own."""
-    return {
-        "cpus": os.cpu_count() or 0,
-        "load_average_1m": os.getloadavg()[0],
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "nixl", "numpy", "uvloop")},
-    }

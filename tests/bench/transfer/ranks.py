@@ -1,7 +1,7 @@
 """A reader's turn, the same for all contenders, and what the processes of (a), (b) and (d) do.
 
-None of kvflow's runtime is in it: the floor does not move with it. (a) and (b) live without an event loop; a producer
-waits for its parent in a blocking read while its agent's progress thread serves the reads. (d) is (b) behind one thread
+None of kvflow's runtime is in it: the floor does not move with it. (a) and (b) block their loop while they load. A
+producer's loop waits for its parent while its agent's progress thread serves the reads. (d) is (b) behind one thread
 and an event loop, nothing else: the reader's agent belongs to one thread; a coroutine on uvloop hands it each load,
 which is word for word (b)'s, and awaits the end. What (c) takes longer than this is kvflow's own work; what this takes
 longer than (b) are two changes of thread. The producer is (b)'s.
@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from kvflow.bench.cache import BenchCache, CacheShape, compared
-from kvflow.bench.clocks import loop_ticker, process_cpu_s
-from kvflow.bench.loads import AgentAddress, PlannedLoad, Ticket
-from kvflow.bench.transfer.raw import Backends, ExampleAgent, RawAgent, TunedAgent
+from kvflow.bench.cache import BenchCache, CacheShape
+from kvflow.bench.loads import PlannedLoad, Ticket
+from kvflow.bench.raw import AgentAddress, Backends, TunedAgent
+from tests.bench.clocks import loop_ticker, process_cpu_s
+from tests.bench.compared import compared
+from tests.bench.transfer.raw import ExampleAgent, RawAgent
 
 
 class Contender(enum.StrEnum):
@@ -69,12 +71,12 @@ def together(jobs: Sequence[Job]) -> Job:
 
 
 class ReaderRank:
-    """The rank of a reader's process. Only on a loop there is a ticker beside the loads; its CPU time counts."""
+    """The rank of a reader's process. With `ticks` there is a ticker beside the loads; its CPU time counts."""
 
-    def __init__(self, cache: BenchCache, way: Way, *, on_loop: bool = True) -> None:
+    def __init__(self, cache: BenchCache, way: Way, *, ticks: bool = True) -> None:
         self._cache = cache
         self._way = way
-        self._ticker = loop_ticker if on_loop else contextlib.nullcontext
+        self._ticker = loop_ticker if ticks else contextlib.nullcontext
         self._pids = [os.getpid()]
 
     async def connect(self, address: AgentAddress, producer_pid: int) -> None:
@@ -209,7 +211,7 @@ async def open_raw_producer(shape: CacheShape, backends: Backends, *, tuned: boo
 @contextlib.asynccontextmanager
 async def open_raw_reader(shape: CacheShape, backends: Backends, *, tuned: bool) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
-    yield ReaderRank(cache, Blocking(_make_agent("reader", cache, backends, tuned=tuned)), on_loop=False)
+    yield ReaderRank(cache, Blocking(_make_agent("reader", cache, backends, tuned=tuned)), ticks=False)
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvflow.bench.cache import CacheShape
-from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, scattered, share_out
+from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, scattered_loads
 from kvflow.checks import counted
 
 ONE_BLOCK = "one block"
@@ -66,5 +66,4 @@ def loads_of_turn(size: LoadSize, turn: str, blocks: int) -> tuple[PlannedLoad, 
     """
     counts = [1] + [size.blocks] * size.loads_per_turn
     name = f"{size.label} {turn}"
-    local_ids, remote_ids = (scattered(f"{name} {side}", blocks, sum(counts)) for side in ("local", "remote"))
-    return share_out(name, counts, local_ids, remote_ids)
+    return scattered_loads(name, blocks, counts)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from kvflow.bench.loads import MIB, Fabric
-from kvflow.bench.scenario import Outcome, Samples
-from kvflow.bench.targets import Spread, TargetRow, at_least, at_most, percentile
-from kvflow.bench.transfer.ranks import Contender, TurnResult
-from kvflow.bench.transfer.sizes import ONE_BLOCK, LoadSize
+from tests.bench.scenario import Outcome, Samples
+from tests.bench.targets import Spread, TargetRow, at_least, at_most, percentile
+from tests.bench.transfer.ranks import Contender, TurnResult
+from tests.bench.transfer.sizes import ONE_BLOCK, LoadSize
 
 BULK_BYTES = 16 * MIB
 LAG_BYTES = 1024 * MIB

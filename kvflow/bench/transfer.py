@@ -1,0 +1,129 @@
+"""`kvflow bench transfer`: the same loads through kvflow and through NIXL alone, at its best.
+
+Equal processes differ in speed for as long as they live, so producer and reader of both are started several times. In
+each round both have a turn with the same loads, whose blocks are scattered on both sides, as in a pool after a day, so
+that nothing can be merged. The first load of a turn wakes everybody up and is not counted. Every byte is compared.
+
+The model has the descriptor size of the common 8B models: 8 KV heads of 128 fp16 elements and 16 tokens a block make
+32 KiB for K or V of one layer. With 8 layers (one of four pipeline stages) a block is 512 KiB.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from kvflow.bench.cache import CacheShape
+from kvflow.bench.child import Child, RankProcess, open_children
+from kvflow.bench.engine import hand_over, pair_ranks
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered_loads
+from kvflow.bench.raw import RawRank, open_raw
+from kvflow.checks import counted
+from kvflow.transport.nixl.defaults import backend_params
+
+_TURN_BYTES = 128 * MIB
+_TURN_LOADS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Loads of one size. A median is that of the pairs' medians; p99 is of all loads, below 100 the slowest one."""
+
+    transport: Fabric
+    size: str
+    size_bytes: int
+    loads: int
+    kvflow_s: float
+    kvflow_p99_s: float
+    raw_s: float
+    ratio: float
+    """Speed of kvflow to that of NIXL alone: above 1 is faster."""
+    gb_per_s: float
+    """Speed of kvflow. GB are 10**9 bytes."""
+
+
+def blocks_of(sizes: str, layers: int) -> dict[str, int]:
+    """Return the blocks of a load of each size, smallest first. Raises SettingsError for a word that is no size."""
+    found, block_bytes = dict[str, int](), CacheShape(layers=layers, blocks=1).block_size_bytes
+    for word in map(str.strip, sizes.split(",")):
+        if word == "block":
+            found["one block"] = 1
+            continue
+        if not (word.isascii() and word.isdecimal()):
+            raise SettingsError(f"--sizes: expected 'block' or a number of MB, such as 16, got {word[:80]!r}")
+        blocks, rest = divmod(int(word) * MIB, block_bytes)
+        if rest or not blocks:
+            raise SettingsError(
+                f"--sizes: {word} MB is no multiple of a block, which has {counted(block_bytes, 'byte')}"
+            )
+        found[f"{word} MB"] = blocks
+    return dict(sorted(found.items(), key=lambda size: size[1]))
+
+
+def measure(
+    transport: Fabric,
+    sizes: str,
+    *,
+    pairs: int,
+    rounds: int,
+    layers: int,
+    backend: str,
+    note: Callable[[str], None],
+) -> Iterator[Speed]:
+    """Measure loads of each size. SettingsError if options make no sense, BenchError if a process fails."""
+    blocks, block_bytes = blocks_of(sizes, layers), CacheShape(layers=layers, blocks=1).block_size_bytes
+    turns = {
+        size: [1] + [count] * min(_TURN_LOADS_MAX, max(1, _TURN_BYTES // (count * block_bytes)))
+        for size, count in blocks.items()
+    }
+    shape = CacheShape(layers=layers, blocks=max(map(sum, turns.values()))).checked("--sizes")
+    ranks, ways = [*pair_ranks(shape, backend=backend), *_raw_ranks(shape, backend)], (_by_kvflow, _by_raw)
+    seconds = {(size, way): list[list[float]]() for size in turns for way in ways}
+    for pair in range(pairs):
+        note(f"{transport}: processes {pair + 1} of {pairs}")
+        with open_children(ranks, transport.environment) as children:
+            children["raw reader"].run(RawRank.connect, children["raw producer"].run(RawRank.address))
+            for size, counts in turns.items():
+                for way in ways:
+                    seconds[size, way].append([])
+                for index in range(rounds):
+                    loads = scattered_loads(f"{size} {pair} {index}", shape.blocks, counts)
+                    for way in ways[:: -1 if index % 2 else 1]:
+                        seconds[size, way][-1] += way(children, loads)[1:]
+    for size, count in blocks.items():
+        kvflow_s, raw_s = (statistics.median(map(statistics.median, seconds[size, way])) for way in ways)
+        every = list(chain(*seconds[size, _by_kvflow]))
+        yield Speed(
+            transport=transport,
+            size=size,
+            size_bytes=count * block_bytes,
+            loads=len(every),
+            kvflow_s=kvflow_s,
+            kvflow_p99_s=float(np.percentile(every, 99, method="inverted_cdf")),
+            raw_s=raw_s,
+            ratio=raw_s / kvflow_s,
+            gb_per_s=count * block_bytes / kvflow_s / 1e9,
+        )
+
+
+def _raw_ranks(shape: CacheShape, backend: str) -> list[RankProcess]:
+    backends = {name: backend_params(name, {}) for name in backend.split(",")}
+    return [
+        RankProcess(f"raw {side}", partial(open_raw, shape, backends, producer=side == "producer"))
+        for side in ("producer", "reader")
+    ]
+
+
+def _by_kvflow(children: Mapping[str, Child], loads: Sequence[PlannedLoad]) -> list[float]:
+    return [one.seconds for one in hand_over((children["producer"], children["consumer"]), loads)]
+
+
+def _by_raw(children: Mapping[str, Child], loads: Sequence[PlannedLoad]) -> list[float]:
+    seconds = children["raw reader"].run(RawRank.load, loads)
+    children["raw producer"].run(RawRank.drain)
+    return seconds
