@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from kvflow.config import Config
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.runtime.open_files import ANSWER_FILES, PEER_FILES, QUESTION_FILES, READER_FILES, RUNTIME_FILES, needed
 
-PYTHON_MIN = (3, 11)
 SHARED_MEMORY_FREE_MIN_BYTES = 256 << 20
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 _OUR_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
@@ -31,7 +29,6 @@ _OUR_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 class Host:
     """Facts of the host. `None` means that it cannot be known here, or does not exist."""
 
-    python: tuple[int, int, int]
     locked_bytes_max: int | None
     """Bytes that a process may lock; None is no limit."""
     open_files_max: int | None
@@ -66,7 +63,6 @@ def read_host() -> Host:
     huge_pages = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     up = ("up", "unknown")
     return Host(
-        python=sys.version_info[:3],
         locked_bytes_max=limits[0],
         open_files_max=limits[2],
         open_files_hard_max=limits[3],
@@ -107,13 +103,6 @@ def entries(path: str) -> tuple[str, ...]:
 
 
 # --- the checks; each gets its name, and the config says what an engine may need
-
-
-def check_python(name: str, host: Host, _: Config) -> Finding:
-    found = ".".join(map(str, host.python))
-    if host.python[:2] < PYTHON_MIN:
-        return fail(name, found, f"install Python {'.'.join(map(str, PYTHON_MIN))} or newer")
-    return ok(name, found)
 
 
 def check_devices(name: str, host: Host, _: Config) -> Finding:
@@ -197,7 +186,6 @@ def check_huge_pages(name: str, host: Host, _: Config) -> Finding:
 
 
 CHECKS: Mapping[str, Callable[[str, Host, Config], Finding]] = {
-    "Python": check_python,
     "devices": check_devices,
     "memory locking": check_memory_locking,
     "open files": check_open_files,

@@ -7,6 +7,8 @@ reach each other: their networks, their CURVE keys, and NIXL's backends between 
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
@@ -27,14 +29,8 @@ _NO_FINGERPRINT = bytes(16)
 _FIX = "make both sides equal in this, or let their router not pair them"
 
 
-class _RankShown:
-    """Facts that one engine shows its readers."""
-
-    def __init__(self, at: Address, compatibility: Compatibility, metadata: messages.Metadata) -> None:
-        self.at = at
-        self.compatibility = compatibility
-        self.metadata = metadata
-        self.regions = all_regions_from_wire(metadata.regions)
+_Shown: TypeAlias = tuple[Address, Compatibility, messages.Metadata]
+"""An engine, and what it shows its readers."""
 
 
 class _NotTold(Exception):
@@ -43,12 +39,12 @@ class _NotTold(Exception):
 
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
     """Findings about two engines, each as ENGINE_ID@tcp://host:port. `config` is how we talk to them."""
-    channel, shown, found = ZmqSideChannel(config, SystemClock().now_s), list[_RankShown](), list[Finding]()
+    channel, shown, found = ZmqSideChannel(config, SystemClock().now_s), list[_Shown](), list[Finding]()
     try:
         for name, given in (("prefill engine", prefill), ("decode engine", decode)):
             try:
                 shown.append(await _ask(channel, given))
-                found.append(ok(name, f"{shown[-1].at}: it answers its readers"))
+                found.append(ok(name, f"{shown[-1][0]}: it answers its readers"))
             except (_NotTold, KVFlowError, codec.WireError) as problem:
                 found.append(fail(name, f"{given}: {problem}", _advice(given, problem)))
     finally:
@@ -72,7 +68,7 @@ def _advice(given: str, problem: Exception) -> str:
             return "is it a kvflow side channel, of this version?"
 
 
-async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
+async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
     """Ask an engine: without a cache, for the facts that have to be equal; then as a reader with those facts."""
     engine_id, named, at = given.rpartition("@")
     if not named or not engine_id:
@@ -87,21 +83,22 @@ async def _ask(channel: ZmqSideChannel, given: str) -> _RankShown:
     reply = await channel.ask(address, question, fingerprint=facts.fingerprint())
     if not isinstance(reply, messages.Metadata):
         raise _NotTold(reply.reason if isinstance(reply, messages.Refusal) else type(reply).__name__)
-    return _RankShown(Address(engine_id, Rank(0, 0, 0), address), facts, reply)
+    return Address(engine_id, Rank(0, 0, 0), address), facts, reply
 
 
-def judge_pair(prefill: _RankShown, decode: _RankShown) -> list[Finding]:
+def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
     """Findings for each rule that says no, in the decode engine's words: "ours" is its own."""
+    (at, facts, metadata), (their_at, their_facts, theirs) = decode, prefill
     ours = LocalRank(
         reader=_READER,
-        caller=messages.Caller(target=decode.at.target, address=decode.at.address),
-        compatibility=decode.compatibility,
-        cache_shares=decode.metadata.cache_shares,
-        regions=decode.regions,
-        groups=decode.metadata.groups,
+        caller=messages.Caller(target=at.target, address=at.address),
+        compatibility=facts,
+        cache_shares=metadata.cache_shares,
+        regions=all_regions_from_wire(metadata.regions),
+        groups=metadata.groups,
     )
-    found = ours.compatibility.differences(prefill.compatibility)
-    found += problems_of(prefill.at.rank, prefill.metadata, prefill.regions, ours)
+    found = facts.differences(their_facts)
+    found += problems_of(their_at.rank, theirs, all_regions_from_wire(theirs.regions), ours)
     if found:
         return [fail("hand-over", problem, _FIX) for problem in dict.fromkeys(found)]
     return [ok("hand-over", "no rule says no; whether they reach each other only the two can find out")]

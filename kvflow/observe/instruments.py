@@ -28,24 +28,18 @@ def _counts(now: RuntimeStatistics, part: str) -> Any:
     return getattr(found, inner, None) if inner else found
 
 
-def _one(part: str, field: str, without: float | None = None) -> Values:
-    """Field of a part of the statistics; `without`, if given, where a runtime has no such part."""
+def _of(part: str, *fields: str, without: float | None = None, **named: str) -> Values:
+    """Fields of a part of the statistics: one alone, several by their names, or by the labels of `named`.
+
+    Where a runtime has no such part each is `without`, or there are none.
+    """
+    labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
 
     def values(now: RuntimeStatistics) -> Mapping[str, float]:
         found = _counts(now, part)
-        if found is not None:
-            return {"": getattr(found, field)}
-        return {} if without is None else {"": without}
-
-    return values
-
-
-def _each(part: str, *fields: str) -> Values:
-    """Fields of a part of the statistics, by their names; none where a runtime has no such part."""
-
-    def values(now: RuntimeStatistics) -> Mapping[str, float]:
-        found = _counts(now, part)
-        return {} if found is None else {field: getattr(found, field) for field in fields}
+        if found is None:
+            return {} if without is None else dict.fromkeys(labels, without)
+        return {label: getattr(found, field) for label, field in labels.items()}
 
     return values
 
@@ -55,20 +49,18 @@ def _dropped(now: RuntimeStatistics) -> Mapping[str, float]:
     return {"early": now.early_notifications, **{kind: getattr(now.serving, f"{kind}_notifications") for kind in kinds}}
 
 
-def _store_bytes(now: RuntimeStatistics) -> Mapping[str, float]:
-    store = _counts(now, "storage")
-    return {} if store is None else {"used": store.bytes, "max": store.bytes_max}
-
-
 def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
     prefix = _counts(now, "prefix")
     return {} if prefix is None else {"hit": prefix.hits, "miss": prefix.pulls - prefix.hits}
 
 
-_BLOCKS = _each("blocks", "free", "leased", "in_flight", "quarantined")
-_MESSAGES = _each("listener", "answered", "refused", "dropped")
-_QUESTIONS = _each("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
-_STORED = _each("storage", "saved", "restored", "missed", "damaged", "failed")
+_BLOCKS = _of("blocks", "free", "leased", "in_flight", "quarantined")
+_MESSAGES = _of("listener", "answered", "refused", "dropped")
+_QUESTIONS = _of("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
+_SOURCES_LEFT = _of("loading", "sources_left", without=0)
+_PINNED = _of("prefix.sharing", "pinned_blocks")
+_STORED = _of("storage", "saved", "restored", "missed", "damaged", "failed")
+_STORE_BYTES = _of("storage", used="bytes", max="bytes_max")
 _LISTENERS_LOST = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
 _NEVER_READ = "Engines whose tickets come, and that no load has ever read from."
 _READERS_REFUSED = "New readers that were refused because too few open files were left."
@@ -77,43 +69,40 @@ _LATE_READS = "Reads of stock engines that ended after their lease: the text may
 # Metrics of `Runtime.statistics()`: name, help, label beside `LABELS`, and the values by that label.
 GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _BLOCKS),
-    ("kvflow_open_loads", "Loads under way.", "", _one("loading", "open_loads", 0)),
-    ("kvflow_engines_never_read", _NEVER_READ, "", _one("loading", "never_read", 0)),
-    ("kvflow_open_leases", "Leases open.", "", _one("serving", "open_leases", 0)),
-    ("kvflow_open_reads", "Reads posted and not ended.", "", _one("transport", "open_reads")),
-    ("kvflow_listeners_lost", _LISTENERS_LOST, "", _one("transport", "listeners_lost")),
+    ("kvflow_open_loads", "Loads under way.", "", _of("loading", "open_loads", without=0)),
+    ("kvflow_engines_never_read", _NEVER_READ, "", _of("loading", "never_read", without=0)),
+    ("kvflow_open_leases", "Leases open.", "", _of("serving", "open_leases", without=0)),
+    ("kvflow_open_reads", "Reads posted and not ended.", "", _of("transport", "open_reads")),
+    ("kvflow_listeners_lost", _LISTENERS_LOST, "", _of("transport", "listeners_lost")),
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
-    ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _store_bytes),
-    (
-        "kvflow_prefix_pinned_blocks",
-        "Blocks pinned for prefixes' readers.",
-        "",
-        _one("prefix.sharing", "pinned_blocks"),
-    ),
-    ("kvflow_store_entries", "Entries stored.", "", _one("storage", "entries")),
+    ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _STORE_BYTES),
+    ("kvflow_prefix_pinned_blocks", "Blocks pinned for prefixes' readers.", "", _PINNED),
+    ("kvflow_store_entries", "Entries stored.", "", _of("storage", "entries")),
 )
 COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
-    ("kvflow_read_bytes", "Bytes that reads have brought.", "", _one("transport", "bytes_read")),
-    ("kvflow_reads", "Reads posted.", "", _one("transport", "reads")),
-    ("kvflow_reads_failed", "Reads that the transport failed.", "", _one("transport", "reads_failed")),
+    ("kvflow_read_bytes", "Bytes that reads have brought.", "", _of("transport", "bytes_read")),
+    ("kvflow_reads", "Reads posted.", "", _of("transport", "reads")),
+    ("kvflow_reads_failed", "Reads that the transport failed.", "", _of("transport", "reads_failed")),
     ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
     ("kvflow_readers_refused", _READERS_REFUSED, "", lambda now: {"": now.readers_refused}),
-    ("kvflow_late_reads", _LATE_READS, "", _one("serving", "late_reads")),
-    ("kvflow_load_sources_left", "Sources that loads left for their next one.", "", _one("loading", "sources_left", 0)),
-    ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),
+    ("kvflow_late_reads", _LATE_READS, "", _of("serving", "late_reads")),
     (
-        "kvflow_QUESTIONS",
-        "Questions of peers for prefixes, and leases ended.",
-        "outcome",
-        _QUESTIONS,
+        "kvflow_load_sources_left",
+        "Sources that loads left for their next one.",
+        "",
+        _of("loading", "sources_left", without=0),
     ),
+    ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),
+    ("kvflow_prefix_questions", "Questions of peers for prefixes, and leases ended.", "outcome", _QUESTIONS),
     ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
-    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _one("prefix", "tokens")),
+    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _of("prefix", "tokens")),
     ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _STORED),
-    ("kvflow_store_evictions", "Entries that made room for others.", "", _one("storage", "evicted")),
+    ("kvflow_store_evictions", "Entries that made room for others.", "", _of("storage", "evicted")),
 )
 
+
+_LOAD_GROW = "Time in successful loads of growing leases from the first tokens to the last."
 
 RECORD_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kvflow_loads", "Loads that have ended.", ("outcome",)),
@@ -130,12 +119,7 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_load_bytes", "Bytes of successful loads.", (), _BYTES),
     ("kvflow_lease_seconds", "Time that leases kept their blocks.", ("outcome",), _SECONDS),
     ("kvflow_lease_grow_seconds", "Time that leases grew, until the last token.", (), _SECONDS),
-    (
-        "kvflow_load_grow_seconds",
-        "Time in successful loads of growing leases from the first tokens to the last.",
-        (),
-        _SECONDS,
-    ),
+    ("kvflow_load_grow_seconds", _LOAD_GROW, (), _SECONDS),
 )
 """Histograms that records add to: name, help, labels beside `LABELS`, buckets."""
 Told: TypeAlias = tuple[str, tuple[str, ...], float]

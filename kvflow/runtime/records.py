@@ -8,6 +8,7 @@ with how many were left out. In tests the first one is also raised when the runt
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -137,8 +138,8 @@ class Observers:
             raise ConfigError(f"observers: {_EXPECTED}, got {checks.shown(observers)}")
         self.all = listed
         self._forgiven = forgiven
-        self._failures: dict[int, _Failures] = {}
-        """Failures of each observer that has raised, by its id."""
+        self._failures = Counter[int]()
+        """How often each observer has raised, by its id."""
         self._error: Exception | None = None
         """The first, if it is not forgiven."""
 
@@ -177,33 +178,24 @@ class Observers:
         try:
             listen(record)
         except Exception as error:
-            failures = self._failures.setdefault(id(observer), _Failures())
-            failures.count += 1
-            if not failures.left_out:
-                left_out = counted(failures.count // 2 - 1, "failure")
-                more = f" (left out: {left_out} of it)" if failures.count > 2 else ""
+            self._failures[id(observer)] += 1
+            count = self._failures[id(observer)]
+            if not _left_out(count):
+                more = f" (left out: {counted(count // 2 - 1, 'failure')} of it)" if count > 2 else ""
                 logger.exception("an observer failed on %s%s", record, more)
             if self._error is None and not self._forgiven:
                 error.add_note(f"an observer failed on {record}")
                 self._error = error
 
     def _log_rest(self, observer: int) -> None:
-        failures = self._failures.pop(observer, None)
-        if failures is not None and failures.left_out:
-            times = counted(failures.count, "time")
-            logger.warning("an observer failed %s; left out were the last %s", times, failures.left_out)
+        count = self._failures.pop(observer, 0)
+        if left_out := _left_out(count):
+            logger.warning("an observer failed %s; left out were the last %s", counted(count, "time"), left_out)
 
 
-@dataclass(slots=True)
-class _Failures:
-    """Errors that one observer has raised."""
-
-    count: int = 0
-
-    @property
-    def left_out(self) -> int:
-        """Failures after the last one that was logged."""
-        return self.count - (1 << self.count.bit_length() - 1)
+def _left_out(count: int) -> int:
+    """Return how many of `count` failures came after the last one that was logged: the 1st, 2nd, 4th, 8th ..."""
+    return count - (1 << count.bit_length() >> 1)
 
 
 def _listens(observer: object) -> bool:

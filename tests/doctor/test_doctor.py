@@ -33,7 +33,6 @@ from kvflow.runtime.clock import SystemClock
 from kvflow.runtime.open_files import QUESTION_FILES, needed
 
 GOOD = Host(
-    python=(3, 12, 1),
     locked_bytes_max=None,
     open_files_max=1 << 20,
     open_files_hard_max=1 << 20,
@@ -71,7 +70,6 @@ def assert_found(
 @each(
     ("changes", "name", "status", "found", "fix"),
     [
-        ({"python": (3, 10, 9)}, "Python", FAIL, "3.10.9", "install Python 3.11"),
         ({"locked_bytes_max": 8 << 20}, LOCKING, FAIL, "at most 8192 KiB", "ulimit -l"),
         ({**SOFT, **HARD}, "open files", WARN, "some 106 other ranks", f"ulimit -Hn {NEEDED}"),
         ({"open_files_max": 50, "open_files_hard_max": 50}, "open files", FAIL, "too few", f"LimitNOFILE={NEEDED}"),
@@ -91,7 +89,6 @@ def assert_found(
         ({"ptrace_scope": None}, PTRACE, OK, "no Yama", ""),
         ({"huge_pages": "madvise", "environment": HUGE}, "huge pages", OK, "torch asks", ""),
         ({"environment": {"UCX_TLS": "tcp"}}, "devices", OK, "mlx5_0; network: eth0; GPU: none; UCX_TLS=tcp", ""),
-        ({}, "Python", OK, "3.12.1", ""),
     ],
 )
 def test_each_trouble_is_found_and_has_its_fix(
@@ -150,7 +147,6 @@ async def test_a_question_has_no_more_files_than_the_check_says() -> None:
 def test_this_machine_can_be_read() -> None:
     host = read_host()
     assert (host.open_files_max, host.open_files_hard_max) == resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert host.python == sys.version_info[:3]
     assert next(iter(check_host(host, CONFIG))).status is OK
     assert host.huge_pages in (None, "always", "madvise", "never")
 

@@ -17,6 +17,7 @@ from tests_support import in_virtual_time
 
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import NotStored
+from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, RECORD_COUNTERS
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.records import LeaseRecord
 from tests.observe.observed import grown, observed
@@ -48,6 +49,12 @@ class Scraped:
 @pytest.fixture
 def scraped() -> Scraped:
     return Scraped()
+
+
+def test_names_of_metrics_are_words_in_small_letters() -> None:
+    names = [name for name, *_ in (*GAUGES, *COUNTERS, *RECORD_COUNTERS, *HISTOGRAMS)]
+    assert [name for name in names if not re.fullmatch("kvflow(_[a-z]+)+", name)] == []
+    assert len(set(names)) == len(names) > 30
 
 
 async def test_what_has_happened_is_counted_and_what_is_open_is_shown(scraped: Scraped) -> None:
