@@ -19,7 +19,6 @@ from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Fabric
 from kvflow.checks import counted
 from kvflow.cli.bench import bench, told
-from kvflow.cli.flags import PlainTyper
 from kvflow.cli.selftest import BLOCKS_MAX, hand_over
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, Status, is_broken
@@ -29,9 +28,11 @@ from kvflow.errors import ConfigError
 from kvflow.observe.timeline import BadRecords, overlap, read_records, timeline
 from kvflow.runtime.channel.keyring import make_key_files
 
-app = PlainTyper(name="kvflow", no_args_is_help=True)
+app = typer.Typer(name="kvflow", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
-keys = PlainTyper(help="Keys for an encrypted and authenticated side channel.", no_args_is_help=True)
+keys = typer.Typer(
+    help="Keys for an encrypted and authenticated side channel.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(keys, name="keys")
 
 

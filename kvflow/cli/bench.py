@@ -19,7 +19,6 @@ from rich.table import Table
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Fabric, SettingsError
 from kvflow.bench.transfer import Speed, measure
-from kvflow.cli.flags import PlainTyper
 
 
 @contextlib.contextmanager
@@ -42,7 +41,7 @@ def describe_machine() -> dict[str, str | int | float]:
     }
 
 
-bench = PlainTyper(help="Measure kvflow on this machine.", no_args_is_help=True)
+bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @bench.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +10,7 @@ from unittest import mock
 from kvflow.checks import counted
 from kvflow.core.plan.topology import Rank
 from kvflow.runtime.runtime import Runtime
-from kvflow.testing.watch import Findings, checked_at_end
+from kvflow.testing.watch import calling_line, checked_at_end, raise_first
 
 
 class BlockWatch:
@@ -22,7 +21,7 @@ class BlockWatch:
         self._free_blocks = free_blocks
         self._all = frozenset(free_blocks())
         self._taken: dict[int, str] = {}
-        self._findings = Findings()
+        self._found: list[str] = []
 
     def take(self, block_ids: Iterable[int]) -> None:
         """Note that the allocator gives blocks out.
@@ -33,7 +32,7 @@ class BlockWatch:
         Raises:
             AssertionError: One is taken already, in use by the runtime, or was not free when the watch began.
         """
-        where = _caller()
+        where = calling_line(__file__)
         for block in block_ids:
             if block in self._taken:
                 self._fail(block, f"was given out twice: at {self._taken[block]} and at {where}")
@@ -52,14 +51,14 @@ class BlockWatch:
         Raises:
             AssertionError: One is free already, or in use by the runtime; or something was found before.
         """
-        where = _caller()
+        where = calling_line(__file__)
         for block in block_ids:
             taken = self._taken.pop(block, None)
             if taken is None:
                 self._fail(block, f"was freed at {where}, but nobody had it: it was freed before")
             elif use := self._use_of(block):
                 self._fail(block, f"was freed at {where} while it is {use}; it was taken at {taken}")
-        self._findings.assert_none()
+        raise_first(self._found)
 
     def assert_nothing_found(self) -> None:
         """Assert that nothing was wrong so far with what was taken and freed.
@@ -67,7 +66,7 @@ class BlockWatch:
         Raises:
             AssertionError: Something was; it says what was found first.
         """
-        self._findings.assert_none()
+        raise_first(self._found)
 
     def assert_conserved(self) -> None:
         """Assert that free and taken blocks are all blocks, each once, and the runtime uses taken ones. Always legal.
@@ -75,7 +74,7 @@ class BlockWatch:
         Raises:
             AssertionError: A block is neither, or both, or used while it is free; or something was found before.
         """
-        self._findings.assert_none()
+        raise_first(self._found)
         free = sorted(self._free_blocks())
         for block in sorted(self._all):
             count = free.count(block) + (block in self._taken)
@@ -101,8 +100,8 @@ class BlockWatch:
 
     def _fail(self, block: int, what: str) -> None:
         config = self._runtime.config
-        self._findings.add(f"engine {config.engine_id!r} ({Rank.of(config)}): block {block} {what}")
-        self._findings.assert_none()
+        self._found.append(f"engine {config.engine_id!r} ({Rank.of(config)}): block {block} {what}")
+        raise_first(self._found)
 
 
 @contextlib.contextmanager
@@ -141,11 +140,3 @@ def watch_blocks(
     final = checked_at_end(watch.assert_all_free, watch.assert_nothing_found)
     with mock.patch.object(allocator, take, take_watched), mock.patch.object(allocator, free, free_watched), final:
         yield watch
-
-
-def _caller() -> str:
-    """The line of the engine that called its allocator."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

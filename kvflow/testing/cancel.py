@@ -14,11 +14,12 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar, copy_context
+from logging.handlers import MemoryHandler
 from typing import Any, TypeAlias
 
 from kvflow.checks import counted
 from kvflow.logs import logger_of
-from kvflow.testing.virtual_loop import LoopStep, VirtualLoop, run_virtual
+from kvflow.testing.virtual_loop import VirtualLoop, run_virtual, task_of
 
 Scenario: TypeAlias = Callable[[], AbstractAsyncContextManager[Coroutine[Any, Any, object]]]
 
@@ -26,6 +27,7 @@ logger = logger_of(__name__)
 
 _OF_ENGINES = "kvflow-"  # how the names of their tasks begin
 _SAID_EVERY = 100
+_LINES_MAX = 1 << 30
 _OURS: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", default=False)
 """True in the context of the coroutine, which whatever is started for it inherits."""
 
@@ -79,22 +81,23 @@ class _Moments:
         if self.place or self.task.done() or inspect.getcoroutinestate(self._body) == inspect.CORO_CREATED:
             return
         ran, follows = self._loop.ran, self._loop.follows
-        wakes = "" if follows is None or not _is_of_it(follows) else _place(follows.task)
-        self.count += (ran is not None and _is_ours(ran)) or wakes not in self._woken
+        wakes = _place(task_of(follows)) if _is_of_it(follows) else ""
+        self.count += _is_ours(ran) or wakes not in self._woken
         self._woken.add(wakes)
         if self.count >= self._last:
             self.place = _place(self.task)
             self.task.cancel()
 
 
-def _is_of_it(step: LoopStep) -> bool:
+def _is_of_it(call: asyncio.Handle | None) -> bool:
     """Return True for a step of the coroutine, or of a task that was started for it."""
-    return step.task is not None and step.context.get(_OURS, False)
+    return task_of(call) is not None and call._context.get(_OURS, False)  # type: ignore[union-attr]
 
 
-def _is_ours(step: LoopStep) -> bool:
+def _is_ours(call: asyncio.Handle | None) -> bool:
     """Return True for a step of one of the scenario's own tasks."""
-    return _is_of_it(step) or (step.task is not None and not step.task.get_name().startswith(_OF_ENGINES))
+    task = task_of(call)
+    return _is_of_it(call) or (task is not None and not task.get_name().startswith(_OF_ENGINES))
 
 
 def _run(make_scenario: Scenario, last: int, what: str) -> _Moments:
@@ -127,7 +130,7 @@ async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
 @contextmanager
 def _kept_back(root: logging.Logger) -> Iterator[None]:
     """Keep a logger's lines, those of its children included; write them if the block fails."""
-    kept = _KeptLines()
+    kept = MemoryHandler(_LINES_MAX, flushLevel=logging.CRITICAL + 1)
     before, root.handlers, propagate, root.propagate = root.handlers, [kept], root.propagate, False
     failed = True
     try:
@@ -135,19 +138,8 @@ def _kept_back(root: logging.Logger) -> Iterator[None]:
         failed = False
     finally:
         root.handlers, root.propagate = before, propagate
-        for record in kept.records if failed else ():
+        for record in kept.buffer if failed else ():
             root.callHandlers(record)
-
-
-class _KeptLines(logging.Handler):
-    """A handler that keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def _place(task: asyncio.Task[Any] | None) -> str:

@@ -28,66 +28,13 @@ from kvflow.testing.side_channel import Exchange, InprocSideChannel, own_host
 from kvflow.testing.simulated_network import Network, SimHost
 from kvflow.testing.simulated_world import make_world
 from kvflow.testing.virtual_loop import Life, VirtualLoop
-from kvflow.testing.weather import Weather, draw_weather
+from kvflow.testing.weather import CALM, Weather, draw_weather
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 ResultT = TypeVar("ResultT")
 
 _FIRST_RANK = Rank(0, 0, 0)
 _SMALL = CacheSize(layers=1)
-
-
-class _Faults:
-    """Network of a seed, with a host for each engine id. Everything is drawn from one generator."""
-
-    def __init__(self, seed: int, weather: Weather | None) -> None:
-        self._rng = random.Random(seed)
-        self._weather = weather or draw_weather(self._rng)
-        self._hosts: dict[str, SimHost] = {}
-        self._made: Network | None = None
-
-    def world(self, clock: Callable[[], Clock]) -> World:
-        """The world of a runtime of any engine."""
-        return make_world(lambda: self.network, lambda config: self.host(config.engine_id), clock)
-
-    @property
-    def network(self) -> Network:
-        """The network, made when the first engine opens, in its loop."""
-        if self._made is None:
-            loop = asyncio.get_running_loop()
-            if not isinstance(loop, VirtualLoop):
-                raise UsageError("faults by seed need virtual time: run the test with run_virtual")
-            self._made = Network(loop, self._rng)
-            self._made.weather = self._weather
-        return self._made
-
-    def host(self, engine_id: str) -> SimHost:
-        """The host that an engine's ranks run on."""
-        if engine_id not in self._hosts:
-            self._hosts[engine_id] = SimHost(engine_id, f"host of {engine_id}", Life(self.network.loop, engine_id))
-        return self._hosts[engine_id]
-
-    async def run_process(
-        self, engine_id: str, body: Callable[[], Coroutine[Any, Any, ResultT]], crashes: int, within_s: float
-    ) -> ResultT:
-        """See `InprocCluster.run_process`."""
-        network, host = self.network, self.host(engine_id)
-        for number in itertools.count():
-            host.life = Life(network.loop, f"{engine_id}.{number}")
-            task = host.life.task(body(), name=f"{engine_id}.{number}")
-            try:
-                bound_s = self._rng.uniform(0.0, within_s) if number < crashes else None
-                done, _ = await asyncio.wait([task], timeout=bound_s)
-            except asyncio.CancelledError:
-                task.cancel()
-                await asyncio.wait([task])
-                raise
-            if done:
-                break
-            host.life.kill()
-            network.detach(host)
-            await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # the dead are never done
-        return task.result()
 
 
 class InprocCluster:
@@ -102,7 +49,11 @@ class InprocCluster:
     def __init__(self, seed: int | None = None, *, weather: Weather | None = None) -> None:
         self.network = InprocNetwork()
         self._exchange = Exchange()
-        self._faults = None if seed is None else _Faults(seed, weather)
+        self._rng = random.Random(seed)
+        self._weather = None if seed is None else weather or draw_weather(self._rng)
+        """Weather of the simulated network; None for a perfect one."""
+        self._simulated: Network | None = None
+        self._hosts: dict[str, SimHost] = {}
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
@@ -114,8 +65,9 @@ class InprocCluster:
         Returns:
             A world for one runtime or several.
         """
-        if self._faults is not None:
-            return replace(self._faults.world(clock), transport=self._make, forgives=False)
+        if self._weather is not None:
+            world = make_world(self._simulation, lambda config: self._host(config.engine_id), clock)
+            return replace(world, transport=self._make, forgives=False)
         return World(
             transport=self._make,
             side_channel=lambda config: InprocSideChannel(self._exchange, config),
@@ -188,14 +140,47 @@ class InprocCluster:
         Raises:
             UsageError: The cluster has no seed.
         """
-        if self._faults is None:
+        if self._weather is None:
             raise UsageError("run_process: crashes come by a seed, as in InprocCluster(seed=7)")
-        return await self._faults.run_process(engine_id, body, crashes, within_s)
+        network, host = self._simulation(), self._host(engine_id)
+        for number in itertools.count():
+            host.life = Life(network.loop, f"{engine_id}.{number}")
+            task = host.life.task(body(), name=f"{engine_id}.{number}")
+            try:
+                bound_s = self._rng.uniform(0.0, within_s) if number < crashes else None
+                done, _ = await asyncio.wait([task], timeout=bound_s)
+            except asyncio.CancelledError:
+                task.cancel()
+                await asyncio.wait([task])
+                raise
+            if done:
+                break
+            host.life.kill()
+            network.detach(host)
+            await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # the dead are never done
+        return task.result()
+
+    def _simulation(self) -> Network:
+        """Return the simulated network, which is made when the first engine opens, in its loop."""
+        if self._simulated is None:
+            loop = asyncio.get_running_loop()
+            if not isinstance(loop, VirtualLoop):
+                raise UsageError("faults by seed need virtual time: run the test with run_virtual")
+            self._simulated = Network(loop, self._rng)
+            self._simulated.weather = self._weather or CALM
+        return self._simulated
+
+    def _host(self, engine_id: str) -> SimHost:
+        """Return the host that an engine's ranks run on."""
+        if engine_id not in self._hosts:
+            life = Life(self._simulation().loop, engine_id)
+            self._hosts[engine_id] = SimHost(engine_id, f"host of {engine_id}", life)
+        return self._hosts[engine_id]
 
     def _make(self, config: Config, agent_name: str) -> InprocTransport:
-        if self._faults is None:
+        if self._weather is None:
             made = InprocTransport(agent_name, self.network)
         else:
-            made = self._faults.network.attach(self._faults.host(config.engine_id), agent_name)
+            made = self._simulation().attach(self._host(config.engine_id), agent_name)
         self._transports[config.engine_id, Rank.of(config)] = made
         return made

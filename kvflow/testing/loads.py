@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from kvflow.checks import counted
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.runtime import Runtime
-from kvflow.testing.watch import checked_at_end
+from kvflow.testing.watch import calling_line, checked_at_end
 
 
 class _WatchedLoad(Load):
@@ -33,8 +32,17 @@ class _WatchedLoad(Load):
             self.waiting -= 1
             self.cared_for = self.cared_for or self.done
 
-    def __aiter__(self) -> AsyncIterator[Progress]:
-        return _WatchedSteps(self, super().__aiter__())
+    async def __aiter__(self) -> AsyncIterator[Progress]:
+        steps = super().__aiter__()
+        while True:
+            self.waiting += 1
+            try:
+                step = await anext(steps, None)
+            finally:
+                self.waiting -= 1
+            if step is None:
+                return
+            yield step
 
     def cancel(self) -> None:
         self.cared_for = True
@@ -44,24 +52,6 @@ class _WatchedLoad(Load):
         cancelled = isinstance(outcome, asyncio.CancelledError)
         self.cared_for = self.cared_for or self.waiting > 0 or cancelled
         super().end(outcome)
-
-
-class _WatchedSteps:
-    """The iterator of `async for` over a watched load."""
-
-    def __init__(self, load: _WatchedLoad, steps: AsyncIterator[Progress]) -> None:
-        self._load = load
-        self._steps = steps
-
-    def __aiter__(self) -> _WatchedSteps:
-        return self
-
-    async def __anext__(self) -> Progress:
-        self._load.waiting += 1
-        try:
-            return await anext(self._steps)
-        finally:
-            self._load.waiting -= 1
 
 
 class LoadWatch:
@@ -127,8 +117,8 @@ def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
     watch, start = LoadWatch(), runtime.start_load
 
     def start_watched(request: LoadRequest) -> Load:
-        load, caller = start(request), sys._getframe(1)
-        watch.begun(load, f"{caller.f_code.co_filename}:{caller.f_lineno} ({caller.f_code.co_name})")
+        load = start(request)
+        watch.begun(load, calling_line(__file__))
         return load
 
     with checked_at_end(watch.assert_none_forgotten), mock.patch.object(runtime, "start_load", start_watched):

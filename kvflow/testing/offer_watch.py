@@ -17,7 +17,7 @@ from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.caches import PatternCache, StateCache
-from kvflow.testing.watch import Findings, checked_at_end
+from kvflow.testing.watch import checked_at_end, raise_first
 
 
 class _Told(History):
@@ -86,7 +86,7 @@ class OfferWatch:
 
     def __init__(self, caches: Sequence[PatternCache | StateCache]) -> None:
         self._caches = caches
-        self._findings = Findings()
+        self._found: list[str | Exception] = []
         self._offered: dict[Lease, list[_Slots]] = {}
 
     def assert_unchanged(self) -> None:
@@ -97,7 +97,7 @@ class OfferWatch:
         """
         for lease in self._offered:
             self._compare(lease, "while it was offered")
-        self._findings.assert_none()
+        raise_first(self._found)
 
     def offer(self, lease: Lease) -> None:
         """Remember what a new lease offers.
@@ -133,7 +133,7 @@ class OfferWatch:
             try:
                 self._compare(lease, f"before its lease was over ({record.outcome})")
             except Exception as error:  # noqa: BLE001 - whatever it is, the runtime would only log it
-                self._findings.fail(error)
+                self._found.append(error)
             del self._offered[lease]
 
     def load_ended(self, record: LoadRecord) -> None:
@@ -152,7 +152,7 @@ class OfferWatch:
         for slots, block_ids in zip(self._offered[lease], lease.block_tables, strict=True):
             if (changed := slots.changed(block_ids)) is not None:
                 token, where = changed
-                self._findings.add(f"{where}: token {token} of request {lease.request_id!r} was overwritten {when}")
+                self._found.append(f"{where}: token {token} of request {lease.request_id!r} was overwritten {when}")
 
 
 def _held(lease: Lease) -> HeldBlocks:

@@ -22,7 +22,7 @@ from asyncio.base_events import BaseEventLoop
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack
 
 from kvflow.checks import counted
 
@@ -115,17 +115,10 @@ def life_of(context: Context) -> Life | None:
     return context.get(_LIFE)
 
 
-class LoopStep(NamedTuple):
-    """One callback that a loop runs."""
-
-    task: asyncio.Task[Any] | None
-    """The task whose step it is; None for another callback."""
-    context: Context
-
-    @classmethod
-    def of(cls, call: asyncio.Handle) -> LoopStep:
-        owner = getattr(call._callback, "__self__", None)  # type: ignore[attr-defined]
-        return cls(owner if isinstance(owner, asyncio.Task) else None, call._context)  # type: ignore[attr-defined]
+def task_of(call: asyncio.Handle | None) -> asyncio.Task[Any] | None:
+    """Task whose step a callback is; None for another callback, or none."""
+    owner = None if call is None else getattr(call._callback, "__self__", None)  # type: ignore[attr-defined]
+    return owner if isinstance(owner, asyncio.Task) else None
 
 
 class _Task(asyncio.Task[T]):
@@ -156,7 +149,7 @@ class VirtualLoop(BaseEventLoop):
         """Callbacks run so far."""
         self.after_step: Callable[[], None] | None = None
         """Called after every callback; it must not raise."""
-        self.ran: LoopStep | None = None
+        self.ran: asyncio.Handle | None = None
         """For `after_step`: what ran."""
         self.stopped: dict[Life, None] = {}
         """Lives that are frozen or dead; they enter themselves."""
@@ -262,9 +255,9 @@ class VirtualLoop(BaseEventLoop):
         return sorted(found, key=hash)
 
     @property
-    def follows(self) -> LoopStep | None:
+    def follows(self) -> asyncio.Handle | None:
         """What runs next, if that is known: nothing is waited for before."""
-        return LoopStep.of(self._ready[0]) if self._ready else None
+        return self._ready[0] if self._ready else None
 
     def end_all(self) -> None:
         """End, after a test, everything that is still there, dead lives included. Errors are dropped."""
@@ -302,7 +295,7 @@ class VirtualLoop(BaseEventLoop):
         self.steps += 1
         call._run()
         if self.after_step is not None:
-            self.ran = LoopStep.of(call)
+            self.ran = call
             self.after_step()
 
     def _asyncgen_firstiter_hook(self, generator: object) -> None:

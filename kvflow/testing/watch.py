@@ -6,28 +6,25 @@ A watch raises where it is closed, too: an error in some background task of an e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
 
-class Findings:
-    """Findings of a watch so far."""
+def raise_first(found: Sequence[str | Exception]) -> None:
+    """Raise what a watch has found: an error that kept it from its work, or the first finding as an AssertionError."""
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
+    more = f" ({len(found) - 1} more were found)" if len(found) > 1 else ""
+    assert not found, f"{found[0]}{more}"
 
-    def __init__(self) -> None:
-        self._found: list[str] = []
-        self._error: Exception | None = None
 
-    def add(self, what: str) -> None:
-        self._found.append(what)
-
-    def fail(self, error: Exception) -> None:
-        """Note that the watch could not do its work."""
-        self._error = self._error or error
-
-    def assert_none(self) -> None:
-        if self._error is not None:
-            raise self._error
-        more = f" ({len(self._found) - 1} more were found)" if len(self._found) > 1 else ""
-        assert not self._found, self._found[0] + more
+def calling_line(file: str) -> str:
+    """Return the line that has called into `file`, as findings name it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == file:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 @contextlib.contextmanager

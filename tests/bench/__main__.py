@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvflow.cli.flags import PlainTyper
+import typer
+
 from tests.bench.commands import add_scenario
 from tests.bench.fairness import Fairness
 from tests.bench.fleet.figure import draw
@@ -43,7 +44,12 @@ def draw_figure(scenario: Scenario, outcome: Outcome) -> None:
         draw(outcome.results, Path(scenario.figure))
 
 
-bench = PlainTyper(name="dev.py bench", help="Measure what only those need who work on kvflow.", no_args_is_help=True)
+bench = typer.Typer(
+    name="dev.py bench",
+    help="Measure what only those need who work on kvflow.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 for name, kind in SCENARIOS.items():
     add_scenario(bench, name, kind, afterwards=draw_figure)
 

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvflow.cli.flags import PlainTyper
 from tests.simulator.many_seeds import print_summary, run_all
 
-app = PlainTyper(name="dev.py simulate", add_completion=False)
+app = typer.Typer(name="dev.py simulate", add_completion=False, rich_markup_mode=None)
 
 
 @app.command()
