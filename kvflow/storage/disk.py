@@ -21,11 +21,9 @@ from kvflow.storage.files import MoveFailed, Mover
 from kvflow.storage.index import Entry
 
 _LOCK = "lock"
-_NAME = re.compile(r"([0-9a-f]{40})-[0-9a-f]{16}")
 _PART = ".part"
+_NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}(\.part)?\Z")
 _NO_FILE = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a symbolic link; a socket; a device that is not there
-
-
 _OURS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # who opens a FIFO, or a device, does not wait
 
 
@@ -44,21 +42,19 @@ class Directory:
         os.makedirs(self.path, exist_ok=True)
         self._lock = os.open(self.at(_LOCK), os.O_RDWR | os.O_CREAT | _OURS, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found: dict[str, tuple[int, Entry]] = {}
-        for item in sorted(os.scandir(self.path), key=lambda item: item.name):
-            match = _NAME.fullmatch(item.name.removesuffix(_PART))
-            if match is None or not item.is_file(follow_symlinks=False):
-                continue  # not ours
-            facts, before = item.stat(follow_symlinks=False), found.get(match[1])
+        ours = [
+            item for item in os.scandir(self.path) if _NAME.match(item.name) and item.is_file(follow_symlinks=False)
+        ]
+        found: dict[str, Entry] = {}
+        for item in sorted(ours, key=lambda item: (item.stat(follow_symlinks=False).st_mtime_ns, item.name)):
+            name = item.name.partition("-")[0]
             if item.name.endswith(_PART):
                 self.remove(item.name)
-            elif before is not None and before[0] > facts.st_mtime_ns:
-                self.remove(item.name)  # replaced, and a crash came before it was removed
-            else:
-                if before is not None:
-                    self.remove(before[1].file)
-                found[match[1]] = facts.st_mtime_ns, Entry(match[1], item.name, facts.st_size)
-        return [entry for _, entry in sorted(found.values(), key=lambda pair: pair[0])]
+                continue
+            if name in found:  # replaced, and a crash came before it was removed
+                self.remove(found.pop(name).file)
+            found[name] = Entry(name, item.name, item.stat(follow_symlinks=False).st_size)
+        return list(found.values())
 
     def close(self) -> None:
         """Give the lock back."""
@@ -132,8 +128,8 @@ class EntryFile:
             raise OSError("the header was not written whole")
         os.fsync(self.fd)
         os.rename(self._directory.at(self._part), self._directory.at(self.entry.file))
-        self._directory.sync()
         self.complete = True
+        self._directory.sync()
 
     def open(self) -> EntryHeader:
         """Open it to read, and return its header; never waits. Raises NotAnEntry, FileNotFoundError, MoveFailed."""

@@ -8,6 +8,7 @@ bound.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class StoreIndex:
         """`found` are the entries of a folder, the first to go first."""
         self.bytes_max = bytes_max
         self.used_bytes = 0
-        self._entries: dict[str, Entry] = {}
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
         for entry in found:
             self.used_bytes += entry.size_bytes
             self.commit(entry)
@@ -97,7 +98,7 @@ class StoreIndex:
         if entry.dropped or entry.aside:
             return False
         entry.aside = True
-        self._entries = {entry.name: entry} | self._entries
+        self._entries.move_to_end(entry.name, last=False)
         return True
 
     def give_back(self, size_bytes: int) -> None:
@@ -136,4 +137,4 @@ class StoreIndex:
         """Note an entry as restored: all others go before it."""
         if not entry.dropped:
             entry.aside = False
-            self._entries[entry.name] = self._entries.pop(entry.name)
+            self._entries.move_to_end(entry.name)

@@ -119,17 +119,13 @@ class BlockStore:
         self._dropped += len(files)
         if not files:
             return 0
-        path, bound_s, entries = (
-            self._directory.path,
-            self._config.load_deadline_s,
-            counted(len(files), "entry", "entries"),
-        )
+        path, entries = self._directory.path, counted(len(files), "entry", "entries")
         logger.info("store %s: dropped %s", path, entries)
         try:
-            async with asyncio.timeout(bound_s):
+            async with asyncio.timeout(self._config.load_deadline_s):
                 await self._files.call(partial(self._directory.remove_all, files))
         except OSError as error:
-            why = str(error) or f"not done within {bound_s:g} s (load_deadline_s)"
+            why = str(error) or f"not done within {self._config.load_deadline_s:g} s (load_deadline_s)"
             left = f"files of {entries} that were dropped may be back at the next start"
             raise StorageFailed(f"store {path!r}: {left}: {why}", request_id="") from error
         return len(files)

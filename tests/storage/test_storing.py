@@ -676,6 +676,18 @@ async def test_no_file_stays_open_where_its_time_cannot_be_set(
     assert str(path) not in [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
 
 
+async def test_a_file_that_has_its_name_counts_though_the_folder_cannot_be_synced(
+    engine: StoringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("kvflow.storage.disk.Directory.sync", failing(errno.EIO))
+        with pytest.raises(StorageFailed, match="Input/output error"):
+            await engine.save("a")
+    await engine.quiet()
+    assert engine.store.bytes == sum(path.stat().st_size for path in engine.files) == ENTRY_BYTES
+    await engine.restore("a")
+
+
 async def test_a_disk_that_is_full_is_told_and_nobody_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with storing(tmp_path, bytes_max=2 * ENTRY_BYTES) as engine:
         await engine.save("a")
