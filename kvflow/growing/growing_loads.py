@@ -53,9 +53,6 @@ class Growing:
         self.clock = cache.clock
         self.straight = cache.straight
         self._cache = cache
-        self._reader = cache.local.reader
-        self._peers = cache.peers
-        self._whole = cache.whole
         self.count = 0
         """Loads that were begun so far."""
 
@@ -66,8 +63,8 @@ class Growing:
         """
         work = load.work
         assert work is not None, "it is under way"
-        news = work.news = News(work, sources, self._reader, self._peers)
-        news.begin(self._cache)
+        news = work.news = News(work, sources, self._cache)
+        news.begin()
         for one in news.followed:
             if one.source in work.sources:
                 one.attach(matched)
@@ -75,7 +72,7 @@ class Growing:
     async def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> bool:
         """Read the load's blocks as they are computed; see `Reader`."""
         self.count += 1
-        read = _GrowingRead(self, self._whole.buffered(load, plan) or self, load, work, flight, plan.matched)
+        read = _GrowingRead(self, self._cache.whole.buffered(load, plan) or self, load, work, flight, plan.matched)
         try:
             return await flight.fly_groups(read.groups())
         finally:

@@ -25,7 +25,6 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import LeaseNews, Work
 from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import Source, words
-from kvflow.runtime.peers.table import Peers
 
 _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
 
@@ -131,7 +130,7 @@ class Followed:
 class News(LeaseNews):
     """The questions of one load, until `close`."""
 
-    def __init__(self, work: Work, sources: Sequence[Source], reader: str, peers: Peers) -> None:
+    def __init__(self, work: Work, sources: Sequence[Source], cache: RegisteredCache) -> None:
         loop, ticket = asyncio.get_running_loop(), work.ticket
         self.followed = [
             Followed(
@@ -145,14 +144,13 @@ class News(LeaseNews):
         ]
         self._work = work
         self._request_id = ticket.request_id
-        self._reader = reader
-        self._peers = peers
+        self._cache = cache
         self._tasks: list[asyncio.Task[None]] = []
 
-    def begin(self, cache: RegisteredCache) -> None:
+    def begin(self) -> None:
         """Ask the ranks from now on. Raises RuntimeUnavailable."""
         for one in self.followed:
-            self._tasks.append(cache.spawn(self._ask(one), name=f"kvflow-news {self._request_id}"))
+            self._tasks.append(self._cache.spawn(self._ask(one), name=f"kvflow-news {self._request_id}"))
 
     @property
     def failed(self) -> str:
@@ -185,7 +183,7 @@ class News(LeaseNews):
             known = tuple(one.known)
             one.lowered.clear()
             question = messages.LeaseRequest(
-                reader=self._reader,
+                reader=self._cache.local.reader,
                 target=peer.at.target,
                 request_id=self._request_id,
                 lease_id=one.source.lease.lease_id,
@@ -193,7 +191,7 @@ class News(LeaseNews):
                 missing_max=one.missing_max,
             )
             try:
-                answer = await self._peers.ask_until(peer, question)
+                answer = await self._cache.peers.ask_until(peer, question)
                 one.take(answer)
                 state = answer.state
             except PeerError as error:

@@ -86,14 +86,6 @@ class _Cached:
                 block.places += (place,)
         return block
 
-    def remove(self, place: _Place) -> None:
-        """Remove one copy of the block that has this name; with the last one the block is not there any more."""
-        copies = self.copies.pop(place, 1) - 1
-        if copies > 1:
-            self.copies[place] = copies
-        elif not copies:
-            self._leave(place)
-
     def _leave(self, place: _Place) -> None:
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
@@ -103,8 +95,14 @@ class _Cached:
                 self._drop(block)
 
     def removing(self, event: BlockRemoved) -> Iterator[None]:
+        """Remove one copy of each block that is named; with the last copy a block is not there any more."""
         for name in event.block_hashes:
-            self.remove((_medium_of(event), event.group_idx, name))
+            place = (_medium_of(event), event.group_idx, name)
+            copies = self.copies.pop(place, 1) - 1
+            if copies > 1:
+                self.copies[place] = copies
+            elif not copies:
+                self._leave(place)
             yield
 
     def clearing(self, medium: str) -> Iterator[None]:
@@ -123,11 +121,8 @@ class _Cached:
     def forget_oldest(self) -> None:
         """Forget the leaf that was stored first; the block before it may become a leaf."""
         key = next(iter(self.leaves), None) or next(reversed(self.blocks))
-        block = self.blocks[key]
-        for place in block.places:
-            del self.places[place]
-            self.copies.pop(place, None)
-        self._drop(block)
+        for place in self.blocks[key].places:
+            self._leave(place)
 
     def _drop(self, block: _Block) -> None:
         del self.blocks[block.key]
