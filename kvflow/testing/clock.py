@@ -76,37 +76,31 @@ class ManualClock:
 
 
 class LoopClock:
-    """A clock that is the running loop's time, virtual if the loop's is, as another machine shows it.
-
-    Args:
-        offset_s: How much longer ago that machine has started, in seconds.
-        rate: Its seconds in a second of the loop: 1 but for a little, if it is fast or slow.
+    """A clock that is the running loop's time, virtual if the loop's is.
 
     Raises:
         RuntimeError: No event loop runs here.
     """
 
-    def __init__(self, *, offset_s: float = 0.0, rate: float = 1.0) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._offset_s = offset_s
-        self._rate = rate
 
     def now_s(self) -> float:
         """The time now.
 
         Returns:
-            The loop's time at the clock's rate, and its offset, in seconds.
+            The loop's time, in seconds.
         """
-        return self._offset_s + self._loop.time() * self._rate
+        return self._loop.time()
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Set a timer on the loop.
 
         Args:
-            delay_s: Seconds from now, by this clock.
+            delay_s: Seconds from now.
             callback: What is called then.
 
         Returns:
             The timer, to be cancelled.
         """
-        return self._loop.call_later(delay_s / self._rate, callback)
+        return self._loop.call_later(delay_s, callback)

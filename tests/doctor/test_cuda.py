@@ -18,7 +18,7 @@ from tests_support import each
 from kvflow.bench.ucx import ReadPath
 from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path, left_out, reasons
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, probe
-from kvflow.doctor.cuda.nvidia import Gpu, InstalledDriver, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.findings import Status
 from kvflow.doctor.host import Host
 from kvflow.doctor.run import examine
@@ -98,15 +98,12 @@ H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_mib=81559, bar1_mib=131072, mig=
 
 
 def test_devices_are_read_from_the_report_in_xml() -> None:
-    driver = read_devices(DEVICES)
-    assert driver is not None
-    assert (driver.version, driver.cuda) == ("580.159.04", (13, 0))
     l4 = Gpu(name="NVIDIA L4", memory_mib=23034, bar1_mib=None, mig=None, compute_mode="Exclusive_Process")
-    assert driver.gpus == (H100, l4)
+    assert read_devices(DEVICES) == ("580.159.04", (13, 0), (H100, l4))
     older = DEVICES.replace("13.0", "N/A")
-    assert read_devices(older) == replace(driver, cuda=None)
+    assert read_devices(older) == ("580.159.04", None, (H100, l4))
     for nothing in ("", "NVIDIA-SMI has failed because it couldn't communicate with the driver.", "<html></html>"):
-        assert read_devices(nothing) is None
+        assert read_devices(nothing) == (None, None, ())
 
 
 def test_links_that_are_up_are_counted() -> None:
@@ -135,7 +132,9 @@ def test_kernels_are_compared_by_numbers() -> None:
 ATTRIBUTES = {"DMA-BUF supported": 1, "GPUDirect RDMA writes ordering": 100}
 PROBE = Probe(torch="2.11.0+cu130", torch_cuda="13.0", devices=1, nixl="nixl_cu13", attributes=ATTRIBUTES)
 FINE = Cuda(
-    driver=InstalledDriver(version="580.159.04", cuda=(13, 0), gpus=(replace(H100, bar1_mib=262144),)),
+    driver="580.159.04",
+    driver_cuda=(13, 0),
+    gpus=(replace(H100, bar1_mib=262144),),
     nvlinks={0: 18},
     nearness={"GPU0": {"mlx5_0": "PIX"}},
     peermem=False,
@@ -151,8 +150,7 @@ NO_RDMA = replace(GOOD, rdma_devices=())
 
 
 def gpu(**changes: Any) -> dict[str, Any]:
-    assert FINE.driver is not None
-    return {"driver": replace(FINE.driver, gpus=(replace(FINE.driver.gpus[0], **changes),))}
+    return {"gpus": (replace(FINE.gpus[0], **changes),)}
 
 
 def probed(**changes: Any) -> dict[str, Any]:
@@ -221,7 +219,7 @@ def test_each_trouble_of_a_gpu_machine_is_found_and_has_its_fix(
     host: Host, changes: dict[str, Any], name: str, status: Status, found: str, fix: str
 ) -> None:
     findings = check_cuda(host, replace(FINE, **changes))
-    assert_found(findings, name, status, found, fix, besides=["BAR1"] if "driver" in changes else ())
+    assert_found(findings, name, status, found, fix, besides=["BAR1"] if "gpus" in changes else ())
 
 
 def test_what_ucx_tls_leaves_out() -> None:

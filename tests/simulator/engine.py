@@ -25,12 +25,12 @@ from kvflow.errors import (
 from kvflow.prefix import Prefixes
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.books import assert_closed
-from kvflow.testing.clock import LoopClock
 from kvflow.testing.simulated_network import SimHost
 from kvflow.testing.simulated_world import make_world
 from kvflow.testing.virtual_loop import Life
 from tests.simulator.cache import RankCache
 from tests.simulator.checks import demand
+from tests.simulator.clock import SkewedClock
 from tests.simulator.prefix_cache import Kept, SimPrefixCache
 from tests.simulator.settings import Shape
 from tests.simulator.work import DeviceWork, SimLoad, SimOffer, SimPull, SimRank
@@ -98,7 +98,7 @@ class SimEngine:
     async def start(self) -> None:
         """Open all ranks; in a task of its life. The memory is that of the life before, overwritten."""
         ranks: list[SimRank] = []
-        clock = LoopClock(offset_s=self.shape.clock_offset_s, rate=self.shape.clock_rate)
+        clock = SkewedClock(self.shape.clock_offset_s, self.shape.clock_rate)
         world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
         for index, cache in enumerate(self._caches):
             cache.poison(self.simulation.next_poison(), None)

@@ -26,8 +26,8 @@ def check_driver(name: str, _: Host, cuda: Cuda) -> Finding:
     driver, probe = cuda.driver, cuda.probe
     if driver is None:
         return fail(name, "nvidia-smi does not answer", "containers: --gpus all, with the NVIDIA container toolkit")
-    says = "unknown" if driver.cuda is None else ".".join(map(str, driver.cuda))
-    found = f"driver {driver.version} for CUDA {says}; torch {probe.torch or 'not loaded'} for CUDA {probe.torch_cuda}"
+    says = "unknown" if cuda.driver_cuda is None else ".".join(map(str, cuda.driver_cuda))
+    found = f"driver {driver} for CUDA {says}; torch {probe.torch or 'not loaded'} for CUDA {probe.torch_cuda}"
     if probe.problem:
         return fail(name, f"{found}; {probe.problem}", "torch and NIXL must load: see NIXL above")
     if probe.torch_cuda is None:
@@ -35,7 +35,7 @@ def check_driver(name: str, _: Host, cuda: Cuda) -> Finding:
     if not probe.devices:
         return fail(name, f"{found}; torch sees no device", "check CUDA_VISIBLE_DEVICES, and that the driver is as new")
     torch_cuda = major_minor(probe.torch_cuda)
-    if driver.cuda is not None and torch_cuda[0] > driver.cuda[0]:
+    if cuda.driver_cuda is not None and torch_cuda[0] > cuda.driver_cuda[0]:
         return fail(name, f"{found}: newer than the driver", f"update the driver, or {_INSTALL_TORCH}")
     wanted = f"nixl_cu{torch_cuda[0]}"
     builds = ", ".join(cuda.nixl_builds) or "none"

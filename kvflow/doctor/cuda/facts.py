@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from kvflow.bench.child import BenchError, call_in_child
-from kvflow.doctor.cuda.nvidia import Gpu, InstalledDriver, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.host import entries
 from kvflow.doctor.version import installed
 from kvflow.transport.device.cuda import DriverError, load_driver
@@ -56,7 +56,11 @@ class Probe:
 class Cuda:
     """Facts of the machine. `None` means that it cannot be known here."""
 
-    driver: InstalledDriver | None
+    driver: str | None
+    """Version of the driver."""
+    driver_cuda: tuple[int, int] | None
+    """The newest CUDA that the driver runs."""
+    gpus: tuple[Gpu, ...]
     nvlinks: Mapping[int, int]
     nearness: Mapping[str, Mapping[str, str]]
     peermem: bool
@@ -70,10 +74,6 @@ class Cuda:
     probe: Probe
 
     @property
-    def gpus(self) -> tuple[Gpu, ...]:
-        return self.driver.gpus if self.driver else ()
-
-    @property
     def writes_ordering(self) -> int | None:
         return self.probe.attributes.get("GPUDirect RDMA writes ordering")
 
@@ -85,8 +85,11 @@ class Cuda:
 
 
 def read_cuda() -> Cuda:
+    driver, driver_cuda, gpus = read_devices(_smi("-q", "-x"))
     return Cuda(
-        driver=read_devices(_smi("-q", "-x")),
+        driver=driver,
+        driver_cuda=driver_cuda,
+        gpus=gpus,
         nvlinks=read_nvlinks(_smi("nvlink", "--status")),
         nearness=read_nearness(_smi("topo", "-m")),
         peermem=os.path.isdir("/sys/module/nvidia_peermem"),

@@ -31,29 +31,19 @@ class Gpu:
     compute_mode: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstalledDriver:
-    """Driver and its devices, by `nvidia-smi -q -x`."""
+def read_devices(xml: str) -> tuple[str | None, tuple[int, int] | None, tuple[Gpu, ...]]:
+    """Read a report of `nvidia-smi -q -x`: the driver's version, the newest CUDA that it runs, and the devices.
 
-    version: str
-    cuda: tuple[int, int] | None
-    """The newest CUDA that it runs."""
-    gpus: tuple[Gpu, ...]
-
-
-def read_devices(xml: str) -> InstalledDriver | None:
-    """Read a report of nvidia-smi; None if the text is none."""
+    The version is None if the text is no report.
+    """
     try:
         root = ElementTree.fromstring(xml)
     except ElementTree.ParseError:
-        return None
+        return None, None, ()
     if root.tag != "nvidia_smi_log":
-        return None
-    return InstalledDriver(
-        version=_text(root, "driver_version") or "unknown",
-        cuda=_cuda(_text(root, "cuda_version")),
-        gpus=tuple(_gpu(node) for node in root.findall("gpu")),
-    )
+        return None, None, ()
+    version, cuda = _text(root, "driver_version") or "unknown", _cuda(_text(root, "cuda_version"))
+    return version, cuda, tuple(_gpu(node) for node in root.findall("gpu"))
 
 
 def _gpu(node: ElementTree.Element) -> Gpu:
