@@ -391,6 +391,19 @@ def test_what_cannot_be_opened_leaves_no_thread(opened: Runtime) -> None:
     second.close()
 
 
+def test_an_interrupt_while_it_opens_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    interrupted = Runtime(PLAIN)
+    monkeypatch.setattr(interrupted._thread._opened, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.open()
+    assert not interrupted._thread.is_alive()
+    with pytest.raises(RuntimeClosed):
+        interrupted.serve_blocks(OFFER)
+
+
 def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread(opened: Runtime) -> None:
     opened.register_kv_caches(*small_cache())
     lease = opened.serve_blocks(OFFER)

@@ -170,7 +170,7 @@ def copy_blocks(
     """Copy block `source_ids[i]` of every region to block `target_ids[i]`, ids all different on either side.
 
     `sources` and `targets` are `block_rows` of caches of one layout, apart from the number of blocks. `way` is
-    `on_host`, or inside `copying` `to_host` or `to_device`.
+    `on_host`, or inside `copying` `to_host` or `to_device`, which on the CPU are that, too.
     """
     assert len(source_ids) == len(target_ids), f"source ids: {len(source_ids)}, target ids: {len(target_ids)}"
     if not len(source_ids):
@@ -197,12 +197,12 @@ def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
 
 def to_host(device: CacheDevice) -> Way:
     """Copies of blocks from the device to memory of the host."""
-    return partial(_pieces_or_kernels, device, gather=True)
+    return on_host if device.on_host else partial(_pieces_or_kernels, device, gather=True)
 
 
 def to_device(device: CacheDevice) -> Way:
     """Copies of blocks from memory of the host to the device."""
-    return partial(_pieces_or_kernels, device, gather=False)
+    return on_host if device.on_host else partial(_pieces_or_kernels, device, gather=False)
 
 
 def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:

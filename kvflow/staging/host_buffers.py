@@ -22,11 +22,9 @@ from kvflow.runtime.pool import Pool
 from kvflow.staging.copies import (
     CacheTensors,
     LayerTensors,
-    Way,
     allocate_host_caches,
     block_rows,
     copy_blocks,
-    on_host,
     to_device,
     to_host,
 )
@@ -48,9 +46,6 @@ class HostBuffers(HostBlocks):
         self.pool = Pool(count)
         self._device = device
         self._copier = copier
-        self._ways: dict[CopyDirection, Way] = dict.fromkeys(CopyDirection, on_host)
-        if not device.on_host:
-            self._ways = {CopyDirection.TO_HOST: to_host(device), CopyDirection.TO_DEVICE: to_device(device)}
         self._device_rows: list[torch.Tensor] = []
         self._host_rows: list[torch.Tensor] = []
         self.layers: list[tuple[dict[str, LayerTensors], CacheLayout | StateLayout]] = []
@@ -80,9 +75,9 @@ class HostBuffers(HostBlocks):
             return
         with self._device.copying():
             if direction is CopyDirection.TO_HOST:
-                copy_blocks(self._device_rows, self._host_rows, device_ids, host_ids, self._ways[direction])
+                copy_blocks(self._device_rows, self._host_rows, device_ids, host_ids, to_host(self._device))
             else:
-                copy_blocks(self._host_rows, self._device_rows, host_ids, device_ids, self._ways[direction])
+                copy_blocks(self._host_rows, self._device_rows, host_ids, device_ids, to_device(self._device))
 
 
 def host_buffers(

@@ -57,13 +57,9 @@ class Scratch:
         self._made: dict[int, torch.Tensor] = {}
 
     async def prepare(self) -> None:
-        """Make all buffers now. TransportError if they cannot be had; then there are none, and `slot_bytes` is 0."""
-        try:
-            for number in range(self.pool.size):
-                self._made[number] = await self._make()
-        except TransportError:
-            self.slot_bytes = 0
-            raise
+        """Make all buffers now. TransportError if they cannot be had."""
+        for number in range(self.pool.size):
+            self._made[number] = await self._make()
 
     async def take(self) -> tuple[BlockIds, torch.Tensor]:
         """Take a buffer, once one is free: its number, to be given back to `pool`, and its bytes.

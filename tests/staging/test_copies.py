@@ -167,6 +167,8 @@ def block_copies(draw: st.DrawFn) -> tuple[Recipe, Recipe, list[int], list[int]]
 class Bus(CacheDevice):
     """A device that is not the CPU's, whose memory of its own has room for two rows: all of it is on the CPU."""
 
+    on_host = False
+
     def __init__(self) -> None:
         super().__init__(Device("cpu", 0))
         self._memory = torch.zeros(0, dtype=torch.uint8)
