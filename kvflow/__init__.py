@@ -20,8 +20,7 @@ from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed
-from kvflow.runtime.producer.lease import Lease, ServeRequest
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
 from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.runtime import Runtime

@@ -123,7 +123,7 @@ class Sides:
             assert runtime.state is RuntimeState.OPEN
             assert_quiet(runtime.statistics())
             cache = runtime._supervisor.cache
-            assert cache.loader.gear.words.used == cache.serving._blocks._seals.used == 0
+            assert cache.loader.resources.seal_slots.used == cache.serving._blocks._seals.used == 0
 
 
 @pytest.fixture(scope="module")

@@ -227,10 +227,10 @@ def test_the_checks_see_the_house() -> None:
     assert {part_of(path) for path in SOURCES} >= {"errors", "config", "core", "transport", "runtime", ""}
     assert "kvflow.errors.ConfigError" in set(imports("kvflow/config.py", SOURCES["kvflow/config.py"]))
     relative = ast.parse(
-        "from ...core.plan import topology\nfrom . import mailbox\nimport importlib\nimportlib.import_module('x.y')"
+        "from ...core.plan import topology\nfrom . import agents\nimport importlib\nimportlib.import_module('x.y')"
     )
     found = set(imports("kvflow/transport/nixl/loop.py", relative))
-    assert found == {"kvflow.core.plan.topology", "kvflow.transport.nixl.mailbox", "importlib", "x.y"}
+    assert found == {"kvflow.core.plan.topology", "kvflow.transport.nixl.agents", "importlib", "x.y"}
 
 
 def test_the_rings_are_drawn_as_they_are() -> None:

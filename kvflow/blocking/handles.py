@@ -17,7 +17,7 @@ from kvflow.runtime.load.load import Load as AsyncLoad
 from kvflow.runtime.load.load import refused_load, request_name
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.producer.lease import Lease as AsyncLease
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import LeaseOutcome
 
 
 class Lease:

@@ -27,8 +27,7 @@ from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
-from kvflow.runtime.producer.lease import Lease, ServeRequest
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 
 if TYPE_CHECKING:

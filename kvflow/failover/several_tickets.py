@@ -33,9 +33,9 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.load import Carry, Load, Work
 from kvflow.runtime.load.loader import Loader
+from kvflow.runtime.load.plan import check_expected
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.records import LOADED, Attempt
 
@@ -80,7 +80,7 @@ class Course:
 
     async def carry(self) -> LoadReport:
         """Read one source after the other. Whatever it raises, its last flight has stopped, or is quarantined."""
-        ledger, work = self._loader.gear.ledger, self._work
+        ledger, work = self._loader.resources.ledger, self._work
         ledger.keep(work.entries)
         alarm = Alarm(self._loader.clock, self._keep_waiting)
         if self._waiting:

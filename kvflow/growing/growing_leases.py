@@ -10,7 +10,7 @@ from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
 from kvflow.errors import RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.producer.blocks import OfferedBlocks
-from kvflow.runtime.producer.open_lease import OpenLease
+from kvflow.runtime.producer.lease import OpenLease
 
 
 class GrowingLeases:

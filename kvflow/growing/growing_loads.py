@@ -23,11 +23,10 @@ from kvflow.growing.load_news import Followed, News
 from kvflow.growing.pending_tickets import Rendezvous
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, SourcePart, Spans, by_group, by_source
+from kvflow.runtime.load.flight import CopyGroup, Flight, Read
+from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, Spans, by_group, by_source
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Matched, Plan
-from kvflow.runtime.load.reads import CopyGroup, Read
 from kvflow.runtime.peers.peer import Source
 
 __all__ = ["Growing", "GrowingLeases", "begin"]
@@ -87,15 +86,14 @@ class Growing:
                     parts.append(SourcePart(source, block_map, chunks))
         for at, of_group in by_group(parts):
             for some in by_source(of_group):
-                grouping = Grouping(some, None)
-                lanes.append(Lane(some, None, grouping, tables[at], grouping.units(self.slice_bytes_max, 0)))
+                lanes.append(Lane(some, None, tables[at], self.slice_bytes_max))
         return lanes
 
-    async def group(self, one: GroupSpan) -> CopyGroup:
+    async def group(self, one: PromptSpan) -> CopyGroup:
         """See `Spans`."""
         reads: list[Read] = []
         for part in one.lane.parts:
-            reads += self.straight.slices(part.source, zip(repeat(part.block_map), one.span.chunks_of(part)))
+            reads += self.straight.slices(part.source, zip(repeat(part.block_map), one.chunks_of(part)))
         return CopyGroup(reads)
 
 
@@ -157,7 +155,7 @@ class _GrowingRead:
             if due:
                 self._read()
             spans = (lane.take(_there_in(lane, there)) for lane in due)
-            for one in merge(*spans, key=GroupSpan.stop_token):
+            for one in merge(*spans, key=STOP_TOKEN):
                 group = await self._spans.group(one)
                 yield group._replace(on_land=partial(self._landed, frontier, one, group))
             lanes = [lane for lane in lanes if not lane.done]
@@ -169,7 +167,7 @@ class _GrowingRead:
         if self._work.phase == COMPUTE:
             self._work.enter("wire")
 
-    def _landed(self, frontier: Frontier, one: GroupSpan, group: CopyGroup, now_s: float, begun_s: float) -> None:
+    def _landed(self, frontier: Frontier, one: PromptSpan, group: CopyGroup, now_s: float, begun_s: float) -> None:
         took_s = now_s - begun_s
         if took_s > 0:
             for read in group.reads:
@@ -252,7 +250,7 @@ class _GrowingRead:
         """Say how much of the prompt its producer has computed."""
         flight, tokens = self._flight, f"{self._computed} of {counted(self._tokens, 'token')} computed"
         silent_s = self._growing.clock.now_s() - flight.heard_s
-        if not flight.reading or silent_s < 2 * LOOK_EVERY_S:
+        if not flight.under_way or silent_s < 2 * LOOK_EVERY_S:
             return tokens
         return f"{tokens}, as far as is known: a look at its lease has not ended for {silent_s:.3g} s"
 
@@ -311,9 +309,9 @@ class Frontier:
         """True if more tokens have landed than were told."""
         return self._upto > self._told
 
-    def note_landed(self, one: GroupSpan, now_s: float) -> None:
+    def note_landed(self, one: PromptSpan, now_s: float) -> None:
         """Note that a span has landed in our blocks."""
-        one.lane.note_landed(one.span)
+        one.lane.note_landed(one)
         self.look()
         self._upto = min(self._last, *(lane.landed_upto for lane in self._lanes))
         self._landed_s = now_s

@@ -38,12 +38,11 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.load.expected import check_met
 from kvflow.runtime.load.load import Carry, Load, Work
+from kvflow.runtime.load.plan import check_met
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, words
-from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX
+from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX, lease_told
 
 logger = logger_of(__name__)
 

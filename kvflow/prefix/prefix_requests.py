@@ -19,8 +19,8 @@ from kvflow.limits import Limits
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.prefix_cache import SharingStatistics
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.part import PartStatistics
 from kvflow.runtime.peers.peer import LocalRank
+from kvflow.runtime.statistics import PartStatistics
 
 PEERS_MAX = 64
 _KEYS_MAX = 1 << 20

@@ -24,8 +24,7 @@ from kvflow.prefix.seek_request import PREFIX_OF, SeekRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.part import Ending, Part
-from kvflow.runtime.part_owner import PartOwner
+from kvflow.runtime.part import Ending, Part, PartOwner
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache

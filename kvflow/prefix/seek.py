@@ -29,8 +29,8 @@ from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
 from kvflow.prefix.search import Search
 from kvflow.prefix.seek_request import KEYS_MAX, PREFIX_OF, SeekRequest
-from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import Connection, words
+from kvflow.runtime.peers.reach import lease_told
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache

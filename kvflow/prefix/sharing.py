@@ -25,9 +25,8 @@ from kvflow.prefix.prefix_cache import PinnedPrefix, PrefixCache, SharingStatist
 from kvflow.prefix.prefix_requests import token_size_bytes
 from kvflow.prefix.seek_request import PREFIX_OF, SeekRequest
 from kvflow.runtime.channel.protocol import Answered, refusal
-from kvflow.runtime.own_loop import require_loop
-from kvflow.runtime.producer.lease import ServeRequest
-from kvflow.runtime.producer.open_lease import OpenLease
+from kvflow.runtime.producer.lease import OpenLease, ServeRequest
+from kvflow.runtime.tasks import require_loop
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache

@@ -27,13 +27,13 @@ from kvflow.logs import logger_of
 from kvflow.parts import part
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.foreign import foreign_of
-from kvflow.runtime.load.gear import Gear, Words, reads_in_flight
+from kvflow.runtime.load.flight_resources import FlightResources, SealSlots, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.straight import Straight
 from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
+from kvflow.runtime.part import foreign_of
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
@@ -66,7 +66,7 @@ class RegisteredCache:
         registration: Registration,
         config: Config,
         memory: RankMemory,
-        gear: Gear,
+        resources: FlightResources,
         local: LocalRank,
         metadata: messages.Metadata,
     ) -> None:
@@ -84,7 +84,7 @@ class RegisteredCache:
         self.seals = runtime.seals
         self.token_hex = runtime.world.token_hex
         """Draws that many random bytes, in hexadecimal, which nobody can guess."""
-        self.gear = gear
+        self.resources = resources
         self.memory = memory
         self._answers = {kind: answer for part in runtime.parts for kind, answer in part.answers.items()}
         """Answers to the requests of parts: no other requests are decoded."""
@@ -92,7 +92,7 @@ class RegisteredCache:
         """Parts that were asked for: each is made at its first use, and stays."""
         self.local = local
         self.metadata = metadata
-        self.ledger = gear.ledger
+        self.ledger = resources.ledger
         self.straight = Straight(config, staged=bool(memory.staging))
         self.pools = [one.pool for one in memory.staging]
         """Pools of host blocks and scratch buffers."""
@@ -246,9 +246,9 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     """Register the memory with the transport, and make all that is made with it."""
     transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.shown
     config = config_on(runtime.config, memory.filled.where.kind)
-    gear = Gear(
+    resources = FlightResources(
         ledger=BlockLedger([GroupBlocks(one.name, one.num_blocks, str(one.pool), one.split) for one in groups]),
-        words=Words(config.limits.loads_max),
+        seal_slots=SealSlots(config.limits.loads_max),
         queue=reads_in_flight(config, grows=runtime.config.limits.peer_in_flight_bytes_max == 0),
         poller=registration.poller,
         copy_thread=runtime.copier,
@@ -259,7 +259,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     layers = [layer for one in sets for layer in one.caches.items()]
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
     await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
-    await transport.register([gear.words.span], HOST, gear.words, MemoryUse.READ_INTO)
+    await transport.register([resources.seal_slots.span], HOST, resources.seal_slots, MemoryUse.READ_INTO)
     own = messages.Target(config.engine_id, *runtime.rank)
     local = LocalRank(
         reader=registration.agent_name,
@@ -281,7 +281,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
         seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
         staged=bool(memory.staging),
     )
-    return RegisteredCache(runtime, registration, config, memory, gear, local, metadata)
+    return RegisteredCache(runtime, registration, config, memory, resources, local, metadata)
 
 
 def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:

@@ -14,8 +14,7 @@ from typing import TypeVar
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
-from kvflow.transport.device.cache_device import CacheDevice
-from kvflow.transport.device.making import make_device
+from kvflow.transport.device.cache_device import CacheDevice, make_device
 from kvflow.transport.thread import OwnerThread
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from kvflow.errors import CacheUnregistered, TransportBroken
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.load.gear import Poller
+from kvflow.runtime.load.flight_resources import Poller
 from kvflow.runtime.part import Ending, Part
 from kvflow.runtime.tasks import Tasks
 from kvflow.runtime.world import World

@@ -28,7 +28,6 @@ from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory import BlockCopier
-from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.part import Part
 from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
@@ -36,7 +35,7 @@ from kvflow.runtime.records import Observer, Observers
 from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.supervisor import Supervisor
-from kvflow.runtime.tasks import seen
+from kvflow.runtime.tasks import require_loop, seen
 from kvflow.runtime.world import World
 
 _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)

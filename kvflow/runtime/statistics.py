@@ -10,7 +10,6 @@ from typing import TypeVar
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.load.requests import LoadingStatistics
-from kvflow.runtime.part import PartStatistics
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.transport.base import TransportStatistics
@@ -33,6 +32,14 @@ class RuntimeState(enum.StrEnum):
     BROKEN = "broken"
     CLOSING = "closing"
     CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartStatistics:
+    """Counts of a part. Parts have counts of their own beside."""
+
+    open_requests: int
+    """Requests that the part has under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,25 +72,19 @@ class RuntimeStatistics:
     """Counts of the parts by name, such as "storage" and "prefix", anew with each registration."""
 
 
-@dataclass(slots=True)
-class Past:
-    """Counts of the registrations that have ended: their last snapshots."""
-
-    serving: ServingStatistics | None = None
-    loading: LoadingStatistics | None = None
-    transport: TransportStatistics | None = None
-    early_notifications: int = 0
-
-    def with_serving(self, now: ServingStatistics | None) -> ServingStatistics | None:
-        return _total(now, self.serving, (*_SERVED, *_NOTIFIED))
-
-    def with_loading(self, now: LoadingStatistics | None) -> LoadingStatistics | None:
-        return _total(now, self.loading, _LOADED)
-
-    def with_transport(self, now: TransportStatistics | None) -> TransportStatistics:
-        total = _total(now, self.transport, (*_MOVED, *_SENT))
-        assert total is not None, "there was a first transport"
-        return total
+def totals(
+    past: RuntimeStatistics | None,
+    serving: ServingStatistics | None,
+    loading: LoadingStatistics | None,
+    transport: TransportStatistics | None,
+) -> tuple[ServingStatistics | None, LoadingStatistics | None, TransportStatistics]:
+    """Return snapshots of what is open now, and of what was counted so far: `past` is of registrations that ended."""
+    if past is not None:
+        serving = _total(serving, past.serving, (*_SERVED, *_NOTIFIED))
+        loading = _total(loading, past.loading, _LOADED)
+        transport = _total(transport, past.transport, (*_MOVED, *_SENT))
+    assert transport is not None, "there was a first transport"
+    return serving, loading, transport
 
 
 def _total(now: PartT | None, past: PartT | None, counters: Sequence[str]) -> PartT | None:

@@ -38,15 +38,13 @@ from kvflow.logs import logger_of
 from kvflow.runtime import open_files
 from kvflow.runtime.assembly import RegisteredCache, register
 from kvflow.runtime.channel.protocol import Answered, refusal
-from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
-from kvflow.runtime.own_loop import require_loop
-from kvflow.runtime.part import Ending, Part
+from kvflow.runtime.part import Ending, Foreign, Part
 from kvflow.runtime.records import Observers
 from kvflow.runtime.registration import DrainReport, Registration
-from kvflow.runtime.statistics import Past, RuntimeState, RuntimeStatistics
-from kvflow.runtime.tasks import Tasks, to_its_end
+from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics, totals
+from kvflow.runtime.tasks import Tasks, require_loop, to_its_end
 from kvflow.runtime.world import World
 
 logger = logger_of(__name__)
@@ -77,7 +75,8 @@ class Supervisor:
         self.side_channel = world.side_channel(config)
         self.clock = world.clock()
         self.seals = SealTable(config.limits.leases_max)
-        self._past = Past()
+        self._past: RuntimeStatistics | None = None
+        """Statistics at the end of the last registration."""
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
         self._hurried = False
@@ -177,13 +176,19 @@ class Supervisor:
 
     def statistics(self) -> RuntimeStatistics:
         cache, past, registration = self.held, self._past, self.registration
+        serving, loading, transport = totals(
+            past,
+            cache.serving.statistics if cache else None,
+            cache.loader.statistics if cache else None,
+            registration.transport.statistics if registration else None,
+        )
         return RuntimeStatistics(
             state=self.state,
             tasks=self.tasks.count,
             blocks=cache.ledger.counts() if cache else None,
             buffers_used=sum(pool.used for pool in cache.pools) if cache else 0,
-            serving=past.with_serving(cache.serving.statistics if cache else None),
-            loading=past.with_loading(cache.loader.statistics if cache else None),
+            serving=serving,
+            loading=loading,
             peers=cache.peers.statistics if cache else (),
             parts={
                 part.name: now
@@ -193,8 +198,9 @@ class Supervisor:
             readers=cache.readers.count if cache else 0,
             readers_refused=self._admission.refused,
             listener=self.listener.statistics if self.tasks.started else None,
-            transport=past.with_transport(registration.transport.statistics if registration else None),
-            early_notifications=past.early_notifications + (registration.early_notifications if registration else 0),
+            transport=transport,
+            early_notifications=(past.early_notifications if past else 0)
+            + (registration.early_notifications if registration else 0),
         )
 
     @property
@@ -228,7 +234,7 @@ class Supervisor:
         """The cache that takes work. UsageError if none was registered ever, CacheUnregistered if none is now."""
         if self.cache is not None:
             return self.cache
-        if self.held is not None or self._past.serving is not None:
+        if self.held is not None or (self._past is not None and self._past.serving is not None):
             raise CacheUnregistered(f"the cache of runtime {self} was unregistered: await register_kv_caches first")
         raise UsageError("no KV cache is registered yet: await register_kv_caches first")
 
@@ -302,19 +308,10 @@ class Supervisor:
         if problem and registration.cache is not None:
             self.tasks.break_down(RuntimeBroken(f"the cache could not be unregistered: {problem}"))
             raise RuntimeBroken(f"unregistering the cache of {self}: {problem}")
-        self._past = self._past_now()
+        self._past = self.statistics()
         registration.cache = None  # whoever holds its transport still holds no tensors by it
         self.cache = self.registration = None
         logger.info("runtime %s has no cache any more: %s", self, problem or "its memory is deregistered")
-
-    def _past_now(self) -> Past:
-        now = self.statistics()
-        return Past(
-            serving=now.serving,
-            loading=now.loading,
-            transport=now.transport,
-            early_notifications=now.early_notifications,
-        )
 
     async def _close(self) -> None:
         """End everything. It is carried.

@@ -6,19 +6,23 @@ cancels it. Any other task has died if it raises.
 What has to come to its end although who waits for it is cancelled, such as closing, is a task outside the group
 (`carried`). A host that ends cancels all tasks, that one included. So its steps hold cancellation back
 (`to_its_end`): each step is bounded, and can be begun anew.
+
+A runtime, its leases and its loads belong to the event loop that opened the runtime, and to that loop's thread
+(`require_loop`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
-from kvflow.errors import RuntimeBroken, RuntimeClosed
+from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
 
+ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
@@ -179,6 +183,34 @@ class Tasks:
             self._started.set()
 
 
+async def for_each(
+    items: Sequence[ItemT], work: Callable[[ItemT], Coroutine[Any, Any, ResultT]], at_once: int
+) -> list[ResultT]:
+    """Do `work` for all items, at most `at_once` at a time, and return the results in order.
+
+    The first failure ends the others and is raised: none begins any more. Cancelling cancels those that have begun.
+    """
+    if len(items) == 1:
+        return [await work(items[0])]
+    results: dict[int, ResultT] = {}
+    waiting = iter(enumerate(items))
+
+    async def some() -> None:
+        for at, item in waiting:
+            results[at] = await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(at_once, len(items))):
+                group.create_task(some())
+    except BaseExceptionGroup as problems:
+        ours, others = problems.split(KVFlowError)
+        if ours is None or others is not None:
+            raise
+        raise ours.exceptions[0] from None
+    return [results[at] for at in range(len(items))]
+
+
 async def to_its_end(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None) -> ResultT:
     """Run one step of work that is carried: if it is cancelled it is begun anew, and `on_cancel` is called."""
     while True:
@@ -195,3 +227,14 @@ def seen(task: asyncio.Future[None]) -> None:
     """Mark the error of a task as seen: who waits gets it, it is logged, and nobody may wait."""
     if not task.cancelled():
         task.exception()
+
+
+def require_loop(loop: asyncio.AbstractEventLoop | None, what: str) -> None:
+    """UsageError unless this is called on `loop`, by its thread."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is not loop:
+        where = "no event loop runs here" if running is None else "another loop runs here"
+        raise UsageError(f"{what}: belongs to the event loop that opened the runtime, and {where}")

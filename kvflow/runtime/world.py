@@ -11,13 +11,31 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvflow.config import Config
+from kvflow.errors import ConfigError
 from kvflow.runtime.channel.asking import ZmqSideChannel
+from kvflow.runtime.channel.lookups import own_host
 from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.own_host import own_host
 from kvflow.transport.base import Transport
-from kvflow.transport.factory import make_transport
+
+
+def make_transport(config: Config, agent_name: str) -> Transport:
+    """Make the transport that `config` names, not opened yet. A process imports the one that it uses, and no other.
+
+    ConfigError for an unknown name.
+    """
+    match config.transport:
+        case "nixl":
+            from kvflow.transport.nixl.loop import NixlTransport
+
+            return NixlTransport(config, agent_name)
+        case "inproc":
+            from kvflow.transport.inproc import InprocTransport
+
+            return InprocTransport(agent_name)
+        case unknown:
+            raise ConfigError(f"transport: expected 'nixl' or 'inproc', got {unknown[:80]!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from kvflow.blocking import Lease
 from kvflow.checks import counted
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.errors import KVFlowError
-from kvflow.runtime.producer.lease import ServeRequest
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
 from kvflow.sglang.rooms import Room, Wanted, room_problem
 
 

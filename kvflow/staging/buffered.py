@@ -1,6 +1,6 @@
 """Loads that go through buffers: scratch memory, or host blocks that stand for blocks of a device.
 
-A load is cut into spans of the prompt, whole blocks of both sides. Each span is a copy group (`reads.CopyGroup`): it
+A load is cut into spans of the prompt, whole blocks of both sides. Each span is a copy group (`flight.CopyGroup`): it
 takes the buffers it needs, reads from every rank, and copies when all reads have landed. While one group is copied
 others are read.
 """
@@ -21,11 +21,10 @@ from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import run_all
-from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, PromptSpan, SourcePart, by_group, by_source
+from kvflow.runtime.load.flight import CopyGroup, Flight, HeadOf, Read
+from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, by_group, by_source
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan
-from kvflow.runtime.load.reads import CopyGroup, HeadOf, Read
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.peers.peer import Source
 from kvflow.staging.copies import Tensor
@@ -54,7 +53,7 @@ class Buffered:
         self._straight = cache.straight
         self._sets = cache.memory.shown
         self._staging = cache.memory.staging
-        self._copier = cache.gear.copy_thread
+        self._copier = cache.resources.copy_thread
         self._scratch = Scratch(
             cache.transport,
             cache.memory.filled,
@@ -120,7 +119,7 @@ class Buffered:
     ) -> AsyncGenerator[CopyGroup, None]:
         """Copy groups of all groups of layers, in prompt order. Each takes its buffers when it is asked for."""
         lanes = [self._lane(some, at, tables[at]) for at, some in by_group(parts)]
-        for one in heapq.merge(*(lane.rest() for lane in lanes), key=GroupSpan.stop_token):
+        for one in heapq.merge(*(lane.rest() for lane in lanes), key=STOP_TOKEN):
             yield await self.group(one, head_of)
 
     def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
@@ -134,16 +133,11 @@ class Buffered:
     def _lane(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> Lane:
         """The lane of group `at`, cut by whole remote blocks unless these have no room."""
         staging = self._staging[at] if self._staging else None
-        grouping = Grouping(parts, staging)
-        if not grouping.fits(self._scratch.slot_bytes):
-            parts = [part._replace(scratch_bytes=0) for part in parts]
-            grouping = Grouping(parts, staging)
-        units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
-        return Lane(parts, staging, grouping, local_ids, units)
+        return Lane(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
 
-    async def group(self, one: GroupSpan, head_of: HeadOf | None = None) -> CopyGroup:
+    async def group(self, span: PromptSpan, head_of: HeadOf | None = None) -> CopyGroup:
         """See `Spans`. Gives the buffers back if it is cancelled meanwhile."""
-        parts, span, staging = one.lane.parts, one.span, one.lane.staging
+        parts, staging = span.lane.parts, span.lane.staging
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
         try:

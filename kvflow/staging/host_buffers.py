@@ -17,8 +17,7 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.errors import ConfigError
-from kvflow.runtime.memory import BlockCopier, CopyDirection, HostBlocks
-from kvflow.runtime.pool import Pool
+from kvflow.runtime.memory import BlockCopier, CopyDirection, HostBlocks, Pool
 from kvflow.staging.copies import (
     CacheTensors,
     LayerTensors,

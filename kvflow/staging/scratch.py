@@ -21,7 +21,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.pool import Pool
+from kvflow.runtime.memory import Pool
 from kvflow.staging.copies import (
     CacheTensors,
     View,

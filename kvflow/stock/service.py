@@ -40,7 +40,7 @@ _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class StockService:
-    """See `runtime.foreign.Service`: answers for all ranks of its engine, and hears what is told to its own."""
+    """See `runtime.part.Service`: answers for all ranks of its engine, and hears what is told to its own."""
 
     def __init__(self, cache: RegisteredCache, stock: StockPeers) -> None:
         """ConfigError for a cache that stock readers cannot read."""

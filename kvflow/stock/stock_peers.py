@@ -13,7 +13,7 @@ from kvflow.core.bounds import Name, RankCount
 from kvflow.core.cache.tensors import NAMED_LAYERS_MAX
 from kvflow.errors import ConfigError
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.foreign import Foreign, Service
+from kvflow.runtime.part import Foreign, Service
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.stock.deadline import Terms
 from kvflow.stock.engine_ranks import EngineRanks
@@ -72,7 +72,7 @@ class StockPeers(Foreign):
         return line_of(self.serve_version, ConfigError)
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
-        """For the runtime: see `runtime.foreign.Foreign`.
+        """For the runtime: see `runtime.part.Foreign`.
 
         Args:
             cache: the rank's, as it is being registered.
@@ -87,7 +87,7 @@ class StockPeers(Foreign):
         return StockHandshakes(cache, own, self)
 
     def resolver(self, cache: RegisteredCache) -> StockResolver:
-        """For the runtime: see `runtime.foreign.Foreign`.
+        """For the runtime: see `runtime.part.Foreign`.
 
         Args:
             cache: the rank's, as it is being registered.
@@ -100,7 +100,7 @@ class StockPeers(Foreign):
         return StockResolver(cache, handshakes)
 
     def service(self, cache: RegisteredCache) -> Service | None:
-        """For the runtime: see `runtime.foreign.Foreign`.
+        """For the runtime: see `runtime.part.Foreign`.
 
         Args:
             cache: the rank's, as it is being registered.

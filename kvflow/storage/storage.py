@@ -10,8 +10,7 @@ from kvflow import checks
 from kvflow.config import STORE_BACKEND, Config, params_of
 from kvflow.errors import CacheUnregistered, ConfigError, RuntimeClosed
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.part import Ending, Part
-from kvflow.runtime.part_owner import PartOwner
+from kvflow.runtime.part import Ending, Part, PartOwner
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.storage.files import Files, PlainMover
 from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest, StoreStatistics

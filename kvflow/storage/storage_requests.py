@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 from kvflow.checks import Seconds, Size
 from kvflow.core.plan.descriptors import GivenBlockIds
-from kvflow.runtime.part import PartStatistics
+from kvflow.runtime.statistics import PartStatistics
 from kvflow.storage.entry import checked_key
 
 PHASES = ("check", "queued", "move", "sync")

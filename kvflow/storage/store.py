@@ -71,7 +71,7 @@ class BlockStore:
     ) -> None:
         self._config = cache.config
         self._token_hex = cache.token_hex
-        self._gear = cache.gear
+        self._resources = cache.resources
         self._stored, self._directory, self._index, self._files = stored, directory, index, files
         self._under_way: dict[StoreTransfer, None] = {}
         self._quiet = asyncio.Event()
@@ -177,7 +177,7 @@ class BlockStore:
         """Check all that can be judged without a file, and claim the blocks."""
         given = checks.settled_request(request, type(request), "request", self._config.limits.block_ids_max)
         what = f"request {given.request_id!r}"
-        tables, entries = self._gear.ledger.find(given.block_ids, f"{what}: block_ids")
+        tables, entries = self._resources.ledger.find(given.block_ids, f"{what}: block_ids")
         for group, ids in zip(self._stored.groups, tables, strict=True):
             needed = -(-given.num_tokens // group.block_size)
             if len(ids) > needed or (group.whole and len(ids) < needed):
@@ -190,7 +190,7 @@ class BlockStore:
             full = f"{what}: saves and restores under way: {len(self._under_way)} (loads_waiting_max)"
             raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
         deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
-        transfer = StoreTransfer(given, direction, tables, entries, self._gear, self._files, deadline_s)
+        transfer = StoreTransfer(given, direction, tables, entries, self._resources, self._files, deadline_s)
         transfer.flight.on_safe = lambda _: self._put_away(transfer)
         self._under_way[transfer] = None
         self._quiet.clear()
@@ -342,7 +342,7 @@ class BlockStore:
 
         The file comes after whatever the thread has yet to do to it.
         """
-        self._gear.ledger.release(transfer.leased)
+        self._resources.ledger.release(transfer.leased)
         if transfer.file is None:
             self._over(transfer)
             return

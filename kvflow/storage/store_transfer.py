@@ -18,7 +18,7 @@ from kvflow.core.policy.states import TransferState
 from kvflow.core.protocol.proof import SealProof
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.gear import Gear, Told
+from kvflow.runtime.load.flight_resources import FlightResources, Told
 from kvflow.storage.disk import EntryFile
 from kvflow.storage.files import Direction, Files
 from kvflow.storage.storage_requests import PHASES, StoreRequest
@@ -53,7 +53,7 @@ class StoreTransfer:
         direction: Direction,
         tables: Sequence[BlockIds],
         entries: BlockIds,
-        gear: Gear,
+        resources: FlightResources,
         files: Files,
         deadline_s: float,
     ) -> None:
@@ -64,7 +64,7 @@ class StoreTransfer:
             direction: a save or a restore.
             tables: blocks by group.
             entries: the same blocks as the ledger counts them.
-            gear: the parts that flights share.
+            resources: the parts that flights share.
             files: moves the bytes.
             deadline_s: seconds from now until it fails.
         """
@@ -73,9 +73,9 @@ class StoreTransfer:
         self.timeout = asyncio.timeout_at(loop.time() + deadline_s)
         self.over: asyncio.Future[None] = loop.create_future()
         self.leased = entries if direction is Direction.SAVE else entries[:0]
-        gear.ledger.lease(self.leased)
+        resources.ledger.lease(self.leased)
         written = entries[len(self.leased) :]
-        self.flight = Flight(request.request_id, written, (), request.priority, replace(gear, poller=self))
+        self.flight = Flight(request.request_id, written, (), request.priority, replace(resources, poller=self))
         self.phase, self.seconds = PHASES[0], dict.fromkeys(PHASES, 0.0)
         self.outcome = "failed"
         """Outcome, as far as it is known."""
@@ -84,7 +84,7 @@ class StoreTransfer:
         self.error: TransportError | None = None
         """The first error of a move."""
         self._files = files
-        self._now_s = gear.clock.now_s
+        self._now_s = resources.clock.now_s
         self._since_s = self._now_s()
 
     def __repr__(self) -> str:

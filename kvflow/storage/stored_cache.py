@@ -16,7 +16,7 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.proof import HOST
 from kvflow.errors import ConfigError
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.load.reads import CopyGroup, Read
+from kvflow.runtime.load.flight import CopyGroup, Read
 from kvflow.runtime.memory import CopyDirection
 from kvflow.storage.entry import fingerprint_of
 from kvflow.storage.files import Direction
@@ -39,10 +39,10 @@ class StoredCache:
                 f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
             )
         saved, device = (memory.shown, memory.filled) if through else (memory.own, memory.device)
-        self._digested = DigestedCache(saved, cache.gear.copy_thread, device)
+        self._digested = DigestedCache(saved, cache.resources.copy_thread, device)
         if problem := self._digested.problem:
             raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
-        self._copy_thread = cache.gear.copy_thread
+        self._copy_thread = cache.resources.copy_thread
         self._limits = cache.config.limits
         self._staging = memory.staging if through else ()
         self.groups = local.groups

@@ -11,7 +11,7 @@ from kvflow.core.plan.topology import CacheShare, heads_held
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.peers.peer import LocalRank
-from kvflow.runtime.producer.open_lease import OpenLease
+from kvflow.runtime.producer.lease import OpenLease
 from kvflow.verify.cache_digests import Digesting
 from kvflow.verify.digests import DEFINITION
 

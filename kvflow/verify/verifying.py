@@ -28,8 +28,8 @@ from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan
-from kvflow.runtime.load.reader import Reader
 from kvflow.runtime.load.requests import VERIFY, Verification
+from kvflow.runtime.load.straight import Reader
 from kvflow.runtime.peers.peer import Source
 from kvflow.verify.cache_digests import DigestedCache, Digesting
 from kvflow.verify.digests import DEFINITION
@@ -57,7 +57,7 @@ class Verifying:
     """Digests of one registration: its loads are compared by them, and readers that ask get them."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        memory, copy_thread = cache.memory, cache.gear.copy_thread
+        memory, copy_thread = cache.memory, cache.resources.copy_thread
         self._local = cache.local
         self._peers = cache.peers
         self._limits = cache.config.limits

@@ -49,7 +49,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
 from kvflow.runtime.part import Part
-from kvflow.transport.device.device_events import record_event
+from kvflow.transport.device.cache_device import record_event
 from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.copies import CopyOperation, PlatformCopies, platform_copies
 from kvflow.vllm.failing import fail

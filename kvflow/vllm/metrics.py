@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvflow.connector.prefix_questions import PrefixOutcome
 from kvflow.connector.transfers import Answered, Happening, Loaded, LoadFailed, OfferEnded
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import LeaseOutcome
 
 _SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
 _BYTES_BUCKETS = [float(1 << power) for power in range(12, 36, 2)]

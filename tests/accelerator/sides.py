@@ -16,11 +16,10 @@ from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.runtime.part import Part
 from kvflow.runtime.producer.lease import Lease
-from kvflow.runtime.world import World
+from kvflow.runtime.world import World, make_transport
 from kvflow.testing import PatternCache, assert_closed, assert_loaded
 from kvflow.transport import base
 from kvflow.transport.base import MemoryUse, Transport
-from kvflow.transport.factory import make_transport
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.accelerator.standin import COUNT, KIND, load
 from tests.support.tests_support import PATIENT, limited

@@ -14,7 +14,7 @@ from kvflow import CacheGroup, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core.cache.regions import Device
 from kvflow.runtime.memory import CopyDirection
 from kvflow.runtime.world import World
-from kvflow.transport.device.device_events import record_event
+from kvflow.transport.device.cache_device import record_event
 from kvflow.vllm.copies import PlatformCopies, platform_copies
 from tests.accelerator.sides import (
     HERE,

@@ -23,10 +23,10 @@ from kvflow.core.protocol import codec, messages
 from kvflow.prefix import Prefixes, PrefixRequest, SharedPrefixes, prefix_keys
 from kvflow.prefix.seek_request import SeekRequest
 from kvflow.prefix.testing import FakePrefixCache
+from kvflow.runtime.world import make_transport
 from kvflow.testing import CacheSize
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.base import Transport
-from kvflow.transport.factory import make_transport
 from tests.bench.clocks import loop_ticker
 from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from tests.bench.targets import at_most

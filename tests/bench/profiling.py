@@ -29,7 +29,6 @@ from kvflow.bench.loads import Fabric, PlannedLoad, SettingsError, Ticket, scatt
 from kvflow.transport.base import Event, ReadEnded
 from kvflow.transport.nixl.agents import NixlAgents
 from kvflow.transport.nixl.loop import NixlTransport
-from kvflow.transport.nixl.mailbox import Mailbox
 from tests.bench.busy import busy_ranks
 from tests.bench.clocks import loop_ticker
 from tests.bench.compared import compared
@@ -230,7 +229,7 @@ class Stamps:
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Inside the block, of every runtime that is opened there."""
-        post_read, post, put, deliver_to = NixlTransport.post_read, NixlAgents.post, Mailbox.put, Mailbox.deliver_to
+        post_read, post, put, run = NixlTransport.post_read, NixlAgents.post, NixlTransport._put, NixlTransport.run
 
         def stamped_post_read(*args: Any) -> Any:
             self.posted_s = time.perf_counter()
@@ -240,22 +239,21 @@ class Stamps:
             self.taken_s = time.perf_counter()
             post(*args)
 
-        def stamped_put(mailbox: Mailbox, event: Event) -> None:
+        def stamped_put(transport: NixlTransport, event: Event) -> None:
             if isinstance(event, ReadEnded):
                 self.told_s, self.post_s = time.perf_counter(), event.post_s
-            put(mailbox, event)
+            put(transport, event)
 
-        async def stamped_deliver_to(mailbox: Mailbox, deliver: Callable[[Event], None]) -> None:
+        async def stamped_run(transport: NixlTransport, deliver: Callable[[Event], None]) -> None:
             def heard(event: Event) -> None:
                 self.heard_s = time.perf_counter()
                 deliver(event)
 
-            await deliver_to(mailbox, heard)
+            await run(transport, heard)
 
         with (
-            patch.object(NixlTransport, "post_read", stamped_post_read),
             patch.object(NixlAgents, "post", stamped_post),
-            patch.multiple(Mailbox, put=stamped_put, deliver_to=stamped_deliver_to),
+            patch.multiple(NixlTransport, post_read=stamped_post_read, _put=stamped_put, run=stamped_run),
         ):
             yield
 

@@ -29,8 +29,8 @@ from kvflow.errors import (
     RuntimeUnavailable,
 )
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.producer import waiting_questions
-from kvflow.runtime.producer.open_lease import OpenLease
+from kvflow.runtime.producer import lease_answers
+from kvflow.runtime.producer.lease import OpenLease
 from kvflow.runtime.records import LoadRecord
 from kvflow.testing import (
     CacheSize,
@@ -516,7 +516,7 @@ async def test_giving_up_what_is_not_offered_ends_with_either_engine(closes: str
 async def test_questions_of_strangers_keep_no_honest_one_from_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     world = InprocCluster().world()
     for name, most in (("WAITING_MAX", 8), ("OF_REQUEST_MAX", 2), ("OF_READER_MAX", 4)):
-        monkeypatch.setattr(waiting_questions, name, most)
+        monkeypatch.setattr(lease_answers, name, most)
     async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=world) as pair:
         waits = [isinstance(ask(pair, "evil/0.0.0#1", f"x{at}"), asyncio.Future) for at in range(6)]
         assert waits == [True] * 4 + [False] * 2, "of one reader"

@@ -157,8 +157,8 @@ BUGS: dict[str, Bug] = {
         ("tests/growing/test_growing.py::test_advances_that_cannot_be",),
     ),
     "a partly computed unit is read whole": Bug(
-        "return self.end if there >= self._last else there // self._unit * self._unit",
-        "return self.end if there >= self._last else -(-there // self._unit) * self._unit",
+        "return self._end if there >= self.tokens.stop else there // self._unit * self._unit",
+        "return self._end if there >= self.tokens.stop else -(-there // self._unit) * self._unit",
         ("tests/growing/test_growing.py::test_what_is_computed_is_read_as_it_comes",),
     ),
     "ranks that offer different things are believed": Bug(

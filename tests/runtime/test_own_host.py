@@ -8,7 +8,7 @@ import pytest
 
 from kvflow import Config, Runtime
 from kvflow.errors import ConfigError
-from kvflow.runtime.own_host import own_host
+from kvflow.runtime.channel.lookups import own_host
 from kvflow.testing import InprocCluster
 
 PLAIN = Config(engine_id="engine", listen="tcp://127.0.0.1:0", transport="inproc")

@@ -19,7 +19,7 @@ from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, Runtime
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, ProtocolError, RequestError
 from kvflow.runtime.clock import Clock, SystemClock
-from kvflow.runtime.producer.open_lease import OpenLease
+from kvflow.runtime.producer.lease import OpenLease
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 from kvflow.transport.inproc import InprocNetwork, InprocTransport

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from kvflow.logs import logger_of
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.testing.simulated_network import Network, SimFlight
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
 from kvflow.testing.weather import CALM

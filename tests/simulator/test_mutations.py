@@ -27,7 +27,7 @@ from kvflow.growing.load_news import News
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load import plan, whole
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.gear import Poller
+from kvflow.runtime.load.flight_resources import Poller
 from kvflow.runtime.load.lanes import Lane, PromptSpan
 from kvflow.runtime.load.leases import LeaseIdTelling
 from kvflow.runtime.load.load import Load, Work

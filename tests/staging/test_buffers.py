@@ -29,8 +29,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.memory import CopyDirection
-from kvflow.runtime.pool import Pool
+from kvflow.runtime.memory import CopyDirection, Pool
 from kvflow.runtime.world import World
 from kvflow.staging.copies import block_rows, copy_blocks, on_host
 from kvflow.testing import CacheSize, InprocCluster, TestEngine, assert_closed, assert_loaded

@@ -16,7 +16,7 @@ from tests_support import any_ticket
 from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError, KVFlowError, LeaseExpired, PeerIncompatible, RequestError
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock import Arrival, StockPeers, arrival, ask_rank
 from kvflow.stock.params import is_stock, lost_block, needed_blocks, read_stock, stock_params
 from kvflow.testing import assert_quiet

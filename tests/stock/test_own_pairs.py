@@ -13,7 +13,7 @@ from stock_engines import TOKENS
 
 from kvflow.core.protocol.spare import MARK
 from kvflow.errors import KVFlowError, LeaseExpired, PromptMismatch
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock.params import StockTicket, read_stock
 from kvflow.stock.versions import line_of
 from tests.stock.test_reading import Reader, reader

@@ -22,7 +22,7 @@ from stock_engines import HASH, MODEL_HEADS, NAMES, TOKENS, StockConsumer, fill,
 from kvflow import Config, LoadRequest, Runtime, ServeRequest, merge_tickets
 from kvflow.errors import ConfigError, PeerUnreachable, RequestError, UsageError
 from kvflow.observe.prometheus import PrometheusMetrics
-from kvflow.runtime.producer.open_lease import LeaseOutcome
+from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock import EngineRanks, StockPeers, ask_rank
 from kvflow.stock.params import stock_params
 from kvflow.stock.wire import encode_question

@@ -9,9 +9,9 @@ import torch
 
 from kvflow.config import Config
 from kvflow.errors import ConfigError
+from kvflow.runtime.world import make_transport
 from kvflow.transport.base import is_staged
-from kvflow.transport.factory import make_transport
-from kvflow.transport.nixl import reachable
+from kvflow.transport.nixl import native
 
 REACHED = {"cpu": True, "cuda": True, "xpu": False}
 OTHERS = ("hpu", "npu", "tpu", "xla", "neuron", "privateuseone", "rbln", "gcu", "tape")
@@ -49,14 +49,14 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (library.parent / "ucx").mkdir(parents=True)
     maps = tmp_path / "maps"
     maps.write_text(f"7f00-7f10 r-xp 00000000 fe:00 123    {library}\n7f20-7f30 rw-p 00000000 00:00 0\n")
-    monkeypatch.setattr(reachable, "_MAPS", maps)
+    monkeypatch.setattr(native, "_MAPS", maps)
     return library.parent
 
 
 def test_xpu_is_reached_by_a_ucx_that_was_built_for_it(loaded: Path) -> None:
-    assert reachable.found_kinds() == {"xpu": False}
+    assert native.found_kinds() == {"xpu": False}
     (loaded / "ucx" / "libuct_ze.so.0").touch()
-    assert reachable.found_kinds() == {"xpu": True}
+    assert native.found_kinds() == {"xpu": True}
 
 
 @pytest.mark.parametrize("where", [".", "ucx"])
@@ -64,9 +64,9 @@ def test_amds_devices_are_called_cuda_and_need_a_ucx_of_their_own(
     loaded: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert reachable.found_kinds() == {"xpu": False, "cuda": False}
+    assert native.found_kinds() == {"xpu": False, "cuda": False}
     (loaded / where / "libuct_rocm.so").touch()
-    assert reachable.found_kinds() == {"xpu": False, "cuda": True}
+    assert native.found_kinds() == {"xpu": False, "cuda": True}
 
 
 @pytest.mark.nixl

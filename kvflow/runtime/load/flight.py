@@ -4,7 +4,7 @@ Posted reads cannot be taken back (NIXL: releasing a handle does not stop the by
 here for its posted reads, up to a bound. Past the bound the blocks are quarantined, and the flight outlives the load
 until they are safe (invariant I1). Blocks, words for seals and connections are given back in one place: `_give_back`.
 
-Most reads go straight into the cache. The others go through buffers, in copy groups (`reads.CopyGroup`): reads from one
+Most reads go straight into the cache. The others go through buffers, in copy groups (`CopyGroup`): reads from one
 or several ranks and, when the last of them has landed, a copy on the copy thread. A copy that runs cannot be taken back
 either, so it counts as a read.
 
@@ -20,6 +20,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
@@ -28,12 +29,35 @@ from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferSta
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
 from kvflow.errors import BlocksBusy, RuntimeBroken
 from kvflow.runtime.copy_thread import CopyFailed
-from kvflow.runtime.load.gear import Gear
-from kvflow.runtime.load.reads import CopyGroup, Read
-from kvflow.runtime.own_loop import require_loop
+from kvflow.runtime.load.flight_resources import FlightResources
+from kvflow.runtime.memory import granted
 from kvflow.runtime.peers.peer import Source
-from kvflow.runtime.pool import granted
+from kvflow.runtime.tasks import require_loop
 from kvflow.transport.base import ReadEnded, TransportError
+
+HeadOf: TypeAlias = Callable[[Source], Piece]
+"""Address of a rank's seal, and our word for it: `Flight.head`."""
+
+
+class Read(NamedTuple):
+    """One read from one rank."""
+
+    source: Source
+    descriptors: Descriptors
+    carries_seal: bool = False
+
+
+class CopyGroup(NamedTuple):
+    """Reads that belong together, and what happens when all have landed."""
+
+    reads: Sequence[Read]
+    copy: Callable[[], None] | None = None
+    """Runs on the copy thread once all reads have landed."""
+    release: Callable[[], None] | None = None
+    """Runs on the loop once nothing can touch the group's buffers any more."""
+    on_land: Callable[[float, float], None] | None = None
+    """Callback told, once the group is in the cache, that time and the time at which its first read was posted."""
+
 
 # Steps that each load goes through, looked up once.
 _READING = fire(TRANSFER_TABLE, TransferState.PENDING, TransferEvent.POST)
@@ -63,13 +87,13 @@ class Flight:
         ids: BlockIds,
         sources: Sequence[Source],
         priority: int,
-        gear: Gear,
+        resources: FlightResources,
     ) -> None:
-        """A flight that was admitted: each source has a word (`Words.take`), which is the flight's from now on."""
+        """A flight that was admitted: each source has a word (`SealSlots.take`), which is the flight's from now on."""
         try:
-            gear.ledger.begin_load(ids)
+            resources.ledger.begin_load(ids)
         except BlocksBusy:
-            gear.words.give_back(sources)
+            resources.seal_slots.give_back(sources)
             raise
         self.request_id = request_id
         self.state = TransferState.PENDING
@@ -84,7 +108,7 @@ class Flight:
         self._ids = ids
         self._sources = sources
         self._priority = priority
-        self._gear = gear
+        self._resources = resources
         self.on_safe: Callable[[Flight], None] | None = None
         """Callback told once the blocks are safe, if somebody wants to know."""
         self._under_way = 0
@@ -124,11 +148,6 @@ class Flight:
             await asyncio.shield(ending)
 
     @property
-    def reading(self) -> bool:
-        """True while reads or copies are under way."""
-        return self._under_way > 0
-
-    @property
     def under_way(self) -> int:
         """Number of reads and copies that are under way."""
         return self._under_way
@@ -140,7 +159,8 @@ class Flight:
 
     def head(self, source: Source) -> Piece:
         """Address of a source's seal, and the word of ours that it is fetched to."""
-        return Piece(self._gear.words.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
+        slots = self._resources.seal_slots
+        return Piece(slots.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def fly(self, reads: Iterable[Read]) -> bool:
         """Read straight into the cache. True if the seals vouch for all of it (`core.protocol.proof` says why).
@@ -151,8 +171,8 @@ class Flight:
         if self.state is TransferState.PENDING:
             self.state = _READING
         for read in reads:
-            if self._under_way >= self._gear.reads_max or self._error is not None:
-                await self.below(self._gear.reads_max)
+            if self._under_way >= self._resources.reads_max or self._error is not None:
+                await self.below(self._resources.reads_max)
             if not await self._post(read, None):
                 break
         await self.below(1)
@@ -194,7 +214,7 @@ class Flight:
             cancelled = await self._hold(grace_s)
         if self.state is TransferState.STOPPING:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.OVERDUE)
-            self._gear.ledger.quarantine(self._ids)
+            self._resources.ledger.quarantine(self._ids)
         if cancelled:
             raise asyncio.CancelledError
         return self.safe
@@ -251,7 +271,7 @@ class Flight:
 
     def _judge(self) -> tuple[bool, list[Source]]:
         """Judge after the last read: True if no source's proof calls it stale; and the sources to look at once more."""
-        now_s = self._gear.clock.now_s()
+        now_s = self._resources.clock.now_s()
         fresh, again = True, []
         for source in self._sources:
             verdict = source.proof.after(now_s - source.proof.seen_s)
@@ -274,7 +294,7 @@ class Flight:
         try:
             for read in group.reads:
                 # Reads do not wait for copies, up to as many: more would be in the way of other loads' copies.
-                await self.below(self._gear.reads_max, copies_beside=self._gear.reads_max)
+                await self.below(self._resources.reads_max, copies_beside=self._resources.reads_max)
                 if not await self._post(read, running):
                     return False
             begun = True
@@ -297,19 +317,19 @@ class Flight:
         self, source: Source, descriptors: Descriptors, running: _Running | None, *, fetches_seal: bool
     ) -> None:
         """Post a read when it has a permit. Raises what has gone wrong meanwhile."""
-        gear, agent = self._gear, source.connection.agent
+        resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
-        permit = gear.queue.ask((size_bytes, count, 1), agent, self._priority)
+        permit = resources.queue.ask((size_bytes, count, 1), agent, self._priority)
         if permit.state is PermitState.WAITING:
             await self._permitted(permit)
         try:
             if self._error is not None:
                 raise self._error
-            now_s = gear.clock.now_s()
+            now_s = resources.clock.now_s()
             told = partial(self._heard, source, permit, running, now_s, fetches_seal)
-            gear.poller.post(agent, descriptors, told)
+            resources.poller.post(agent, descriptors, told)
         except BaseException:
-            gear.queue.end(permit)
+            resources.queue.end(permit)
             raise
         if not self._under_way:
             self.heard_s = now_s
@@ -325,12 +345,12 @@ class Flight:
             running.begun_s = min(running.begun_s, now_s)
 
     async def _permitted(self, permit: Permit) -> None:
-        since_s, self.waits = self._gear.clock.now_s(), True
+        since_s, self.waits = self._resources.clock.now_s(), True
         try:
-            await granted(self._gear.queue, permit)
+            await granted(self._resources.queue, permit)
             self.waits = False
         finally:
-            self.queued_s += self._gear.clock.now_s() - since_s
+            self.queued_s += self._resources.clock.now_s() - since_s
 
     def _heard(
         self,
@@ -342,23 +362,23 @@ class Flight:
         event: ReadEnded | RuntimeBroken,
     ) -> None:
         """Callback of the poller: a read has stopped, or it will never be known when."""
-        gear = self._gear
+        resources = self._resources
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
-            gear.queue.end(permit)
+            resources.queue.end(permit)
             if running is not None:
                 self._lost.append(running)
             self._note_lost(event)
             return
         failed = event.error is not None
-        self.heard_s = gear.clock.now_s()
-        gear.queue.end(permit, 0.0 if failed else self.heard_s - posted_s)
+        self.heard_s = resources.clock.now_s()
+        resources.queue.end(permit, 0.0 if failed else self.heard_s - posted_s)
         self.post_s += event.post_s
         if failed:
             if self._error is None:
                 self._error, self.failed = event.error, source
         elif fetches_seal:
-            source.proof.heard(gear.words.table.tokens_missing(source.word, source.lease.lease_id), posted_s)
+            source.proof.heard(resources.seal_slots.table.tokens_missing(source.word, source.lease.lease_id), posted_s)
         if running is not None:
             self._ended(running, intact=not failed)
         self.nudge()
@@ -398,7 +418,7 @@ class Flight:
         if copy is not None and running.intact and self.state is TransferState.READING and self._error is None:
             self._copies += 1
             self._under_way += 1
-            self._gear.copy_thread.submit(copy, lambda error: self._copied(running, error))
+            self._resources.copy_thread.submit(copy, lambda error: self._copied(running, error))
             return
         if release is not None:
             release()
@@ -408,7 +428,7 @@ class Flight:
     def _tell_landed(self, running: _Running) -> None:
         on_land = running.group.on_land
         if on_land is not None and self.state is TransferState.READING and self._error is None:
-            on_land(self._gear.clock.now_s(), running.begun_s)
+            on_land(self._resources.clock.now_s(), running.begun_s)
 
     def _copied(self, running: _Running, error: BaseException | None) -> None:
         self._copies -= 1
@@ -423,9 +443,9 @@ class Flight:
 
     def _give_back(self) -> None:
         """Give back what was claimed. Called once, when no byte can land any more."""
-        gear = self._gear
-        gear.ledger.end_load(self._ids)
-        gear.words.give_back(self._sources)
+        resources = self._resources
+        resources.ledger.end_load(self._ids)
+        resources.seal_slots.give_back(self._sources)
         for source in self._sources:
             connection = source.connection
             connection.users -= 1

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
-from kvflow.runtime.load.reads import CopyGroup
+from kvflow.runtime.load.flight import CopyGroup
 from kvflow.runtime.memory import HostBlocks
 from kvflow.runtime.peers.peer import Source
 
@@ -28,20 +28,20 @@ class SourcePart(NamedTuple):
     """Scratch memory that one of the rank's blocks takes; 0 if they are read straight."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptSpan:
-    """A stretch of the prompt: whole blocks of both sides, of which the first and the last may be written in part."""
+    """A stretch of one lane: whole blocks of both sides, of which the first and the last may be written in part."""
 
+    lane: Lane
     local_ids: BlockIds
     start_token: int
     stop_token: int
-    read_tokens: range
-    """The tokens of the whole load: all of the prompt that is offered, or the end of it."""
 
     @property
     def partly_written(self) -> list[int]:
         """Positions among `local_ids` of blocks that keep some of what they hold."""
-        ends = {0: self.start_token < self.read_tokens.start, -1: self.stop_token > self.read_tokens.stop}
+        read_tokens = self.lane.tokens
+        ends = {0: self.start_token < read_tokens.start, -1: self.stop_token > read_tokens.stop}
         return sorted({at % len(self.local_ids) for at, partly in ends.items() if partly})
 
     def chunks_of(self, part: SourcePart) -> Iterator[Chunks]:
@@ -50,120 +50,72 @@ class PromptSpan:
             yield some.between(self.start_token // size, -(-self.stop_token // size))
 
 
-class GroupSpan(NamedTuple):
-    """A span of one lane."""
-
-    lane: Lane
-    span: PromptSpan
-
-    def stop_token(self) -> int:
-        return self.span.stop_token
-
-
-class Grouping:
-    """Units in which one group of layers of a load is cut: the larger of both sides' blocks where whole remote blocks
-    are read, else our blocks.
-    """
-
-    def __init__(self, parts: Sequence[SourcePart], staging: HostBlocks | None) -> None:
-        self._local_tokens = parts[0].block_map.local.block.tokens
-        permuted = [part for part in parts if part.scratch_bytes]
-        self._unit = math.lcm(self._local_tokens, *(part.block_map.remote.block.tokens for part in permuted))
-        self._host_blocks = None if staging is None else staging.pool.size
-        self._first = min(some.first * part.block_map.chunk_tokens for part in parts for some in part.chunks)
-        self._last = max(
-            (some.first + len(some) - 1) * part.block_map.chunk_tokens + some.tokens
-            for part in parts
-            for some in part.chunks
-        )
-        self._unit_bytes = sum(part.block_map.token_size_bytes for part in parts) * self._unit
-        self.scratch_bytes = sum(
-            part.scratch_bytes * (self._unit // part.block_map.remote.block.tokens) for part in permuted
-        )
-        """Scratch memory that a unit takes."""
-
-    @property
-    def local_blocks(self) -> int:
-        """Blocks of ours in a unit."""
-        return self._unit // self._local_tokens
-
-    def fits(self, slot_bytes: int) -> bool:
-        """True if the smallest span has room in host blocks and scratch memory, where a tail takes a second unit."""
-        host_blocks_do = self._host_blocks is None or self.local_blocks <= self._host_blocks
-        return 2 * self.scratch_bytes <= slot_bytes and host_blocks_do
-
-    def units(self, group_bytes: int, slot_bytes: int) -> int:
-        """Units of a span: not too many for one turn of the loop, the scratch buffer, and half the host buffers."""
-        units = group_bytes // max(self._unit_bytes, self.scratch_bytes)
-        if self.scratch_bytes:
-            units = min(units, slot_bytes // self.scratch_bytes - 1)
-        if self._host_blocks is not None:
-            units = min(units, self._host_blocks // (2 * self.local_blocks))
-        return max(units, 1)
-
-    @property
-    def begin(self) -> int:
-        """The first token of the first block that is written."""
-        return self._first // self._local_tokens * self._local_tokens
-
-    @property
-    def end(self) -> int:
-        """The token behind the last block that is written."""
-        return -(-self._last // self._local_tokens) * self._local_tokens
-
-    @property
-    def tokens(self) -> range:
-        """Tokens that are read."""
-        return range(self._first, self._last)
-
-    def upto(self, there: int) -> int:
-        """End of the readable tokens when so many are there: whole units, and all once all are there."""
-        return self.end if there >= self._last else there // self._unit * self._unit
-
-    def size_bytes(self, tokens: int) -> int:
-        """Bytes to read for so many tokens."""
-        return tokens * self._unit_bytes // self._unit
-
-    def spans(self, local_ids: BlockIds, units: int, start: int, stop: int) -> Iterator[PromptSpan]:
-        """Spans in prompt order, from one cut to another; `local_ids` end with the block of the last token."""
-        size, step = self._local_tokens, units * self._unit
-        first_block = self.end // size - len(local_ids)
-        while start < stop:
-            until = min((start // step + 1) * step, stop)
-            ids = local_ids[start // size - first_block : until // size - first_block]
-            yield PromptSpan(ids, start, until, range(self._first, self._last))
-            start = until
+STOP_TOKEN = attrgetter("stop_token")
+"""Key by which spans of several lanes are merged in prompt order."""
 
 
 class Lane:
-    """One group of layers, of one rank or of several, read in prompt order, span after span."""
+    """One group of layers, of one rank or of several, read in prompt order, span after span.
+
+    It is cut into units: the larger of both sides' blocks where whole remote blocks are read, else our blocks.
+    """
 
     def __init__(
         self,
         parts: Sequence[SourcePart],
         staging: HostBlocks | None,
-        grouping: Grouping,
         local_ids: BlockIds,
-        units: int,
+        span_bytes_max: int,
+        slot_bytes: int = 0,
     ) -> None:
-        """`units`: of a span, at most."""
+        """Cut a lane.
+
+        Args:
+            parts: shares that are read of it from each rank.
+            staging: the group's host blocks, if it has some.
+            local_ids: local blocks, which end with the block of the last token.
+            span_bytes_max: bytes of a span: not too many for one turn of the loop.
+            slot_bytes: room of a scratch buffer. If the smallest span, where a tail takes a second unit, has no room
+                in it or in host blocks, no remote block is read whole.
+        """
+        host_blocks = None if staging is None else staging.pool.size
+        size = self._local_tokens = parts[0].block_map.local.block.tokens
+        unit, scratch_bytes = _unit_of(parts, size)
+        if 2 * scratch_bytes > slot_bytes or (host_blocks is not None and unit // size > host_blocks):
+            parts = [part._replace(scratch_bytes=0) for part in parts]
+            unit, scratch_bytes = _unit_of(parts, size)
         self.parts = parts
-        """Shares that are read of it from each rank."""
         self.staging = staging
-        """The group's host blocks, if it has some."""
-        self.landed_upto = grouping.begin
-        """The first token that is not in our blocks yet."""
+        self._local_ids = local_ids
+        self._unit = unit
+        self._unit_bytes = sum(part.block_map.token_size_bytes for part in parts) * unit
+        units = span_bytes_max // max(self._unit_bytes, scratch_bytes)
+        if scratch_bytes:
+            units = min(units, slot_bytes // scratch_bytes - 1)
+        if host_blocks is not None:  # half of them: another span is copied meanwhile
+            units = min(units, host_blocks // (2 * (unit // size)))
+        self._step = max(units, 1) * unit
+        """Tokens of a span, at most."""
+        self.tokens = range(
+            min(some.first * part.block_map.chunk_tokens for part in parts for some in part.chunks),
+            max(
+                (some.first + len(some) - 1) * part.block_map.chunk_tokens + some.tokens
+                for part in parts
+                for some in part.chunks
+            ),
+        )
+        """Tokens that are read in all."""
+        self._end = -(-self.tokens.stop // size) * size
+        """The token behind the last block that is written."""
+        self._at = self.landed_upto = self.tokens.start // size * size
+        """The first token that was not taken; and the first one that is not in our blocks yet."""
         self._landed: dict[int, int] = {}
         """Spans that have landed beyond that token: first token and the one behind the last."""
-        self._grouping = grouping
-        self._local_ids = local_ids
-        self._units = units
-        self._at = grouping.begin
 
     @property
     def done(self) -> bool:
         """True once all spans were taken."""
-        return self._at >= self._grouping.end
+        return self._at >= self._end
 
     @property
     def straight(self) -> bool:
@@ -174,36 +126,51 @@ class Lane:
     def sources(self) -> list[Source]:
         return [part.source for part in self.parts]
 
-    @property
-    def tokens(self) -> range:
-        """Tokens that are read in all."""
-        return self._grouping.tokens
-
     def size_bytes(self, tokens: int) -> int:
         """Bytes to read for so many tokens."""
-        return self._grouping.size_bytes(tokens)
+        return tokens * self._unit_bytes // self._unit
 
     def readable_bytes(self, there: int) -> int:
         """Bytes that may be read where so many tokens are there, and were not taken."""
-        return self._grouping.size_bytes(max(self._grouping.upto(there) - self._at, 0))
+        return self.size_bytes(max(self._upto(there) - self._at, 0))
 
-    def take(self, there: int) -> Iterator[GroupSpan]:
+    def take(self, there: int) -> Iterator[PromptSpan]:
         """Take what may be read where so many tokens are there: it counts as taken at once."""
-        return self._take(max(self._grouping.upto(there), self._at))
+        return self._take(max(self._upto(there), self._at))
 
-    def rest(self) -> Iterator[GroupSpan]:
+    def rest(self) -> Iterator[PromptSpan]:
         """Spans that were not taken."""
-        return self._take(self._grouping.end)
-
-    def _take(self, stop: int) -> Iterator[GroupSpan]:
-        start, self._at = self._at, stop
-        return map(GroupSpan, repeat(self), self._grouping.spans(self._local_ids, self._units, start, stop))
+        return self._take(self._end)
 
     def note_landed(self, span: PromptSpan) -> None:
         """Note that all of a span is in our blocks."""
         self._landed[span.start_token] = span.stop_token
         while self.landed_upto in self._landed:
             self.landed_upto = self._landed.pop(self.landed_upto)
+
+    def _upto(self, there: int) -> int:
+        """End of the readable tokens when so many are there: whole units, and all once all are there."""
+        return self._end if there >= self.tokens.stop else there // self._unit * self._unit
+
+    def _take(self, stop: int) -> Iterator[PromptSpan]:
+        start, self._at = self._at, stop
+        return self._spans(start, stop)
+
+    def _spans(self, start: int, stop: int) -> Iterator[PromptSpan]:
+        """Spans in prompt order, from one cut to another."""
+        size, step, first_block = self._local_tokens, self._step, self._end // self._local_tokens - len(self._local_ids)
+        while start < stop:
+            until = min((start // step + 1) * step, stop)
+            ids = self._local_ids[start // size - first_block : until // size - first_block]
+            yield PromptSpan(self, ids, start, until)
+            start = until
+
+
+def _unit_of(parts: Sequence[SourcePart], local_tokens: int) -> tuple[int, int]:
+    """Return the tokens of a unit, and the scratch memory that it takes."""
+    permuted = [(part.scratch_bytes, part.block_map.remote.block.tokens) for part in parts if part.scratch_bytes]
+    unit = math.lcm(local_tokens, *(tokens for _, tokens in permuted))
+    return unit, sum(size_bytes * (unit // tokens) for size_bytes, tokens in permuted)
 
 
 class Spans(Protocol):
@@ -218,7 +185,7 @@ class Spans(Protocol):
         """
         ...
 
-    async def group(self, one: GroupSpan) -> CopyGroup:
+    async def group(self, one: PromptSpan) -> CopyGroup:
         """Take the buffers of one span, once they are free, and plan its reads and its copy.
 
         Args:

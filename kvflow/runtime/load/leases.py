@@ -33,8 +33,8 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.peers.lease_questions import lease_told
 from kvflow.runtime.peers.peer import Source, check_parallelism
+from kvflow.runtime.peers.reach import lease_told
 from kvflow.transport.base import AgentName
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class RemoteLeases:
                 self._cache.telling.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
                 return True
         if lease is None:
-            answer = await self._cache.own_reach.questions.standing(ticket, peer)
+            answer = await self._cache.own_reach.standing(ticket, peer)
             if answer.lease is None:
                 return answer.state is not messages.Told.WAITING  # else there is nothing to give back
             lease = lease_told(at, answer.lease)

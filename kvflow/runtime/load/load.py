@@ -16,9 +16,9 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import COMPUTE, KVFlowError, LoadError, UsageError
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
-from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.records import Attempt
+from kvflow.runtime.tasks import require_loop
 
 _LABEL_OF = attrgetter("peer.label")
 _USUAL_PRIORITY = 0

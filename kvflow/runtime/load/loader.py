@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
+from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol.prompts import check_alike
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
@@ -34,10 +35,9 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.parts import part
-from kvflow.runtime.load.expected import check_expected
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Carry, Load, Work, request_name, said_priority
-from kvflow.runtime.load.never_read import NeverRead
+from kvflow.runtime.load.plan import check_expected
 from kvflow.runtime.load.requests import (
     PHASES,
     TICKETS_MAX,
@@ -57,6 +57,11 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 
+NEVER_READ_AT = 3
+"""Failures after which an engine is said never to have been read from. A peer that restarts costs one or two."""
+_ENGINES_MAX = 1024
+
+
 class Loader:
     """All loads of a registration."""
 
@@ -72,10 +77,10 @@ class Loader:
         self.peers = cache.peers
         self.resolver = cache.resolver
         self.remote_leases = cache.remote_leases
-        self.gear = cache.gear
+        self.resources = cache.resources
         self.whole = cache.whole.carry
         """Carrier of a load whose offer is known."""
-        self._gate = cache.whole.gate
+        self._throttle = cache.whole.throttle
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
         self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
@@ -86,14 +91,15 @@ class Loader:
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
-        self._never_read = NeverRead(self.peers.delivered)
+        self._never_read: Latest[str, int] = Latest(_ENGINES_MAX)
+        """Failed loads by engines that none had ever read from."""
 
     @property
     def statistics(self) -> LoadingStatistics:
-        queue = self.gear.queue
+        queue = self.resources.queue
         return LoadingStatistics(
             open_loads=len(self._loads),
-            waiting_loads=self.gear.words.waiting,
+            waiting_loads=self.resources.seal_slots.waiting,
             waiting_reads=queue.waiting,
             in_flight=InFlight(*queue.used),
             peers={
@@ -102,7 +108,9 @@ class Loader:
             },
             quarantines=len(self.quarantines),
             renewals=self.remote_leases.sent,
-            never_read=self._never_read.count,
+            never_read=sum(
+                many >= NEVER_READ_AT and not self.peers.delivered(one) for one, many in self._never_read.items()
+            ),
             **self._counts,
             **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
         )
@@ -120,13 +128,13 @@ class Loader:
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
         """See `Runtime.load_blocks`."""
         begun_s = self._now_s()
-        if self._gate.at_once(begun_s):
+        if self._throttle.at_once(begun_s):
             return self._carry_out(*self._accept(request, begun_s, waited_s=0.0))
         return self._load_in_turn(request, begun_s)
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
         """Local blocks as a request gives them, by group. RequestError if they cannot be right."""
-        return self.gear.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
+        return self.resources.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`; raises what is wrong with the request."""
@@ -170,13 +178,13 @@ class Loader:
         await self._quiet.wait()
 
     async def _load_in_turn(self, request: LoadRequest, begun_s: float) -> LoadReport:
-        await self._gate.come(said_priority(request))
+        await self._throttle.come(said_priority(request))
         return await self._carry_out(*self._accept(request, begun_s, waited_s=self._now_s() - begun_s))
 
     async def _start_in_turn(self, load: Load, work: Work, carry: Carry) -> LoadReport:
         """Body of a load's own task."""
-        if not self._gate.at_once(self._now_s()):
-            await self._gate.come(load.request.priority)
+        if not self._throttle.at_once(self._now_s()):
+            await self._throttle.come(load.request.priority)
         return await self._carry_out(load, work, carry)
 
     def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Work, Carry]:
@@ -198,7 +206,7 @@ class Loader:
                 tickets, carry = self._several(plain)
             if plain.verify and (problem := self._cache.part("verify", f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
-            tables, entries = self.gear.ledger.find(plain.block_ids, f"{what}: block_ids")
+            tables, entries = self.resources.ledger.find(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
                 for one in tickets:
                     check_expected(self.groups, plain, one, tables)
@@ -292,11 +300,30 @@ class Loader:
         if isinstance(error, PeerError | LoadError | RequestError):  # shared by loads of one handshake, perhaps
             error = error.of_request(load.request_id, work.ticket.engine_id)
         if isinstance(error, PeerError | LoadError) and work.attempts is None:
-            self._never_read.failed(work.ticket.engine_id, str(error))
+            self._note_never_read(work.ticket.engine_id, str(error))
         error.quarantine = load if work.flight is not None and not work.flight.safe else None
         logger.info("load %s failed in phase %s: %s", load.request_id, work.where, error)
         self._end(load, work, error, "failed", type(error).__name__, str(error))
         return error
+
+    def _note_never_read(self, engine_id: str, why: str) -> None:
+        """Count a failed load with a ticket of an engine that no load has ever read from, and log it once.
+
+        A router that sends the request elsewhere hides the error of a load. If all loads of a pair fail, prompts take
+        long, and nothing else shows.
+        """
+        if self.peers.delivered(engine_id):
+            self._never_read.pop(engine_id, None)
+            return
+        many = self._never_read[engine_id] = self._never_read.get(engine_id, 0) + 1
+        if many == NEVER_READ_AT:
+            logger.warning(
+                "engine %r: loads with its tickets failed %s, and none has ever read from it; the last: %s; "
+                "`kvflow doctor --pair` tells which rule says no",
+                engine_id,
+                counted(many, "time"),
+                why,
+            )
 
     def _over(self, load: Load, work: Work, task: asyncio.Task[LoadReport]) -> None:
         """End a load whose own task was cancelled before its first step."""
@@ -349,11 +376,11 @@ class Loader:
             self._counts["sources_left"] += len(work.attempts) - 1
             for attempt in work.attempts:
                 if attempt.error:
-                    self._never_read.failed(attempt.engine_id, attempt.error)
+                    self._note_never_read(attempt.engine_id, attempt.error)
         if work.verification is not Verification.OFF:
             self._verified[work.verification] += 1
-        if self._gate.paused:
-            self._gate.resume()
+        if self._throttle.paused:
+            self._throttle.resume()
         if not self._loads and not self._unsafe:
             self._quiet.set()
         if self._observers.all:

@@ -1,4 +1,6 @@
-"""Plan of one load, from tables of block ids to chunks of tokens: which offered blocks go where. Pure.
+"""A load before its bytes: whether its request goes with its offer, and which offered blocks go where. Pure.
+
+The plan leads from tables of block ids to chunks of tokens.
 
 Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of groups of
 layers; then each rank's own block ids are put in. Nothing is believed that was not checked against the registered
@@ -12,12 +14,15 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvflow.checks import counted
+from kvflow.checks import count, counted
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, check_block_ids, match_chunks
+from kvflow.core.plan.room import check_place, check_room
+from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import RequestError
+from kvflow.errors import PromptMismatch, RequestError
+from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.peers.peer import Source
 
 Matched: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
@@ -48,10 +53,10 @@ def planned(
             found = matched.get(block_map.of_groups)
             if found is None:
                 found = matched[block_map.of_groups] = _match(what, ticket, tables, groups, block_map, source)
-                count = 0
+                filled = 0
                 for some in found:
-                    count += len(some.local_ids) * some.tokens
-                tokens = max(tokens, count)
+                    filled += len(some.local_ids) * some.tokens
+                tokens = max(tokens, filled)
             wanted = wanted or len(found) > 0
         if wanted:
             source.tables = known_so_far(ticket, source)
@@ -67,8 +72,8 @@ def known_so_far(ticket: Ticket, source: Source) -> list[BlockIds]:
     what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
     given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
     tables = []
-    for ids, count in zip(given, source.connection.num_blocks, strict=True):
-        tables.append(check_block_ids(ids, num_blocks=count, what=what))
+    for ids, num_blocks in zip(given, source.connection.num_blocks, strict=True):
+        tables.append(check_block_ids(ids, num_blocks=num_blocks, what=what))
     if ticket.extends:
         for at, total in enumerate(ticket.block_counts):
             if total > source.connection.num_blocks[at]:
@@ -102,3 +107,70 @@ def _match(
         whole=whole,
         what=what,
     )
+
+
+def check_expected(
+    groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
+) -> None:
+    """Compare a request with its offer, as far as that is known.
+
+    PromptMismatch if the offer is of another prompt or number of tokens; RequestError if the local blocks are not for
+    just the offered tokens, or go beyond the prompt.
+    """
+    what = f"request {request.request_id!r}"
+    if not ticket.awaited:
+        _check_offer(ticket, request)
+        check_offered(groups, request, ticket, tables)
+    elif request.prompt is not None:
+        tokens = count(request.prompt, f"{what}: prompt")
+        check_room(groups, tables, request.cached_tokens, tokens, what, f"the {counted(tokens, 'token')} of its prompt")
+
+
+def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
+    """Compare a request with an offer that was waited for: as `check_expected`.
+
+    PromptMismatch if the local blocks were made for the prompt, and the offer ends before them or beyond.
+    """
+    if request.prompt is not None or request.num_tokens is not None:
+        _check_offer(ticket, request)
+        check_offered(groups, request, ticket, tables, RequestError if request.prompt is None else PromptMismatch)
+
+
+def check_offered(
+    groups: Sequence[GroupFacts],
+    request: LoadRequest,
+    ticket: Ticket,
+    tables: Sequence[BlockIds],
+    kind: type[RequestError] = RequestError,
+) -> None:
+    """Raise `kind` unless the local blocks are for just the tokens that a known offer has; see `plan.room`."""
+    if not ticket.has_blocks:
+        return  # nothing is read
+    told = request.num_tokens
+    if told is None and request.prompt is not None:
+        told = len(request.prompt)
+    check_place(
+        groups,
+        tables,
+        request.cached_tokens,
+        ticket.offered_tokens,
+        told=told,
+        what=f"request {request.request_id!r}",
+        whose=_whose(ticket),
+        kind=kind,
+    )
+
+
+def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
+    """PromptMismatch if a ticket is not of the prompt that its reader has made room for, as far as both say."""
+    what, offers = f"request {request.request_id!r}", f"{_whose(ticket)} offers {ticket.offered_tokens}"
+    if request.prompt is not None:
+        check_prompt(ticket, request.prompt, what)
+        if len(request.prompt) < ticket.offered_tokens:
+            raise PromptMismatch(f"{what}: its prompt has {counted(len(request.prompt), 'token')}, {offers}")
+    if request.num_tokens is not None and request.num_tokens != ticket.offered_tokens:
+        raise PromptMismatch(f"{what}: expected {counted(request.num_tokens, 'token')}, {offers}")
+
+
+def _whose(ticket: Ticket) -> str:
+    return f"{ticket.engine_id!r} at {ticket.address}"

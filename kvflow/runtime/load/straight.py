@@ -1,20 +1,42 @@
-"""Loads that are read straight into the cache: most of them are. Others go through the buffers of `kvflow.staging`."""
+"""Readers: one is chosen for each load, once, from its sources and its request.
+
+Most loads are read straight into the cache. Others go through the buffers of `kvflow.staging`, grow (`kvflow.growing`),
+or are compared (`kvflow.verify`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import Chunks, alike
 from kvflow.core.plan.slices import plan_slices
 from kvflow.parts import PARTS
-from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.flight import Flight, HeadOf, Read
 from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.plan import Plan
-from kvflow.runtime.load.reads import HeadOf, Read
 from kvflow.runtime.peers.peer import Connection, Source
+
+
+class Reader(Protocol):
+    """Way of a load's bytes into its blocks: straight, through buffers, as they are computed, or with a comparison."""
+
+    def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> Awaitable[bool]:
+        """Read all blocks of a plan.
+
+        Args:
+            flight: what the load has claimed; it posts the reads.
+            load: the load, with its request.
+            work: state of the load.
+            plan: ranks and chunks to read.
+
+        Returns:
+            True if the leases have covered the whole read; see `Flight.fly`.
+        """
+        ...
 
 
 class Straight:

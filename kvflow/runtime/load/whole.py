@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvflow.checks import counted
+from kvflow.checks import counted, said
 from kvflow.core.plan.descriptors import FEW, check_block_ids, match_few, read_few
+from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.history import History
 from kvflow.errors import (
     LeaseExpired,
@@ -22,16 +23,13 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.runtime.copy_thread import CopyFailed
-from kvflow.runtime.load.around import held, until
-from kvflow.runtime.load.expected import check_offered
-from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.gear import TURN_S, Gate
+from kvflow.runtime.load.flight import Flight, Read
+from kvflow.runtime.load.flight_resources import TURN_S, LoadThrottle
 from kvflow.runtime.load.load import Load, Work
-from kvflow.runtime.load.plan import Plan, planned
-from kvflow.runtime.load.reader import Reader
-from kvflow.runtime.load.reads import Read
+from kvflow.runtime.load.plan import Plan, check_offered, planned
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.peers.peer import Source
+from kvflow.runtime.load.straight import Reader
+from kvflow.runtime.peers.peer import Source, held
 from kvflow.transport.base import TransportError
 
 if TYPE_CHECKING:
@@ -56,8 +54,8 @@ class Whole:
         self._resolver = cache.resolver
         self._remote_leases = cache.remote_leases
         self.straight = cache.straight
-        self._gear = cache.gear
-        self.gate: Gate = Gate(cache.gear.poller)
+        self._resources = cache.resources
+        self.throttle: LoadThrottle = LoadThrottle(cache.resources.poller)
         self._few_max = FEW if not config.verify_share and self._groups[0].whole else 0
         """Blocks of a load that `_few` may plan: not of one that may be compared, and not of a window."""
         self._slice_max = (limits.slice_bytes_max, limits.slice_descriptors_max)
@@ -74,11 +72,11 @@ class Whole:
             sources = await self._resolver.reach(ticket, keep)
         work.enter("plan")
         if work.seconds["handshake"] > TURN_S:  # many loads may have waited for the same handshake
-            await self.gate.come(request.priority, again=True)
+            await self.throttle.come(request.priority, again=True)
         plan = self._plan(load, work, sources)
-        if request.after is not None or not self._gear.words.take(plan.sources):
+        if request.after is not None or not self._resources.seal_slots.take(plan.sources):
             await self._admitted(load, work)
-        flight = work.flight = Flight(load.request_id, work.entries, plan.sources, request.priority, self._gear)
+        flight = work.flight = Flight(load.request_id, work.entries, plan.sources, request.priority, self._resources)
         try:
             fresh = await self._read(load, work, plan, sources)
             flight.land()
@@ -169,22 +167,31 @@ class Whole:
         """Wait for the caller's event, and until as many more ranks may be read from. Overloaded if too many loads wait
         already. A connection that breaks meanwhile stays until we have found out.
         """
-        request, words, waiting_max = load.request, self._gear.words, self._config.loads_waiting_max
+        request, slots, waiting_max = load.request, self._resources.seal_slots, self._config.loads_waiting_max
         ranks, ranks_max = len(work.sources), self._config.limits.loads_max
         with held(work.sources):
             if request.after is not None:
-                await until(request.after, self._gear.copy_thread, load, work)
+                await self._happened(request.after, load, work)
             if ranks > ranks_max:
                 raise RequestError(
                     f"request {load.request_id!r}: reads from {counted(ranks, 'rank')}, limits.loads_max is {ranks_max}"
                 )
-            if not words.take(work.sources):
-                if words.waiting >= waiting_max:
+            if not slots.take(work.sources):
+                if slots.waiting >= waiting_max:
                     waiting = f"{counted(waiting_max, 'load')} (loads_waiting_max) wait already"
                     raise work.failure(load, Overloaded, waiting)
                 work.enter("queued")
-                await words.wait(work.sources, request.priority)
+                await slots.wait(work.sources, request.priority)
                 work.enter("plan")
+
+    async def _happened(self, event: DeviceEvent, load: Load, work: Work) -> None:
+        """Wait until the device does nothing to the blocks any more. TransferFailed if that will never be known."""
+        work.enter("queued", lambda: "its event `after` has not happened on this engine's device")
+        try:
+            await self._resources.copy_thread.happened(event)
+        except Exception as error:
+            raise work.failure(load, TransferFailed, f"its event `after` failed: {said(error)}") from error
+        work.enter("plan")
 
     async def _empty(self, load: Load, work: Work) -> LoadReport:
         """Carry a load of no blocks: tell the producer, if it waits for us; wait for the payload, if one is promised.

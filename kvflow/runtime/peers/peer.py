@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -205,6 +206,20 @@ class Source:
     """Chunks to read, with that rank's block ids, group after group."""
     word: int = -1
     """The word of ours that its seal is fetched to."""
+
+
+@contextmanager
+def held(sources: Sequence[Source]) -> Iterator[None]:
+    """Keep connections open in the transport while the block waits, or claims them."""
+    for source in sources:
+        source.connection.users += 1
+    try:
+        yield
+    finally:
+        for source in sources:
+            source.connection.users -= 1
+            if not source.connection.users and source.connection.left is not None:
+                source.connection.left.set()
 
 
 ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]

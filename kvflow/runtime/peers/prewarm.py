@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvflow.checks import answer, shown
@@ -15,6 +15,7 @@ from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
 from kvflow.runtime.peers.peer import check_parallelism
 from kvflow.runtime.peers.reach import Reach, first_to_ask
 from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.tasks import for_each
 
 _AT_ONCE_MAX = 16
 
@@ -35,15 +36,10 @@ async def prewarm(
     listed = None if isinstance(engines, str | bytes | Mapping) else answer(lambda: tuple(engines))
     if listed is None:
         raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {shown(engines)}")
-    room = asyncio.Semaphore(_AT_ONCE_MAX)
-
-    async def one(engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
-        async with room:
-            return await _prewarm_one(reach, peers, engine)
-
     # Decode engines that start together have the same list: each begins somewhere else, or they would meet at each one.
     start = reach.spread % len(listed) if len(listed) > _AT_ONCE_MAX else 0
-    found = await asyncio.gather(*map(one, (*listed[start:], *listed[:start])))
+    in_turn = (*listed[start:], *listed[:start])
+    found = await for_each(in_turn, partial(_prewarm_one, reach, peers), _AT_ONCE_MAX)
     return (*found[len(listed) - start :], *found[: len(listed) - start])
 
 

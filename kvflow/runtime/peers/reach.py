@@ -1,7 +1,8 @@
 """The way from a ticket to the ranks that its load reads from or reports to: their connections and their leases.
 
 A ticket names one or more ranks of an engine. The parallelism of both engines decides which of its ranks concern us
-(`core.plan.ranks`). Those whose lease the ticket does not name are asked for it (`lease_questions`).
+(`core.plan.ranks`). Those whose lease the ticket does not name are asked for it: a rank answers a `LeaseRequest` once
+there is something that the reader does not know, or after some seconds.
 
 Tickets are not signed, so they are believed step by step. A ticket that cannot be right is refused before anybody is
 asked. Then one rank is asked how its engine is cut. Only if its answer agrees with the ticket the others are asked, a
@@ -16,27 +17,34 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kvflow.checks import counted
+import msgspec
+
+from kvflow.checks import counted, is_name
 from kvflow.config import rank_offset
+from kvflow.core.bounds import INCARNATION_CHARS_MAX
 from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import check_block_ids
 from kvflow.core.plan.ranks import RankPlan, plan_ranks
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.policy.latest import Latest
+from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
+from kvflow.core.protocol.messages import Told
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import Ticket, read_ticket
+from kvflow.core.protocol.ticket import Ticket, check_lease, read_ticket
 from kvflow.errors import (
-    KVFlowError,
+    LeaseExpired,
+    PeerError,
     PeerIncompatible,
+    PrefillFailed,
     ProtocolError,
     RequestError,
 )
 from kvflow.hosts import PORT_MAX, address_at, loopback_hint, split_address
 from kvflow.logs import logger_of
-from kvflow.runtime.peers.lease_questions import LeaseQuestions, expired, wrong_lease
-from kvflow.runtime.peers.peer import Connection, Peer, ReadTicket, Source, check_parallelism
+from kvflow.runtime.peers.peer import Connection, Peer, ReadTicket, Source, check_parallelism, words
+from kvflow.runtime.tasks import for_each
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
@@ -84,7 +92,6 @@ class Reach:
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
-        self.questions = LeaseQuestions(local, peers, config.limits.lease_wait_s)
         self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
         self._plans: Latest[tuple[Parallelism, int], RankPlan] = Latest(_PLANS_MAX)
@@ -187,17 +194,50 @@ class Reach:
                 return _Reached(peer, connection, None)
             return reached(self.source(ticket, peer, connection, lease))
 
-        room = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
-
         async def complete(one: _Reached) -> _Reached:
             if one.source is not None or one.connection.report_share.numerator == 0:
                 return one
-            async with room:
-                lease = await self.questions.find(ticket, one.peer)
+            lease = await self.find_lease(ticket, one.peer)
             connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
             return reached(self.told(ticket, one.peer, connection, lease, lease.block_tables))
 
-        return await _all_of([complete(one) for one in await self.walk(ticket, visit)])
+        return await for_each(await self.walk(ticket, visit), complete, _QUESTIONS_AT_ONCE_MAX)
+
+    async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
+        """Ask a rank that the ticket does not name about its lease, for `limits.lease_wait_s`. Raises a PeerError.
+
+        The first question does not wait: so few are under way to one rank, whatever the number of its requests.
+        """
+        self._peers.check_wait(peer, None)
+        give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
+        question = messages.LeaseRequest(
+            reader=self._local.reader,
+            target=peer.at.target,
+            request_id=ticket.request_id,
+            num_tokens=ticket.num_tokens,
+            blocks_digest=ticket.blocks_digest,
+        )
+        answer = await self._peers.find_lease(peer, question)
+        return answer if answer.state is not Told.WAITING else await self._peers.ask_until(peer, question, give_up_s)
+
+    async def find_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
+        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired, PrefillFailed."""
+        answer = await self.standing(ticket, peer)
+        who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
+        if answer.state is Told.FAILED:
+            what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {words(answer.reason)}"
+            raise PrefillFailed(what, request_id=ticket.request_id, peer=peer.address)
+        if answer.state is Told.WAITING:
+            within = f"none within {self._config.limits.lease_wait_s} s (limits.lease_wait_s)"
+            raise expired(ticket, peer, f"{who} has no lease for it: {within}")
+        if answer.state is Told.ENDED or answer.lease is None:
+            raise expired(ticket, peer, f"{who} has no lease for it: it has ended")
+        lease = lease_told(peer.at, answer.lease)
+        try:
+            check_lease(lease, ticket)
+        except RequestError as error:
+            raise wrong_lease(peer.at, error) from error
+        return lease
 
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
         """Visit the ranks that a checked ticket concerns: one that it names, and then the others, a few at a time.
@@ -210,14 +250,8 @@ class Reach:
             return []
         first = first_to_ask(ticket, ranks)
         results = {first: await visit(first)}
-        room = asyncio.Semaphore(VISITS_AT_ONCE_MAX)
-
-        async def in_turn(at: Address) -> None:
-            await room.acquire()
-            results[at] = await visit(at)
-            room.release()  # not after a visit that raised: then no other rank is visited
-
-        await _all_of([in_turn(at) for at in ranks if at != first])
+        if others := [at for at in ranks if at != first]:
+            results |= zip(others, await for_each(others, visit, VISITS_AT_ONCE_MAX), strict=True)
         return [results[at] for at in ranks]
 
     def whereabouts(self, ticket: Ticket) -> list[Address]:
@@ -333,21 +367,26 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
     return Source(peer, connection, lease, address, proof)
 
 
+def lease_told(at: Address, lease: RankLease) -> RankLease:
+    """Return the lease of a rank's answer, with the rank and address that were asked. ProtocolError if it is none."""
+    if not lease.lease_id or not is_name(lease.incarnation, INCARNATION_CHARS_MAX):
+        what = f"lease_id of {counted(len(lease.lease_id), 'character')}, incarnation {words(lease.incarnation, 80)!r}"
+        raise at.failure(ProtocolError, f"the lease that it tells of cannot be right: {what}")
+    host, port = split_address(at.address, what="peer")
+    place = {"pp_rank": at.rank.pp, "tp_rank": at.rank.tp, "host": host, "port": port}
+    return msgspec.structs.replace(lease, **place)
+
+
+def wrong_lease(at: Address, error: RequestError) -> PeerError:
+    """Error of a rank that tells of a lease that cannot be right."""
+    return at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
+
+
+def expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
+    what = f"request {ticket.request_id!r}"
+    return LeaseExpired(f"{what}: {why}", request_id=ticket.request_id, peer=peer.address)
+
+
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
     """The rank to ask before the others: the first of those that the ticket names itself."""
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
-
-
-async def _all_of(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Wait for all at once; the first failure ends the others and is raised."""
-    if len(waits) == 1:
-        return [await waits[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(wait) for wait in waits]
-    except BaseExceptionGroup as problems:
-        ours, others = problems.split(KVFlowError)
-        if ours is None or others is not None:
-            raise
-        raise ours.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -111,7 +111,7 @@ class OfferedBlocks:
         self._seals = cache.seals
         self._staging = cache.memory.staging
         """Host blocks of each group; none if peers read the cache itself."""
-        self._copy_thread = cache.gear.copy_thread
+        self._copy_thread = cache.resources.copy_thread
         self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
         """Tokens that are whole blocks of every group."""
         self._stage_step = self._stage_unit * max(cache.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1)

@@ -1,12 +1,17 @@
-"""A lease as its owner sees it: the request it is made for, its states, its outcome. `serving` holds all of them."""
+"""A lease: the request that it is made for, the lease while it is open, and the handle that its owner has.
+
+`serving` holds all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from kvflow import checks
@@ -15,10 +20,16 @@ from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent, GivenEvent
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
+from kvflow.core.protocol import messages
 from kvflow.core.protocol.proof import FAILED
+from kvflow.core.protocol.rank_lease import RankLease
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.core.protocol.ticket_checks import checked_traceparent
-from kvflow.runtime.own_loop import require_loop
-from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
+from kvflow.runtime.producer.blocks import HeldBlocks
+from kvflow.runtime.tasks import require_loop
+
+if TYPE_CHECKING:
+    from kvflow.runtime.producer.serving import Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +96,59 @@ class ServingStatistics:
     may be another prompt's."""
 
 
-class LeaseKeeper(Protocol):
-    """The keeper of all leases of a rank: `serving.Serving`, which makes them and so imports this module."""
+class LeaseOutcome(enum.StrEnum):
+    """End of a lease; in every case the blocks may be reused."""
 
-    def revoke(self, entry: LeaseEntry) -> None: ...
+    READ = "read"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    FAILED = "failed"
 
-    def fail(self, entry: LeaseEntry, reason: str) -> None: ...
 
-    def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None: ...
+@dataclass(slots=True, eq=False)
+class OpenLease:
+    """A lease that is open or holds its blocks: its entry in the book, its blocks, and the future of its end."""
 
-    def growing(self, request_id: str) -> Any: ...
+    entry: LeaseEntry
+    ticket: Ticket
+    held: HeldBlocks
+    outcome: asyncio.Future[LeaseOutcome]
+    payload: bytes | None
+    """The payload; None if it is promised and not given yet."""
+    reason: str = ""
+    """The reason why its prompt could not be computed."""
+
+    @property
+    def complete(self) -> bool:
+        """True once readers have nothing to wait for any more."""
+        return not self.held.missing and self.payload is not None
+
+    def is_of(self, num_tokens: int, blocks_digest: bytes) -> bool:
+        """Return whether the lease is of these blocks and tokens: those of its ticket, or all that it has by now."""
+        ticket, tables = self.ticket, self.held.tables
+        if ticket.num_tokens != num_tokens or ticket.blocks_digest == blocks_digest:
+            return ticket.num_tokens == num_tokens
+        if list(map(len, tables)) == list(map(len, ticket.block_tables)):
+            return False
+        ids = tuple(tuple(table.tolist()) for table in tables)
+        return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
+
+    def lease(self) -> RankLease:
+        """Return the lease for a reader that does not have the ticket."""
+        own, held = self.ticket.first, self.held
+        return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
+
+    def offer(self, queued_bytes: int = 0) -> messages.Offer:
+        """Return the content of the ticket for a reader that does not have it."""
+        ticket = self.ticket
+        return messages.Offer(
+            num_tokens=ticket.num_tokens,
+            ttl_s=ticket.ttl_s,
+            block_ids=ticket.block_tables,
+            extends=ticket.extends,
+            prompt_digest=ticket.prompt_digest,
+            queued_bytes=queued_bytes,
+        )
 
 
 class Lease:
@@ -103,13 +157,13 @@ class Lease:
     Cancelling a task that awaits a lease leaves the lease as it is.
     """
 
-    def __init__(self, opened: OpenLease, keeper: LeaseKeeper) -> None:
+    def __init__(self, opened: OpenLease, serving: Serving) -> None:
         self.ticket = opened.ticket
         """The ticket for its readers, as it was when the lease was opened: they ask for what has come since."""
         self._opened = opened
         self._entry = opened.entry
         self._outcome = opened.outcome
-        self._keeper = keeper
+        self._serving = serving
 
     def __repr__(self) -> str:
         return f"<Lease {self.request_id} {self.state}, {counted(self.readers_done, 'reader')} done>"
@@ -170,7 +224,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("revoke()")
-        self._keeper.revoke(self._entry)
+        self._serving.revoke(self._entry)
         return self
 
     def fail(self, reason: str = "") -> Lease:
@@ -190,7 +244,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("fail()")
-        self._keeper.fail(self._entry, checks.text(reason, f"request {self.request_id!r}: fail: reason"))
+        self._serving.fail(self._entry, checks.text(reason, f"request {self.request_id!r}: fail: reason"))
         return self
 
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
@@ -210,7 +264,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("advance()")
-        self._keeper.growing(self.request_id).advance(self._opened, num_tokens, ready)
+        self._serving.growing(self.request_id).advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
         """Add the blocks that follow, in prompt order, to a lease that was opened with fewer than its tokens need.
@@ -229,7 +283,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("extend()")
-        self._keeper.growing(self.request_id).extend(self._opened, block_ids)
+        self._serving.growing(self.request_id).extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
         """Say that all tokens are computed: once `ready` has happened, or now. Every load of the lease gets `payload`.
@@ -248,7 +302,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("complete()")
-        self._keeper.growing(self.request_id).complete(self._opened, payload, ready)
+        self._serving.growing(self.request_id).complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count the lease's time from now on, as if it were offered now with that `ttl_s`.
@@ -264,7 +318,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_here("restart()")
-        self._keeper.restart(
+        self._serving.restart(
             self._entry, None if ttl_s is None else checks.seconds(ttl_s, f"request {self.request_id!r}: ttl_s")
         )
 

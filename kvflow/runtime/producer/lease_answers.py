@@ -16,26 +16,50 @@ Readers put one question (`messages.LeaseRequest`), which waits until there is s
 Of the lease that a reader knows these are told: it is complete, with its payload; it has blocks that the reader does
 not know; no more tokens are missing than the reader has asked for. If none of them is so, the question waits.
 
+A question that waits is settled exactly once: by an event of its request, by its reader's time, or by the end of the
+registration. Where there is no room for a question it is answered at once that there is nothing yet, and its reader
+asks again a little later. So whoever fills the room with questions slows others down, but keeps nobody from an answer
+that is there.
+
 An answer proves nothing: the seal says whether a lease has covered a read. But it is the only way to a payload, and to
 blocks that no ticket names.
 """
 
 from __future__ import annotations
 
+import asyncio
+import heapq
+import itertools
+import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvflow.checks import printable
 from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import asked_by
 from kvflow.core.protocol.messages import Told
+from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.channel.protocol import Answered, refusal
-from kvflow.runtime.clock import Clock
-from kvflow.runtime.producer.open_lease import OpenLease
-from kvflow.runtime.producer.waiting_questions import WaitingQuestions
+from kvflow.runtime.clock import Alarm, Clock
+from kvflow.runtime.producer.lease import OpenLease
 
+WAITING_MAX = 1 << 14
+"""Questions that wait at once; those beyond are answered at once, and asked again a little later."""
+OF_READER_MAX = 1 << 12
+OF_REQUEST_MAX = 256
 _NOTES_MAX = 1 << 12
 _REASON_CHARS_MAX = 500
 _ENDED = messages.LeaseAnswer(state=Told.ENDED)
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """A question that waits."""
+
+    question: messages.LeaseRequest
+    reply: asyncio.Future[messages.Reply]
 
 
 class LeaseAnswers:
@@ -51,9 +75,16 @@ class LeaseAnswers:
         """`open_lease` finds that of a request; `served` says whether one of it has ended lately."""
         self._open_lease = open_lease
         self._served = served
-        self._waiting = WaitingQuestions(clock, self._now)
-        self.tell = self._waiting.settle
-        """Answers questions about a request, since something has happened to it."""
+        self._clock = clock
+        self._of_request: dict[str, dict[_Question, None]] = {}
+        """Questions that wait, by request, in the order in which they came."""
+        self._of_reader: Counter[str] = Counter()
+        self.waiting = 0
+        """Questions that wait now."""
+        self._due: list[tuple[float, int, _Question]] = []
+        """Heap of questions by their time, settled ones among them."""
+        self._numbers = itertools.count()
+        self._alarm = Alarm(clock, self._look)
         self._incarnation = incarnation
         self._notes: Latest[str, messages.LeaseAnswer] = Latest(_NOTES_MAX)
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
@@ -62,15 +93,10 @@ class LeaseAnswers:
         self.turned_away = ""
         """The reason why no lease is opened any more; "" while some are."""
 
-    @property
-    def waiting(self) -> int:
-        """Questions that wait now."""
-        return len(self._waiting)
-
     def answer(self, question: messages.LeaseRequest) -> Answered:
         """Answer a question now, or promise to. Raises WireError for a question that cannot be right."""
         reply = self._now(question)
-        return self._waiting.wait(question) if reply is None else reply
+        return self._wait(question) if reply is None else reply
 
     def opened(self, found: OpenLease, *, nothing: bool) -> None:
         """A lease is open; with `nothing` to read it ends now, and readers are told that there was none."""
@@ -96,10 +122,21 @@ class LeaseAnswers:
         self.tell(question.request_id)
         return messages.Ack(incarnation=self._incarnation)
 
+    def tell(self, request_id: str) -> None:
+        """Answer the questions about a request that have an answer now, since something has happened to it."""
+        if request_id not in self._of_request:
+            return
+        for waiting in list(self._of_request[request_id]):
+            reply = self._now(waiting.question)
+            if reply is not None:
+                self._end(waiting, reply)
+        self._set_timer()
+
     def turn_away(self, why: str) -> None:
         """Turn away everybody who waits for a lease, as no more are opened."""
         self.turned_away = why
-        self._waiting.settle_all()
+        for request_id in list(self._of_request):
+            self.tell(request_id)
 
     def _note(self, request_id: str, reply: messages.LeaseAnswer) -> None:
         self._notes[request_id] = reply
@@ -141,6 +178,52 @@ class LeaseAnswers:
         if found.complete:
             return messages.LeaseAnswer(state=Told.COMPLETE, more_block_ids=more, payload=found.payload or b"")
         return messages.LeaseAnswer(state=Told.OPEN, more_block_ids=more)
+
+    def _wait(self, question: messages.LeaseRequest) -> Answered:
+        """Promise an answer; or give one at once, if there is no room to wait."""
+        reader = asked_by(question)
+        others = self._of_request.get(question.request_id, ())
+        room = self.waiting < WAITING_MAX and len(others) < OF_REQUEST_MAX
+        if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:
+            return messages.NOTHING_YET
+        due_s = self._clock.now_s() + min(question.wait_s, QUESTION_WAIT_S)
+        waiting = _Question(question, asyncio.get_running_loop().create_future())
+        self._of_request.setdefault(question.request_id, {})[waiting] = None
+        self._of_reader[reader] += 1
+        self.waiting += 1
+        heapq.heappush(self._due, (due_s, next(self._numbers), waiting))
+        self._set_timer()
+        return waiting.reply
+
+    def _end(self, waiting: _Question, reply: messages.Reply) -> None:
+        request_id, reader = waiting.question.request_id, asked_by(waiting.question)
+        del self._of_request[request_id][waiting]
+        if not self._of_request[request_id]:
+            del self._of_request[request_id]
+        self._of_reader[reader] -= 1
+        if not self._of_reader[reader]:
+            del self._of_reader[reader]
+        self.waiting -= 1
+        if not waiting.reply.done():
+            waiting.reply.set_result(reply)
+
+    def _set_timer(self) -> None:
+        """Set the timer to the end of the next question's time, if there is one."""
+        while self._due and self._is_settled(self._due[0][2]):
+            heapq.heappop(self._due)
+        self._alarm.set(self._due[0][0] if self._due else math.inf)
+
+    def _is_settled(self, waiting: _Question) -> bool:
+        return waiting not in self._of_request.get(waiting.question.request_id, ())
+
+    def _look(self) -> None:
+        """Callback of the alarm: answer questions whose time is over."""
+        now_s = self._clock.now_s()
+        while self._due and self._due[0][0] <= now_s:
+            waiting = heapq.heappop(self._due)[2]
+            if not self._is_settled(waiting):
+                self._end(waiting, messages.NOTHING_YET)
+        self._set_timer()
 
 
 def _outside(known: int, count: int) -> bool:

@@ -49,9 +49,8 @@ from kvflow.parts import part
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.peers.peer import blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
-from kvflow.runtime.producer.lease import Lease, ServeRequest, ServingStatistics
+from kvflow.runtime.producer.lease import Lease, LeaseOutcome, OpenLease, ServeRequest, ServingStatistics
 from kvflow.runtime.producer.lease_answers import LeaseAnswers
-from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 from kvflow.runtime.records import LeaseRecord
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The device that a cache is on, as copies need it: whose calls go there, in which order, and memory of their own.
 
-One is made per registration (`making`). The CPU's memory is copied at once. A device with streams and events has a
+One is made per registration (`make_device`). The CPU's memory is copied at once. A device with streams and events has a
 stream of its own for copies (`accelerator`), CUDA some things more (`cuda_device`). A device without them is reached by
 an engine's own function only. Nothing of a device is loaded where there is none.
 """
@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.core.cache.regions import Device, Span
+from kvflow.core.policy.events import DeviceEvent
+from kvflow.errors import ConfigError
+from kvflow.transport.device.cuda import is_rocm
 
 if TYPE_CHECKING:
     import torch
@@ -118,3 +121,63 @@ class CacheDevice:
             self._bounce = self.allocate(max(_BOUNCE_BYTES, size_bytes))
         rows = min(count, len(self._bounce) // size_bytes)
         return self._bounce[: rows * size_bytes].view(rows, size_bytes)
+
+
+_WITHOUT_STREAMS = (
+    "a cache on {name}: this torch ({version}) has no streams and events for {kind!r}, so kvflow cannot copy its "
+    "blocks: {error}. Pass copy_blocks, the engine's own function, to register_kv_caches"
+)
+
+
+def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
+    """Make the device of a cache, on the copy thread.
+
+    Args:
+        where: the device.
+        engine_copies: whether the engine's own function copies blocks, so that a device without streams will do.
+
+    Raises:
+        ConfigError: kvflow cannot copy there.
+    """
+    if where.kind == "cpu":
+        return CacheDevice(where)
+    import torch
+
+    if where.kind == "cuda" and not is_rocm():
+        from kvflow.transport.device.cuda_device import CudaDevice  # loads the driver
+
+        return CudaDevice(where)
+    try:
+        from kvflow.transport.device.accelerator import AcceleratorDevice
+
+        return AcceleratorDevice(where)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        if engine_copies:
+            return CacheDevice(where)
+        name = f"{where.kind}:{where.number}"
+        text = _WITHOUT_STREAMS.format(name=name, kind=where.kind, version=torch.__version__, error=error)
+        raise ConfigError(text) from error
+
+
+def record_event(where: Device) -> DeviceEvent | None:
+    """Record an event behind all that this thread has launched on its current stream of a device, its current one.
+
+    Returns:
+        The event, as `ServeRequest.ready` and `LoadRequest.after` take it. None for the CPU, which has done what it was
+        told, and for a kind of device for which torch has no events: copies of such a device are the engine's own.
+    """
+    if where.kind == "cpu":
+        return None
+    import torch
+
+    if where.kind == "cuda":  # torch's own name for AMD's devices, too
+        on_cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        on_cuda.record()
+        return on_cuda
+    name = f"{where.kind}:{where.number}"
+    try:
+        event = torch.Event(name)
+        event.record(torch.accelerator.current_stream(name))
+    except (RuntimeError, AttributeError):
+        return None
+    return event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -24,8 +25,7 @@ from kvflow.transport.base import (
 )
 from kvflow.transport.device import cuda
 from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
-from kvflow.transport.nixl.mailbox import Mailbox
-from kvflow.transport.nixl.reachable import found_kinds
+from kvflow.transport.nixl.native import found_kinds
 from kvflow.transport.thread import OwnerThread
 
 _BEHIND = 8 << 20  # as `NixlAgents.taken` counts: most of a request, while one is posted
@@ -52,16 +52,21 @@ class NixlTransport:
         self._bytes_read = 0
         self._notifications_received = 0
         self._found_kinds: Mapping[str, bool] = {}
+        self._events: deque[Event] = deque()
+        """Events that the loop has yet to take."""
+        self._wake_scheduled = False
+        self._deliver: Callable[[Event], None] | None = None
 
     async def open(self) -> None:
         thread = OwnerThread(f"kvflow-agent {self._name}", self._crank, self._on_death)
-        self._mailbox = Mailbox(thread.run_on_loop)
+        self._run_on_loop = thread.run_on_loop
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         device = cuda.current_device()
         try:
             if device is not None:  # UCX looks at the thread's device when an agent is made
                 await thread.call(lambda: cuda.make_current(device))
             self._agents, self._found_kinds = await thread.call(
-                lambda: (NixlAgents(self._config, self._name, self._mailbox.put, thread.called), found_kinds())
+                lambda: (NixlAgents(self._config, self._name, self._put, thread.called), found_kinds())
             )
         except BaseException:
             self._closing = True
@@ -108,16 +113,12 @@ class NixlTransport:
         thread.submit(partial(agents.notify, peer, payload, join))
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
-        def count_and_deliver(event: Event) -> None:
-            if isinstance(event, ReadEnded):
-                self._reads.discard(event.read)
-                self._reads_failed += event.error is not None
-                self._bytes_read += event.read.size_bytes if event.error is None else 0
-            else:
-                self._notifications_received += 1
-            deliver(event)
-
-        await self._mailbox.deliver_to(count_and_deliver)
+        self._deliver = deliver
+        try:
+            self._wake()
+            await asyncio.shield(self._over)
+        finally:
+            self._deliver = None
 
     async def aclose(self, timeout_s: float) -> None:
         self._closing = True
@@ -134,7 +135,8 @@ class NixlTransport:
                 f"not stopped within {timeout_s} s: {counted(len(self._reads), 'read')}; "
                 "the agent and its memory stay until they have"
             ) from None
-        self._mailbox.close(TransportBroken("the transport was closed"))
+        self._wake()
+        self._fail(TransportBroken("the transport was closed"))
         self._peers.clear()
         self._open_spans = 0
 
@@ -197,4 +199,41 @@ class NixlTransport:
         self._ending = True
 
     def _on_death(self, cause: BaseException) -> None:
-        self._mailbox.close(cause)
+        self._wake()  # events that came before are delivered first
+        self._fail(cause)
+
+    def _put(self, event: Event) -> None:
+        """Keep an event for the loop; from any thread.
+
+        The loop is woken once for all that came meanwhile and delivers them then and there: waking the task first would
+        cost every read a turn of the loop.
+        """
+        self._events.append(event)
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
+            self._run_on_loop(self._wake)
+
+    def _wake(self) -> None:
+        """Deliver and count the events that have come, if somebody takes them. If `deliver` raises, `run` ends."""
+        # Cleared before anything is taken: an event put after this schedules its own wake-up.
+        self._wake_scheduled = False
+        while self._events and self._deliver is not None:
+            event = self._events.popleft()
+            if isinstance(event, ReadEnded):
+                self._reads.discard(event.read)
+                self._reads_failed += event.error is not None
+                self._bytes_read += event.read.size_bytes if event.error is None else 0
+            else:
+                self._notifications_received += 1
+            try:
+                self._deliver(event)
+            except BaseException as error:  # noqa: BLE001 - whoever takes events is broken; its task gets to know
+                self._fail(error)
+                return
+
+    def _fail(self, cause: BaseException) -> None:
+        if not self._over.done():
+            error = TransportBroken(f"the transport ended: {cause}")
+            error.__cause__ = cause
+            self._over.set_exception(error)
+            self._over.exception()  # seen: there may be nobody who takes events

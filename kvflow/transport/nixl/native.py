@@ -15,6 +15,7 @@ import functools
 import importlib
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ from kvflow.config import Config
 from kvflow.core.cache.regions import Span
 from kvflow.errors import ConfigError
 from kvflow.transport.base import PeerGone, TransportError
+from kvflow.transport.device.cuda import is_rocm
 from kvflow.transport.nixl.defaults import backend_params
 
+_MAPS = Path("/proc/self/maps")
 _PROGRESS_DELAY_US = 100_000
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 VERBS = "libibverbs.so.1"
@@ -208,3 +211,17 @@ def prefault(span: Span) -> None:
     start = span.address - span.address % mmap.PAGESIZE
     length = span.address + span.size_bytes - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
+
+def found_kinds() -> Mapping[str, bool]:
+    """Return whether NIXL reaches those kinds of devices that depend on its UCX. Once an agent has loaded UCX."""
+    found = {"xpu": has_module("ze")}
+    return {**found, "cuda": has_module("rocm")} if is_rocm() else found
+
+
+def has_module(name: str) -> bool:
+    """Return whether the UCX that this process has loaded has its module for a kind of device, such as "ze"."""
+    lines = _MAPS.read_text("utf-8", "replace").splitlines()
+    loaded = {Path(line.split(maxsplit=5)[5]) for line in lines if "/libuct" in line}
+    folders = {folder for library in loaded for folder in (library.parent, library.parent / "ucx")}
+    return any(next(folder.glob(f"libuct_{name}*.so*"), None) is not None for folder in folders)

@@ -1,11 +1,11 @@
-"""Gear that all loads of one registration share: the poller, the words that seals are fetched to, the gate.
+"""Resources that all flights of one registration share: the poller, slots that seals are fetched to, the throttle.
 
 The `Poller` is the one task that takes events from the transport. When it ends, for whatever reason, it settles every
 flight, so nobody waits on a transport that nobody listens to any more (invariant I7). When a cache is unregistered,
 reads are settled once the transport has been closed, which waits for them.
 
-`Words` and `Gate` decide when a load may begin: it needs a word of memory for each seal that it fetches, and the loads
-of a burst begin over many turns of the loop.
+`SealSlots` and `LoadThrottle` decide when a load may begin: it needs a slot for each seal that it fetches, and a burst
+of loads begins over many turns of the loop.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Poller:
             self._on_notification(event.payload)
 
 
-class Words:
-    """The words of host memory that seals are fetched to, and the loads that wait for some.
+class SealSlots:
+    """Words of host memory that seals are fetched to, and the loads that wait for some.
 
     A load is admitted when each rank that it reads from has a word. A smaller priority goes first, equal ones in the
     order in which they came; no load overtakes the first one.
@@ -183,7 +183,7 @@ class Words:
             heapq.heappop(self._queue)
 
 
-class Gate:
+class LoadThrottle:
     """Bound on the loads that start at once: a burst starts over many turns of the loop, and never holds it.
 
     Starting a load takes a tenth of a millisecond, in which nothing else runs. A load that comes alone does not wait.
@@ -242,11 +242,11 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gear:
-    """Parts that all flights of a runtime share."""
+class FlightResources:
+    """What all flights of a registration claim from, and post their reads by."""
 
     ledger: BlockLedger
-    words: Words
+    seal_slots: SealSlots
     """Memory that seals are fetched to."""
     queue: FairQueue
     """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
