@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -166,6 +167,8 @@ class Engine:
                 break
         assert self.scheduler.open_requests == 0
         assert_quiet(self.runtime.statistics())
+        assert not self.worker._transfers._readings
+        assert not self.worker._transfers.saved
 
 
 def steps() -> Iterator[None]:
@@ -466,6 +469,14 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     pair.prefill.until_read()  # it was told at once
 
 
+def test_a_load_that_is_abandoned_in_its_first_step_reads_nothing(pair: Pair) -> None:
+    pair.decode.receive(pair.prefill.prefill(), [5, 6])
+    assert pair.decode.scheduler.request_finished("d", completed=False).hold_blocks
+    assert pair.decode.until(load_ended) == LoadFailed("d", ((5, 6),), None)
+    pair.prefill.until_read()  # it was told
+    pair.decode.assert_filled(*range(8), fill=-1.0)
+
+
 def share(engine: Engine, params: dict[str, Any], *names: str) -> None:
     for name in names:
         engine.scheduler.add(Request(name, 7, params), sharing=Sharing.FIRST)
@@ -532,6 +543,22 @@ def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
     pair.prefill.until_read()
 
 
+@pytest.mark.parametrize("pair", [{"cancel_grace_s": 0.01}], indirect=True)
+def test_leases_of_a_load_that_has_failed_are_not_kept_while_its_blocks_are_quarantined(pair: Pair) -> None:
+    decode = pair.decode
+    decode.transport.faults.hold = True
+    decode.scheduler.add(Request("d", 7, pair.prefill.prefill()))
+    assert [*decode.step().keep] == ["d"]
+    decode.runtime.start(keeps).result(WAIT_S)
+    decode.scheduler.update_after_alloc("d", [5, 6], 7)
+    decode.step()
+    for wait in (reads_are_open, pass_deadlines, blocks_are_quarantined, keeps_nothing):
+        decode.runtime.start(wait).result(WAIT_S)
+    decode.perform()
+    decode.until_failed(DeadlineExceeded)
+    pair.prefill.until_read()
+
+
 def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> None:
     prefill = pair.prefill
     first = prefill.compute().save[0]
@@ -590,6 +617,18 @@ def test_closing_ends_loads_and_leases_and_refuses_steps() -> None:
 
 async def reads_are_open(runtime: asynchronous.Runtime) -> None:
     await until(lambda: runtime.statistics().transport.open_reads != 0)
+
+
+def _keepers() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("kvflow-keep")]
+
+
+async def keeps(runtime: asynchronous.Runtime) -> None:
+    await until(_keepers)
+
+
+async def keeps_nothing(runtime: asynchronous.Runtime) -> None:
+    await until(lambda: not _keepers())
 
 
 async def blocks_are_quarantined(runtime: asynchronous.Runtime) -> None:
