@@ -7,7 +7,6 @@ is strict: another type or a size out of bounds is a `WireError`. No code can ru
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Union, get_args
@@ -16,9 +15,8 @@ import msgspec
 
 from kvflow.checks import answer, counted, printable, refusal
 from kvflow.core.bounds import Count, Digest, Name
-from kvflow.core.cache.layout import BlockShape
-from kvflow.core.protocol.messages import CoreRequest, DigestPart, ReaderRequest, Reply, Request, Target
-from kvflow.core.protocol.notifications import Notification, ReadDone
+from kvflow.core.protocol.messages import CoreRequest, ReaderRequest, Reply, Request
+from kvflow.core.protocol.notifications import Notification
 from kvflow.errors import RequestError
 
 PROTOCOL_VERSION = 6
@@ -35,7 +33,7 @@ class UnknownRequest(WireError):
     """A request of a kind that nobody here answers, such as of a part that the runtime was not given."""
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class Header(msgspec.Struct, frozen=True):
     """The first frame of every side-channel message."""
 
     magic: Name
@@ -101,34 +99,9 @@ def _decode(data: bytes, kind: Any) -> Any:
         raise _undecoded(data, str(error)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raw = answer(partial(msgspec.msgpack.decode, data))
-        why = _with_names(str(error) if raw is None else refusal(error, raw), kind)
-        raise _undecoded(data, why) from error
+        raise _undecoded(data, str(error) if raw is None else refusal(error, raw)) from error
 
 
 def _undecoded(data: bytes, why: str) -> WireError:
     why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
     return WireError(f"a message of {counted(len(data), 'byte')} does not decode: {why}")
-
-
-def _with_names(refused: str, kind: Any) -> str:
-    """Put names into a refusal where msgspec numbers the fields of a message that is an array; a tag is number 0."""
-
-    def named(found: re.Match[str]) -> str:
-        place, number = found[1], int(found[2])
-        names = _OUTER.get(kind, ()) if place == "$" else _INNER[place.partition("[")[0]]
-        return f"{place}.{names[number]}" if number < len(names) else found[0]
-
-    return _NUMBERED.sub(named, refused)
-
-
-_NUMBERED = re.compile(r"(\$|\.target|\.sender|\.block|\.parts\[\d+\])\[(\d+)\]")
-_OUTER: dict[Any, tuple[str, ...]] = {
-    Header: Header.__struct_fields__,
-    Notification: ("kind", *ReadDone.__struct_fields__),
-}
-_INNER = {
-    ".target": Target.__struct_fields__,
-    ".sender": Target.__struct_fields__,
-    ".block": BlockShape._fields,
-    ".parts": DigestPart.__struct_fields__,
-}

@@ -58,7 +58,7 @@ Instead: TypeAlias = Annotated[bytes, Meta(max_length=INSTEAD_BYTES_MAX)]
 Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
 
 
-class Target(msgspec.Struct, frozen=True, array_like=True):
+class Target(msgspec.Struct, frozen=True):
     """The engine and rank that a reader believes to be listening."""
 
     engine_id: Name
