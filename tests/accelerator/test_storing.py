@@ -20,6 +20,7 @@ from tests.accelerator.sides import (
     LAYERS,
     THERE,
     Engine,
+    EngineCopier,
     Side,
     Site,
     finish,
@@ -109,6 +110,24 @@ async def test_what_was_saved_comes_back(standin: StandIn, site: Site, tmp_path:
     untouched = [block for block in range(engine.layout.num_blocks) if block not in RESTORED]
     assert not any(found.any() for found in rows(engine, untouched))
     assert_quiet(engine.runtime.statistics())
+
+
+async def test_a_save_writes_nothing_to_the_device(
+    standin: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, directions = EngineCopier.__call__, list[str]()
+
+    def watched(self: EngineCopier, host_caches: Any, pairs: Any, direction: str) -> None:
+        directions.append(direction)
+        copy(self, host_caches, pairs, direction)
+
+    monkeypatch.setattr(EngineCopier, "__call__", watched)
+    async with Site("inproc") as site:
+        engine = await opened(site, tmp_path, engine_copies=True)
+        await save(engine)
+        assert set(directions) == {"to_host"}
+        await restore(engine)
+        assert set(directions) == {"to_host", "to_device"}
 
 
 async def test_an_entry_of_a_device_is_an_entry_of_the_host(standin: StandIn, tmp_path: Path) -> None:
