@@ -259,7 +259,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     layers = [layer for one in sets for layer in one.caches.items()]
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
     await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
-    await transport.register([resources.seal_slots.span], HOST, resources.seal_slots, MemoryUse.READ_INTO)
+    await transport.register([resources.seal_slots.table.span], HOST, resources.seal_slots, MemoryUse.READ_INTO)
     own = messages.Target(config.engine_id, *runtime.rank)
     local = LocalRank(
         reader=registration.agent_name,

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from kvflow.config import Config
-from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.queue import FairQueue
@@ -128,10 +127,6 @@ class SealSlots:
         self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
         """Heap of (priority, number, sources, future)."""
         self._numbers = itertools.count()
-
-    @property
-    def span(self) -> Span:
-        return self.table.span
 
     @property
     def waiting(self) -> int:

@@ -196,15 +196,16 @@ class Load:
     Awaiting raises what `Runtime.load_blocks` raises. Cancelling a task that awaits a load cancels the load, as with
     any task; `asyncio.shield(load)` keeps it going.
 
-    `async for progress in load` gives a `Progress` whenever more tokens have landed, the newest one to who is slow, and
-    ends when the load does, or raises what it raises. What a part says is vouched for: its tokens are the prompt's,
-    read under a lease that was open, so a step that needs no more may use them. The rest of the blocks is written
-    meanwhile, and a load that fails later leaves the part as it is: its blocks are the engine's, but nobody knows of a
-    prompt that is complete. A group's window or state lies at the prompt's end, and so comes at its end. A load whose
-    leases do not grow, or are complete before any of it was read, that is verified, or may have several sources, gives
-    its last progress only. Several may iterate, and one may stop midway, which leaves the load as it is. Cancelling a
-    task that waits for the next progress cancels the load, as awaiting it does; who only looks on waits with
-    `progressed`. A task that is cancelled in the loop's body has to `cancel` the load itself, best in its `finally`.
+    `async for progress in load` gives a `Progress` whenever more tokens have landed, and ends when the load does, or
+    raises what it raises. A slow consumer sees only the latest progress. What a part says is vouched for: its tokens
+    are the prompt's, read under a lease that was open, so a step that needs no more may use them. The rest of the
+    blocks is written meanwhile, and a load that fails later leaves the part as it is: its blocks are the engine's, but
+    nobody knows of a prompt that is complete. A group's window or state lies at the prompt's end, and so comes at its
+    end. A load whose leases do not grow, or are complete before any of it was read, that is verified, or may have
+    several sources, gives its last progress only. Several may iterate, and one may stop midway, which leaves the load
+    as it is. Cancelling a task that waits for the next progress cancels the load, as awaiting it does; who only looks
+    on waits with `progressed`. A task that is cancelled in the loop's body has to `cancel` the load itself, best in its
+    `finally`.
     """
 
     def __init__(self, request: LoadRequest, tables: Sequence[BlockIds] = (), work: Work | None = None) -> None:

@@ -279,9 +279,9 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
 def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
     """The peer to evict for another one: the oldest of those never met, else the least recently used of the rest.
 
-    One that is being asked for the first time would have answered by now if it was asked before `asked_before_s`, and
-    lived. Of those that were met the lost ones go before those that are connected, which a load may have been given
-    that does not hold it yet, unless they were used before `used_before_s`.
+    A first contact older than `asked_before_s` is presumed dead. Of those that were met the lost ones go before those
+    that are connected, which a load may have been given that does not hold it yet, unless they were used before
+    `used_before_s`.
     """
     strangers = [peer for peer in peers if not peer.met]
     asked = ((one, one.handshake) for one in strangers if one.handshake)

@@ -118,7 +118,7 @@ class OfferedBlocks:
         """Tokens that are copied at once."""
 
     def extends(self, block_ids: object, num_tokens: int, what: str) -> bool:
-        """True if these are fewer blocks than the full ones of so many tokens. RequestError if they cannot be right."""
+        """Return True if `block_ids` do not cover all full blocks of `num_tokens`. RequestError if they cannot be."""
         tables, _ = self._ledger.find(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)

@@ -63,7 +63,7 @@ class _Question:
 
 
 class LeaseAnswers:
-    """Answers what readers ask for while they wait."""
+    """Answers to questions about leases, and the questions that wait for one."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class LeaseAnswers:
         return self._wait(question) if reply is None else reply
 
     def opened(self, found: OpenLease, *, nothing: bool) -> None:
-        """A lease is open; with `nothing` to read it ends now, and readers are told that there was none."""
+        """Tell readers of a lease that was opened. `nothing`: the lease has no blocks; readers get an empty offer."""
         request_id = found.ticket.request_id
         self._notes.pop(request_id, None)
         if nothing:
@@ -108,9 +108,7 @@ class LeaseAnswers:
             self.tell(request_id)
 
     def decline(self, request_id: str, reason: str) -> None:
-        """Open no lease for the request any more, as its prompt cannot be computed: readers that wait are told so,
-        and those who come late.
-        """
+        """Tell readers that the request's prompt cannot be computed, those that wait and those that ask later."""
         self._note(request_id, _failed(reason))
 
     def came_elsewhere(self, question: messages.DeclineRequest) -> messages.Ack:

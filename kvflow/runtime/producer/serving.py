@@ -113,8 +113,9 @@ class Serving:
         return [entry.terms.request_id for entry in self._offers]
 
     def serve(self, request: ServeRequest, *, holds: bool = True, alone: bool = False) -> Lease:
-        """Open a lease; with `holds` its blocks are held for a moment after its end. With `alone` it is for one rank of
-        a reader, which is all that it is read by. Raises RequestError or UsageError, and changes nothing then.
+        """Open a lease. Raises RequestError or UsageError, and changes nothing then.
+
+        `holds`: its blocks are held for a moment after its end. `alone`: exactly one reader rank will read this lease.
         """
         ids_max = self._config.limits.block_ids_max
         request = checks.settled_request(request, ServeRequest, "serve_blocks", ids_max)
