@@ -42,7 +42,7 @@ class _Engine(NamedTuple):
     """The ranks of an engine that may have a prefix."""
 
     asked: list[Address]
-    others: tuple[RankLease, ...]
+    others: list[RankLease]
     """Ranks that have no blocks for us, which a ticket names, too."""
     connection: Connection
     """The connection to one of the ranks that are asked."""
@@ -157,10 +157,7 @@ class PrefixQuestions:
                 return None
             return _within(question, (at, answer.offer, lease_told(at, answer.lease)))
 
-        if len(ranks) == 1:  # as most engines have it: without a task of its own
-            replies: list[_Offered | BaseException | None] = [await one(ranks[0])]
-        else:
-            replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
+        replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - begun_s
         offers = [reply for reply in replies if isinstance(reply, tuple)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
@@ -221,7 +218,7 @@ class PrefixQuestions:
                 every = ticket.parallelism.ranks(ticket.dp_rank)
                 ranks = [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in every]
         if request.every_rank:
-            return _Engine(ranks, (), await self._peers.connect(self._peers.get(ranks[0]), None), fixed)
+            return _Engine(ranks, [], await self._peers.connect(self._peers.get(ranks[0]), None), fixed)
         wanted, others = list[Address](), list[RankLease]()
         for at in ranks:
             connection = await self._peers.connect(self._peers.get(at), None)
@@ -229,10 +226,11 @@ class PrefixQuestions:
                 wanted.append(at)
                 first = connection
             else:
-                others.append(_without_lease(at, connection))
+                host, port = split_address(at.address, what="peer")
+                others.append(RankLease.unasked(at.rank, connection.incarnation, host, port))
         if not wanted:
             raise RequestError("none of its ranks has anything for us")
-        return _Engine(wanted, tuple(others), first, fixed)
+        return _Engine(wanted, others, first, fixed)
 
     async def _who(self, given: str) -> PeerAddress:
         """Ask which engine listens at an address."""
@@ -250,11 +248,6 @@ class PrefixQuestions:
         ranks = {"dp_rank": known.dp_rank, "pp_rank": known.pp_rank, "tp_rank": known.tp_rank}
         found = self._names[given] = PeerAddress(engine_id=known.engine_id, address=address, **ranks)
         return found
-
-
-def _without_lease(at: Address, connection: Connection) -> RankLease:
-    host, port = split_address(at.address, what="peer")
-    return RankLease.unasked(at.rank, connection.incarnation, host, port)
 
 
 def _named(peer: GivenPeer) -> str:
