@@ -33,8 +33,8 @@ class UnknownRequest(WireError):
     """A request of a kind that nobody here answers, such as of a part that the runtime was not given."""
 
 
-class Header(msgspec.Struct, frozen=True):
-    """The first frame of every side-channel message."""
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of every side-channel message. It is an array, as in all versions, so that any peer reads ours."""
 
     magic: Name
     version: Count
