@@ -34,7 +34,7 @@ class UnknownRequest(WireError):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of every side-channel message. It is an array, as in all versions, so that any peer reads ours."""
+    """The first frame of every side-channel message: an array, as in all versions, so that any peer reads it."""
 
     magic: Name
     version: Count
