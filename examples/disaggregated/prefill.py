@@ -101,7 +101,9 @@ class PrefillWorker:
                 computing.cancel()
                 await asyncio.wait([computing])
                 await lease
-                del self._offers[lease.request_id]
+                offer = self._offers.get(lease.request_id)
+                if offer is not None and offer.lease is lease:  # else a later request has the id
+                    del self._offers[lease.request_id]
         if not computing.cancelled() and computing.exception() is not None:
             logger.error("%s was not computed", lease.request_id, exc_info=computing.exception())
 

@@ -19,6 +19,10 @@ CANNOT_START = 3
 """Exit code of a process that has said why it cannot start: `serve` does not start it again."""
 
 
+class StartError(Exception):
+    """The service, or one of its processes, cannot start."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
     options = _parser().parse_args(arguments)
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (OSError, RuntimeError) as error:
+    except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_START
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -117,7 +121,7 @@ def _listening(options: argparse.Namespace) -> socket.socket:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family)
     except OSError as error:
-        raise RuntimeError(f"cannot listen at {options.host}:{options.port}: {error.strerror}; see --port") from error
+        raise StartError(f"cannot listen at {options.host}:{options.port}: {error.strerror}; see --port") from error
 
 
 def _worker(options: argparse.Namespace) -> None:

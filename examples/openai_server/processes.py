@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from openai_server.command import CANNOT_START
+from openai_server.command import CANNOT_START, StartError
 
 COMMAND = Path(__file__).with_name("__main__.py")
 START_TIMEOUT_S, EXIT_TIMEOUT_S, PAUSE_S = 180.0, 15.0, 1.0
@@ -52,8 +52,19 @@ async def run_service(options: argparse.Namespace) -> None:
 
 @asynccontextmanager
 async def start_service(options: argparse.Namespace) -> AsyncIterator[Service]:
-    """Yield a service that takes requests. Raises RuntimeError if a process cannot start."""
+    """Yield a service that takes requests. Raises StartError if a process cannot start."""
     free_port(options.host, options.port)  # before the model is unpacked
+    try:
+        async with _started(options) as service:
+            yield service
+    except ExceptionGroup as problems:
+        if (starts := problems.subgroup(StartError)) is None:
+            raise
+        raise StartError(str(starts.exceptions[0])) from None
+
+
+@asynccontextmanager
+async def _started(options: argparse.Namespace) -> AsyncIterator[Service]:
     async with AsyncExitStack() as stack:
         checkpoint = options.checkpoint
         if checkpoint is None:
@@ -92,12 +103,13 @@ async def start_service(options: argparse.Namespace) -> AsyncIterator[Service]:
             yield service
         finally:
             for task in keeping:
-                task.cancel()
+                if not task.cancelling():  # a second cancellation would end its wait for its process
+                    task.cancel()
             await asyncio.wait(keeping)
 
 
 async def _kept(service: Service, name: str, command: list[str]) -> None:
-    """Start a process, and again whenever it dies. Raises RuntimeError if it says that it cannot start."""
+    """Start a process, and again whenever it dies. Raises StartError if it says that it cannot start."""
     while True:
         process = await _start(*command)
         service.processes[name] = process
@@ -106,7 +118,7 @@ async def _kept(service: Service, name: str, command: list[str]) -> None:
         finally:
             await _end(process)
         if status == CANNOT_START:
-            raise RuntimeError(f"{name} cannot start; what it says itself is above")
+            raise StartError(f"{name} cannot start; what it says itself is above")
         print(f"{name} died ({_exit_text(status)}); starting it again in {PAUSE_S:g} s", file=sys.stderr, flush=True)
         await asyncio.sleep(PAUSE_S)
 
@@ -116,7 +128,7 @@ async def unpack_model(checkpoint: Path) -> None:
     process = await _start("unpack", str(checkpoint))
     try:
         if status := await process.wait():
-            raise RuntimeError(f"the model could not be unpacked: {_exit_text(status)}")
+            raise StartError(f"the model could not be unpacked: {_exit_text(status)}")
     finally:
         await _end(process)
 
@@ -146,13 +158,13 @@ async def _end(process: Process) -> None:
 
 
 async def _until_ready(service: Service) -> None:
-    """Wait until the router has found all workers. Raises RuntimeError."""
+    """Wait until the router has found all workers. Raises StartError."""
     try:
         async with aiohttp.ClientSession() as client, asyncio.timeout(START_TIMEOUT_S):
             while (await health(client, service.url)).get("status") != "ok":  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise RuntimeError(f"{service.url}: not all workers were up within {START_TIMEOUT_S:g} s") from None
+        raise StartError(f"{service.url}: not all workers were up within {START_TIMEOUT_S:g} s") from None
 
 
 async def health(client: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
@@ -165,12 +177,12 @@ async def health(client: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """Return `port`, or a free one for 0. Raises RuntimeError if nobody can listen there."""
+    """Return `port`, or a free one for 0. Raises StartError if nobody can listen there."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
             return int(server.getsockname()[1])
     except OSError as error:
-        raise RuntimeError(f"cannot listen at {host}:{port}: {error.strerror}; see --host and --port") from error
+        raise StartError(f"cannot listen at {host}:{port}: {error.strerror}; see --host and --port") from error
 
 
 def _url(host: str, port: int) -> str:

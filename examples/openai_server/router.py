@@ -137,15 +137,18 @@ class Router:
         with self._noticed(self.prefill, prefill):
             async with self._client.post(f"{prefill.url}/prefill", data=asked) as response:
                 body = await response.read()
-        if response.status != HTTPStatus.OK:
-            raise AttemptError(_failure_in(body, response.status, prefill), prefill)
-        return Offered.read(body)
+            if response.status != HTTPStatus.OK:
+                raise AttemptError(_failure_in(body, response.status, prefill), prefill)
+            return Offered.read(body)
 
     @contextmanager
     def _noticed(self, workers: Workers, worker: Worker) -> Iterator[None]:
-        """A connection that fails means that the worker is lost."""
+        """A connection that fails means that the worker is lost; an answer that is no message, that it failed."""
         try:
             yield
+        except msgspec.DecodeError as error:
+            message = f"{worker.name} answered what is no message: {error}"
+            raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), worker) from error
         except aiohttp.ClientError as error:
             workers.found(worker, {})
             message = f"{worker.name} was lost: {type(error).__name__} {error}".rstrip()

@@ -152,6 +152,10 @@ async def dies(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
+async def babbles(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="<html>\n")
+
+
 async def crashes(_: web.Request) -> web.StreamResponse:
     return web.Response(status=500, text="Internal Server Error")
 
@@ -210,7 +214,9 @@ async def test_the_prompt_is_computed_here_and_the_answer_there() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("script", [dies, crashes, failing(FailureKind.BUSY), failing(FailureKind.PREFILL_AGAIN)])
+@pytest.mark.parametrize(
+    "script", [dies, crashes, babbles, failing(FailureKind.BUSY), failing(FailureKind.PREFILL_AGAIN)]
+)
 async def test_what_fails_before_the_first_token_is_tried_again_elsewhere(role: str, script: Script) -> None:
     async with scene() as s:
         first, other = getattr(s, role)
