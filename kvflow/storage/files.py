@@ -23,14 +23,11 @@ from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.transport.base import TransportError
-from kvflow.transport.thread import OwnerThread
+from kvflow.transport.thread import OwnerThread, pause_s
 
 T = TypeVar("T")
 
 _IDLE_S = 3600.0  # nothing has to be done between jobs
-_SLEEP_MIN_S = 50e-6
-_SLEEP_MAX_S = 1e-3
-_SLEEP_SHARE = 8
 
 
 class Direction(enum.StrEnum):
@@ -214,8 +211,7 @@ class Files:
         if self._lost and not self._moving:
             self._settle_lost()
         if self._moving or self._lost or self._posted:
-            idle_s = time.monotonic() - self._active_s
-            return min(max(idle_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+            return pause_s(time.monotonic() - self._active_s)
         if self._last_job is None and (self._thread is None or not self._thread.orphaned):
             return _IDLE_S
         if self._last_job is not None:

@@ -55,6 +55,16 @@ def _halt_all() -> None:
 atexit.register(_halt_all)
 
 
+_SLEEP_MIN_S = 50e-6
+_SLEEP_MAX_S = 1e-3
+_SLEEP_SHARE = 8
+
+
+def pause_s(idle_s: float) -> float:
+    """Return how long a thread sleeps until it polls again, `idle_s` seconds after something last ended there."""
+    return min(max(idle_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+
+
 class OwnerThread:
     """Thread that runs jobs and a crank. `crank` returns how many seconds it may be left alone, or None to end."""
 

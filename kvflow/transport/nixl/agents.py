@@ -46,14 +46,12 @@ from kvflow.transport.base import (
 from kvflow.transport.device import cuda
 from kvflow.transport.nixl.defaults import POLLING
 from kvflow.transport.nixl.native import Agent, error_types, import_bindings, prefault, translated
+from kvflow.transport.thread import pause_s
 
 logger = logger_of(__name__)
 
 _SPIN_S = POLLING["cpu"].spin_s
 _SPIN_TURN_S = 50e-6  # how long a new job may have to wait for the spinning thread
-_SLEEP_MIN_S = 50e-6
-_SLEEP_MAX_S = 1e-3
-_SLEEP_SHARE = 8
 # A notification wakes the peer up and holds the next read back for 30 to 100 us. Blocks are held far longer than this.
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
@@ -332,7 +330,7 @@ class NixlAgents:
             return max(min(self._next_notifications_s, send_s) - now_s, 0.0)
         if now_s < self._spin_until_s:
             return 0.0
-        return min(max((now_s - self._active_s) / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+        return pause_s(now_s - self._active_s)
 
     def _look_at_listeners(self) -> None:
         """Log the listeners that UCX has closed since the last look."""
