@@ -1,4 +1,4 @@
-"""Tools for tests of code that uses kvflow: engines in one process, faults and time to script, checks of the books."""
+"""Tools for testing engines that use kvflow: runtimes in one process, scripted faults, virtual time, watches."""
 
 from kvflow.runtime.world import World
 from kvflow.testing.block_watch import BlockWatch, watch_blocks

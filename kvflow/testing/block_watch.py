@@ -1,4 +1,4 @@
-"""Watch of an engine's own allocator: who has which block, and where it was taken and freed."""
+"""Watch of an engine's block allocator: each block is free or taken, and each taken block has the line that took it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflow.testing.watch import calling_line, checked_at_end, raise_first
 
 
 class BlockWatch:
-    """The watch that `watch_blocks` opens: who has taken which block."""
+    """Record of the blocks that an allocator has given out, and where. `watch_blocks` opens it."""
 
     def __init__(self, runtime: Runtime, free_blocks: Callable[[], Collection[int]]) -> None:
         self._runtime = runtime
@@ -24,13 +24,13 @@ class BlockWatch:
         self._found: list[str] = []
 
     def take(self, block_ids: Iterable[int]) -> None:
-        """Note that the allocator gives blocks out.
+        """Note that the allocator gives out `block_ids`. `watch_blocks` calls this for the method it names `take`.
 
         Args:
-            block_ids: Those it gives out.
+            block_ids: The blocks given out.
 
         Raises:
-            AssertionError: One is taken already, in use by the runtime, or was not free when the watch began.
+            AssertionError: A block is already taken, in use by the runtime, or was not free when the watch began.
         """
         where = calling_line(__file__)
         for block in block_ids:
@@ -43,13 +43,13 @@ class BlockWatch:
             self._taken[block] = where
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """Note that the allocator gets blocks back.
+        """Note that the allocator gets `block_ids` back. `watch_blocks` calls this for the method it names `free`.
 
         Args:
-            block_ids: Those it gets.
+            block_ids: The freed blocks.
 
         Raises:
-            AssertionError: One is free already, or in use by the runtime; or something was found before.
+            AssertionError: A block is already free, or in use by the runtime; or an earlier call found a fault.
         """
         where = calling_line(__file__)
         for block in block_ids:
@@ -61,18 +61,19 @@ class BlockWatch:
         raise_first(self._found)
 
     def assert_nothing_found(self) -> None:
-        """Assert that nothing was wrong so far with what was taken and freed.
+        """Assert that no call of `take` or `give_back` has found a fault so far.
 
         Raises:
-            AssertionError: Something was; it says what was found first.
+            AssertionError: A call has. The message is its first finding.
         """
         raise_first(self._found)
 
     def assert_conserved(self) -> None:
-        """Assert that free and taken blocks are all blocks, each once, and the runtime uses taken ones. Always legal.
+        """Assert that each block is either free or taken, and that the runtime uses only taken blocks. Always legal.
 
         Raises:
-            AssertionError: A block is neither, or both, or used while it is free; or something was found before.
+            AssertionError: A block is neither free nor taken, is both, or is free while the runtime uses it; or an
+                earlier call found a fault.
         """
         raise_first(self._found)
         free = sorted(self._free_blocks())
@@ -85,10 +86,10 @@ class BlockWatch:
                 self._fail(block, f"is free, but {use}")
 
     def assert_all_free(self) -> None:
-        """Assert that every block has come back.
+        """Assert that every taken block has been freed, and what `assert_conserved` asserts.
 
         Raises:
-            AssertionError: One has not, and where it was taken; or as `assert_conserved`.
+            AssertionError: A block was not freed; the message names the line that took it. Or `assert_conserved` fails.
         """
         self.assert_conserved()
         for block, where in sorted(self._taken.items()):
@@ -108,21 +109,26 @@ class BlockWatch:
 def watch_blocks(
     runtime: Runtime, allocator: object, *, take: str, free: str, free_blocks: Callable[[], Collection[int]]
 ) -> Iterator[BlockWatch]:
-    """Watch that each block of an engine's allocator is free or taken, once, and none is freed under a lease or a load.
+    """Watch an engine's block allocator for double use, double frees, leaks, and blocks freed while kvflow uses them.
+
+        with watch_blocks(runtime, pool, take="allocate", free="release", free_blocks=lambda: pool.free):
+            ...  # run the engine; at the end every block must be free again
 
     Args:
-        runtime: Whose leases, loads and quarantines the blocks may be in.
-        allocator: The object that gives blocks out.
-        take: The name of its method that returns the ids of blocks it gives out.
-        free: The name of its method that gets them back: its first argument.
-        free_blocks: Returns those that are free now. All of the allocator's must be, or are not watched.
+        runtime: The engine's runtime. A block in one of its leases, loads or quarantines is in use.
+        allocator: The object that gives out blocks.
+        take: Name of the allocator's method that returns the ids of the blocks it gives out.
+        free: Name of the allocator's method that takes ids back, as its first argument.
+        free_blocks: Returns the free block ids. Only blocks that are free when the watch begins are watched, so begin
+            it while all are.
 
     Returns:
-        A context manager; its block gets the watch, and is how long the allocator is watched.
+        A context manager that yields the watch. The allocator is watched until its block ends.
 
     Raises:
-        AssertionError: Where blocks are given out twice, freed twice, or freed while the runtime uses them; at the end
-            for that, too, and for blocks that were not freed. It names the block and the lines that took and freed it.
+        AssertionError: A block is given out twice, freed twice, or freed while the runtime uses it: raised in the
+            faulty call, and again when the `with` block ends. Also raised there if a block was not freed. The message
+            names the block and the lines that took and freed it.
     """
     watch = BlockWatch(runtime, free_blocks)
     give_out, get_back = getattr(allocator, take), getattr(allocator, free)

@@ -1,4 +1,4 @@
-"""Checks of a runtime's books (invariant I5): while it works, when it is quiet, and after closing."""
+"""Checks of a runtime's accounting of blocks, leases and loads (invariant I5): at work, idle, and closed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
-    """Assert that free, leased, in-flight and quarantined blocks are all blocks, and that each has an owner.
+    """Assert that free, leased, in-flight and quarantined blocks add up to all blocks, and that each has an owner.
 
     Legal at any moment, also while loads are under way.
 
     Args:
-        runtime: Whose books.
-        leases: Those that its engine has made and not seen end.
+        runtime: The runtime to check.
+        leases: Every lease of the runtime that may still be open; leases that are done are ignored.
 
     Raises:
-        AssertionError: A count is wrong; it says which, and both numbers.
+        AssertionError: A count is wrong. The message names the count and both numbers.
     """
     statistics = runtime.statistics()
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -49,20 +49,20 @@ class _Holder(Protocol):
 
 
 def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
-    """The blocks that leases or loads hold, numbered as the runtime's ledger does it: by pool."""
+    """Return the ledger entries of the holders' blocks, in the runtime's own numbering by pool."""
     cache = runtime._supervisor.held
     assert cache is not None, "there are statistics of blocks"
     return {entry for holder in holders for entry in cache.ledger.entries(holder.block_tables).tolist()}
 
 
 def assert_quiet(statistics: RuntimeStatistics) -> None:
-    """Assert that nothing is under way: all blocks free, no load, lease, quarantine or read (invariant I5).
+    """Assert that a runtime is idle: all blocks free, no load, lease, quarantine or read (invariant I5).
 
     Args:
-        statistics: As `Runtime.statistics` gave them.
+        statistics: The result of `Runtime.statistics()`.
 
     Raises:
-        AssertionError: Something is; it says what.
+        AssertionError: The runtime is not idle. The message names what is open.
     """
     assert statistics.buffers_used == 0, f"buffers in use: {statistics.buffers_used}"
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -79,13 +79,13 @@ def assert_quiet(statistics: RuntimeStatistics) -> None:
 
 
 def assert_closed(statistics: RuntimeStatistics) -> None:
-    """Assert that a closed runtime has left nothing behind: no task, thread, peer, registration or read.
+    """Assert that a closed runtime left nothing behind: no task, thread, peer, registered memory or read.
 
     Args:
-        statistics: As `Runtime.statistics` gave them after closing.
+        statistics: The result of `Runtime.statistics()` after closing.
 
     Raises:
-        AssertionError: Something is left, or under way; it says what.
+        AssertionError: Something is left, or `assert_quiet` fails. The message names it.
     """
     assert_quiet(statistics)
     transport = statistics.transport

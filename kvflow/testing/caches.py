@@ -1,9 +1,9 @@
-"""Caches whose every element says where it belongs.
+"""Caches filled with a pattern in which the value of each element identifies its place.
 
-A slot is the place of one token in a block. The pattern of an element is a hash of its engine, layer of the model, K or
-V, block, slot, head of the model and element, cut to the dtype's size and finite in every float format. So it is the
-same in every layout, order and cut of a model, and bytes that are missing, stale or in a wrong place show. All of it
-goes by torch indexing over the tensors' shapes and works on bits: what nan is to a dtype does not matter.
+A *slot* is the place of one token in a block. The pattern of an element is a hash of its engine, model layer, K or V,
+block, slot, model head and index within the head, truncated to the dtype's size and finite in every float format. The
+pattern is therefore the same in every layout, order and sharding of a model, and missing, stale or misplaced bytes are
+found. Everything is done by torch indexing over the tensors' shapes and on integer views, so NaN needs no special care.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PRIMES = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393, 3367
 
 
 class PatternCache:
-    """Cache of one rank, slot by slot whatever its layout.
+    """The KV cache of one rank, addressed slot by slot in any layout, with a pattern to fill in and check.
 
     Args:
-        engine_id: Whose it is: part of the pattern, and how messages name it.
-        kv_caches: The tensors that were registered.
-        layout: Their layout.
-        first_head: The model's number of the rank's first KV head. Layers go by `layout.layer_indices`.
+        engine_id: Name of the engine; part of the pattern and of messages.
+        kv_caches: The registered tensors.
+        layout: Layout of `kv_caches`. The pattern's model layers are `layout.layer_indices`.
+        first_head: Index in the model of the rank's first KV head.
     """
 
     def __init__(self, engine_id: str, kv_caches: KVCaches, layout: CacheLayout, *, first_head: int = 0) -> None:
@@ -44,14 +44,14 @@ class PatternCache:
         return ("latent",) if self.layout.latent else ("K", "V")
 
     def slots(self, layer: int, part: int) -> torch.Tensor:
-        """A part of a layer, slot by slot, whatever the layout.
+        """Return K or V of one layer with the same axes in every layout.
 
         Args:
-            layer: Which of the registered tensors, from 0.
-            part: K (0) or V (1); 0 for the latent.
+            layer: Index of the registered layer.
+            part: 0 for K or the latent, 1 for V.
 
         Returns:
-            A view of integers of the dtype's size: (block, slot, head, element).
+            A view of shape (block, slot, head, element), as integers of the dtype's size.
         """
         layout, tensors = self.layout, self._layers[layer]
         whole, axes = tensors[part % len(tensors)], axes_of(layout.style, layout.order)
@@ -69,21 +69,21 @@ class PatternCache:
         """Write the pattern into blocks.
 
         Args:
-            block_ids: Which; None for all.
+            block_ids: Blocks to fill; None for all.
         """
         for layer, part in self._regions():
             ids = self._ids(block_ids)
             self.slots(layer, part)[ids] = self._pattern(layer, part, ids)
 
     def assert_untouched(self, block_ids: Sequence[int] | None = None, *, first_slot: int = 0) -> None:
-        """Assert that blocks hold what `fill` wrote.
+        """Assert that blocks still hold the pattern that `fill` wrote.
 
         Args:
-            block_ids: Which; None for all.
-            first_slot: Slots of each block before this one may hold anything.
+            block_ids: Blocks to check; None for all.
+            first_slot: Slots of each block before this index are not checked.
 
         Raises:
-            AssertionError: They do not; it names the first place.
+            AssertionError: An element differs. The message names the first place.
         """
         ids = self._ids(block_ids)
         for layer, part in self._regions():
@@ -95,13 +95,13 @@ class PatternCache:
                 raise AssertionError(f"{place} was written to, and {counted(len(wrong) - 1, 'element')} more")
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Digest of each slot, which changes with any one element of it.
+        """Return a digest of each slot. A change of any single element changes the digest.
 
         Args:
-            block_ids: Whose slots.
+            block_ids: Blocks to read.
 
         Returns:
-            Int64, (layer, part, block, slot), blocks in the order given.
+            An int64 tensor of shape (layer, part, block, slot), with blocks in the order of `block_ids`.
         """
         layout = self.layout
         weights = 2 * torch.arange(layout.num_kv_heads * layout.kv_head_size) * _PRIMES[0] + 1
@@ -114,30 +114,30 @@ class PatternCache:
         return torch.stack(rows).view(len(self._layers), len(self.parts), len(ids), layout.block_size)
 
     def name_of(self, layer: int, part: int, block: int, slot: int, head: int | None = None) -> str:
-        """A place, as messages name it.
+        """Return the name of a place, for messages.
 
         Args:
-            layer: Which of the registered tensors, from 0.
-            part: K (0) or V (1); 0 for the latent.
-            block: The block's id.
-            slot: In the block, from 0.
-            head: From the rank's first, which is 0; None names no head.
+            layer: Index of the registered layer.
+            part: 0 for K or the latent, 1 for V.
+            block: Block id.
+            slot: Index of the slot in the block.
+            head: Index of the head in this rank; None to name no head.
 
         Returns:
-            The place in words, layer by name and head by the model's number.
+            Engine, layer name, part, block and slot, and the head by its index in the model.
         """
         of_head = "" if head is None else f" head {self.heads[head]}"
         name = self.layout.layer_names[layer]
         return f"engine {self.engine_id!r}, layer {name!r}, {self.parts[part]}, block {block}, slot {slot}{of_head}"
 
     def find(self, elements: torch.Tensor) -> str | None:
-        """Find the elements of one head of one slot.
+        """Find the place that holds the given content of one head in one slot.
 
         Args:
-            elements: As they lie in `slots`: (element,).
+            elements: The content to look for: one row of `slots`, of shape (element,).
 
         Returns:
-            The name of the first place that holds them; None if no place does.
+            The name of the first place with this content (`name_of`); None if no place has it.
         """
         for layer, part in self._regions():
             held = (self.slots(layer, part).cpu() == elements.cpu()).all(-1).nonzero().tolist()
@@ -153,7 +153,7 @@ class PatternCache:
         return torch.tensor([int(block) for block in chosen], dtype=torch.int64, device=self._layers[0][0].device)
 
     def _pattern(self, layer: int, part: int, ids: torch.Tensor) -> torch.Tensor:
-        """The pattern of the blocks `ids`: (block, slot, head, element)."""
+        """Return the pattern of blocks `ids` as integers, with shape (block, slot, head, element)."""
         layout = self.layout
         axes = [ids, *(torch.arange(size) for size in (layout.block_size, layout.num_kv_heads, layout.kv_head_size))]
         axes[2] = axes[2] + self.heads.start
@@ -170,12 +170,14 @@ class PatternCache:
 
 
 class StateCache:
-    """State per request of one rank, slot by slot, as `watch_offers` needs it of a group.
+    """The cache of one rank for state per request (Mamba and the like). A block holds one request's state, as one slot.
+
+    Only what `watch_offers` needs of a group: digests and names of places. There is no pattern.
 
     Args:
-        engine_id: Whose it is, as messages name it.
-        kv_caches: The tensors that were registered, by layer.
-        layout: Their layout.
+        engine_id: Name of the engine, for messages.
+        kv_caches: The registered tensors, by layer.
+        layout: Layout of `kv_caches`.
     """
 
     def __init__(self, engine_id: str, kv_caches: KVCaches, layout: StateLayout) -> None:
@@ -184,13 +186,13 @@ class StateCache:
         self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Digest of each slot, which changes with any one byte of it.
+        """Return a digest of each block. A change of any single byte changes the digest.
 
         Args:
-            block_ids: The slots, of one request's state each.
+            block_ids: Blocks to read, each with one request's state.
 
         Returns:
-            Int64, (layer, tensor, slot, 1), slots in the order given.
+            An int64 tensor of shape (layer, tensor, block, 1), with blocks in the order of `block_ids`.
         """
         rows = []
         for tensor in (tensor for tensors in self._layers for tensor in tensors):
@@ -201,16 +203,16 @@ class StateCache:
         return torch.stack(rows).view(len(self._layers), -1, len(block_ids), 1)
 
     def name_of(self, layer: int, part: int, block: int, slot: int) -> str:
-        """A place, as messages name it.
+        """Return the name of a place, for messages.
 
         Args:
-            layer: Which of the registered layers, from 0.
-            part: Which of the layer's tensors of state, from 0.
-            block: The block's id.
-            slot: 0, since a block of state is one slot.
+            layer: Index of the registered layer.
+            part: Index of the state tensor in the layer.
+            block: Block id.
+            slot: 0, the only slot of a block.
 
         Returns:
-            The place in words, layer and tensor by name.
+            Engine, layer name, tensor name, block and slot.
         """
         name, tensor = self.layout.layer_names[layer], self.layout.tensors[part].name
         return f"engine {self.engine_id!r}, layer {name!r}, {tensor}, block {block}, slot {slot}"

@@ -1,9 +1,9 @@
-"""Cancels a coroutine at every moment at which it can be cancelled, one run a moment, in virtual time.
+"""Cancels a coroutine at every point at which cancelling can make a difference: one run per point, in virtual time.
 
-A *moment* is one at which the scenario's own tasks run: after each step of the coroutine, of what was started for it,
-such as its loads, and of the scenario's other tasks; and, once for each place at which the coroutine and what was
-started for it wait, between the event that they wait for and their going on. What engines do besides changes nothing
-that the coroutine could see before one of these.
+Such a point is called a *moment*. There is one after each step of the coroutine, of the tasks that were started for it
+(such as its loads), and of the scenario's other tasks. Between the event that wakes one of the coroutine's own tasks
+and the task's next step there is another, once for each place at which the task waits. Steps of the engines' background
+tasks are not moments: the coroutine cannot see their effect before the next moment.
 """
 
 from __future__ import annotations
@@ -25,31 +25,41 @@ Scenario: TypeAlias = Callable[[], AbstractAsyncContextManager[Coroutine[Any, An
 
 logger = logger_of(__name__)
 
-_OF_ENGINES = "kvflow-"  # how the names of their tasks begin
+_OF_ENGINES = "kvflow-"  # prefix of the names of the engines' background tasks
 _SAID_EVERY = 100
 _LINES_MAX = 1 << 30
 _OURS: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", default=False)
-"""True in the context of the coroutine, which whatever is started for it inherits."""
+"""True in the context of the coroutine. Every task that the coroutine starts inherits it."""
 
 
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
-    """Run a coroutine again and again; cancel it at the 1st, 2nd, 3rd ... moment at which its own tasks run.
+    """Run a coroutine once for each moment of its life, and cancel it there: at the first, the second, the third ...
 
-    The first run is not cancelled: it counts the moments. Log lines of kvflow are kept back, and written for a run that
-    fails only; how far it is goes to the log of `kvflow.testing.cancel`, at INFO.
+    A moment is a point at which one of the test's own tasks has run, or one of the coroutine's is about to. An
+    uncancelled run counts the moments first. Log lines of kvflow are written only for a run that fails. Progress is
+    logged by `kvflow.testing.cancel` at INFO.
+
+        @contextlib.asynccontextmanager
+        async def scenario():
+            cluster = InprocCluster()
+            async with cluster.engine("prefill") as prefill, cluster.engine("decode") as decode:
+                yield hand_over(prefill, decode)
+                assert_quiet(decode.runtime.statistics())  # cancelled or not
+
+        cancel_everywhere(scenario)
 
     Args:
-        make_scenario: An async context manager, new for each run: it opens engines and yields the coroutine, not
-            started. What follows the `yield` are the checks: they see the engines after the coroutine has ended, as its
-            cancellation or as its result came out.
-        runs_max: AssertionError after so many moments, for a coroutine that never ends.
+        make_scenario: Returns an async context manager for one run, which opens engines and yields the coroutine, not
+            started. The code after its `yield` checks the engines once the coroutine has ended, cancelled or not.
+        runs_max: Maximum number of moments, for a coroutine that never ends.
 
     Returns:
-        How often it was cancelled.
+        The number of runs that were cancelled.
 
     Raises:
-        Exception: What the coroutine raises, but for its cancellation, and what the checks raise; with a note that says
-            at which moment of how many, and where the coroutine was.
+        AssertionError: The coroutine has more than `runs_max` moments.
+        Exception: Any error of the coroutine except its cancellation, or of the checks. A note on it says at which
+            moment the coroutine was cancelled, and at which line it was.
     """
     moments = _run(make_scenario, runs_max + 1, "not cancelled").count
     if moments > runs_max:
@@ -64,20 +74,20 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
 
 
 class _Moments:
-    """The moments of one run, and the place at which the coroutine was cancelled."""
+    """Counter of the moments of one run. Cancels the coroutine at moment number `last`, and keeps the place of that."""
 
     def __init__(self, loop: VirtualLoop, body: Coroutine[Any, Any, object], last: int) -> None:
         self.count = 0
         self.place = ""
         self._loop, self._body, self._last = loop, body, last
         self._woken = {""}
-        """Places from which one of the tasks has gone on."""
+        """Places of waiting from which one of the coroutine's tasks has been woken before."""
         context = copy_context()
         context.run(_OURS.set, True)
         self.task = loop.create_task(body, name="cancelled everywhere", context=context)
 
     def look(self) -> None:
-        """Take the step that has just ended."""
+        """Count the step that has just ended, if it is a moment, and cancel the coroutine at the last one."""
         if self.place or self.task.done() or inspect.getcoroutinestate(self._body) == inspect.CORO_CREATED:
             return
         ran, follows = self._loop.ran, self._loop.follows
@@ -90,12 +100,12 @@ class _Moments:
 
 
 def _is_of_it(call: asyncio.Handle | None) -> bool:
-    """Return True for a step of the coroutine, or of a task that was started for it."""
+    """Return True if `call` is a step of the coroutine or of a task that was started for it."""
     return task_of(call) is not None and call._context.get(_OURS, False)  # type: ignore[union-attr]
 
 
 def _is_ours(call: asyncio.Handle | None) -> bool:
-    """Return True for a step of one of the scenario's own tasks."""
+    """Return True if `call` is a step of any task but the engines' background tasks."""
     task = task_of(call)
     return _is_of_it(call) or (task is not None and not task.get_name().startswith(_OF_ENGINES))
 
@@ -106,7 +116,7 @@ def _run(make_scenario: Scenario, last: int, what: str) -> _Moments:
 
 
 async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
-    """Run the scenario once, and cancel it at its last moment, if it comes so far."""
+    """Run the scenario once and cancel its coroutine at moment number `last`, unless it ends earlier."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     moments: _Moments | None = None
@@ -129,7 +139,7 @@ async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
 
 @contextmanager
 def _kept_back(root: logging.Logger) -> Iterator[None]:
-    """Keep a logger's lines, those of its children included; write them if the block fails."""
+    """Hold back the log lines of `root` and its children. Write them if the block raises, else drop them."""
     kept = MemoryHandler(_LINES_MAX, flushLevel=logging.CRITICAL + 1)
     before, root.handlers, propagate, root.propagate = root.handlers, [kept], root.propagate, False
     failed = True
@@ -143,7 +153,7 @@ def _kept_back(root: logging.Logger) -> Iterator[None]:
 
 
 def _place(task: asyncio.Task[Any] | None) -> str:
-    """The line at which a task waits, with the coroutines that it waits through."""
+    """Return the line at which `task` waits: its chain of awaiting coroutines, outermost first."""
     lines = []
     inner: Any = None if task is None else task.get_coro()
     while (frame := getattr(inner, "cr_frame", None)) is not None:

@@ -1,4 +1,4 @@
-"""Clocks for tests: one that stands still until it is moved, and one that goes by the event loop's own time."""
+"""Clocks for tests: a clock that moves only when a test says so, and a clock that shows the event loop's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class ManualTimer:
-    """See `runtime.world.Timer`."""
+    """A timer of `ManualClock`, as `runtime.world.Timer`; `callback` is None once it is cancelled."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
@@ -19,13 +19,18 @@ class ManualTimer:
 
 
 class ManualClock:
-    """A clock that a test moves; give it to a runtime in its world (`World(clock=lambda: clock)`).
+    """A clock that moves only when a test calls `advance`.
 
-    It moves timers that a runtime takes from its world: leases, holds, renewals. What bounds a wait on the event loop
-    (deadlines of loads, timeouts of the side channel) goes by the loop's own time.
+    The clock drives the timers that a runtime takes from its world: lease expiry, holds, renewals. Load deadlines and
+    side-channel timeouts go by the event loop's own time.
+
+        clock = ManualClock()
+        async with Runtime(config, world=World(clock=lambda: clock)) as runtime:
+            ...
+            clock.advance(30.0)
 
     Args:
-        now_s: What it shows first, in seconds.
+        now_s: Initial time, in seconds.
     """
 
     def __init__(self, now_s: float = 0.0) -> None:
@@ -34,22 +39,22 @@ class ManualClock:
         self._counter = itertools.count()
 
     def now_s(self) -> float:
-        """The time now.
+        """Return the present time.
 
         Returns:
-            Seconds, as the clock was made with and moved by since.
+            The initial time plus everything advanced since, in seconds.
         """
         return self._now_s
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> ManualTimer:
-        """Set a timer, which `advance` fires.
+        """Call `callback` when the clock has advanced by `delay_s`.
 
         Args:
-            delay_s: Seconds from now; a negative one counts as 0.
-            callback: What is called then.
+            delay_s: Delay in seconds; a negative delay counts as 0.
+            callback: Function to call.
 
         Returns:
-            The timer, to be cancelled.
+            The timer; `cancel()` stops it.
         """
         timer = ManualTimer(callback)
         heapq.heappush(self._timers, (self._now_s + max(delay_s, 0.0), next(self._counter), timer))
@@ -57,14 +62,14 @@ class ManualClock:
 
     @property
     def pending(self) -> int:
-        """Timers that wait for their time."""
+        """Number of timers that have neither fired nor been cancelled."""
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
     def advance(self, seconds: float) -> None:
-        """Move on, and call what is due on the way, each at its time and in order.
+        """Move the clock forward. Fire the timers that become due, in order of time; each sees its own due time.
 
         Args:
-            seconds: How far.
+            seconds: How far to move the clock.
         """
         end_s = self._now_s + seconds
         while self._timers and self._timers[0][0] <= end_s:
@@ -76,31 +81,31 @@ class ManualClock:
 
 
 class LoopClock:
-    """A clock that is the running loop's time, virtual if the loop's is.
+    """A clock that shows the running event loop's time, which is virtual on a `VirtualLoop`.
 
     Raises:
-        RuntimeError: No event loop runs here.
+        RuntimeError: No event loop is running in this thread.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
 
     def now_s(self) -> float:
-        """The time now.
+        """Return the loop's time.
 
         Returns:
-            The loop's time, in seconds.
+            `loop.time()`, in seconds.
         """
         return self._loop.time()
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Set a timer on the loop.
+        """Call `callback` after `delay_s` of the loop's time.
 
         Args:
-            delay_s: Seconds from now.
-            callback: What is called then.
+            delay_s: Delay in seconds.
+            callback: Function to call.
 
         Returns:
-            The timer, to be cancelled.
+            The timer; `cancel()` stops it.
         """
         return self._loop.call_later(delay_s, callback)

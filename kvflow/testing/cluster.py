@@ -1,7 +1,7 @@
-"""Several engines in one process, without NIXL, sockets or threads: on any event loop, in real or in virtual time.
+"""Several engines in one process, without NIXL, sockets or threads: on any event loop, in real or virtual time.
 
-Give your own engine a world of the cluster, `Runtime(config, world=cluster.world())`, or take a ready one from
-`cluster.engine`. Faults are those of the in-process transport, one set per rank (`cluster.transport`), or come by a
+Give your own engine a world of the cluster, `Runtime(config, world=cluster.world())`, or open a ready-made engine with
+`cluster.engine`. A test scripts faults on each rank's in-process transport (`cluster.transport`), or draws them from a
 seed, in virtual time: `InprocCluster(seed=7)`.
 """
 
@@ -38,12 +38,19 @@ _SMALL = CacheSize(layers=1)
 
 
 class InprocCluster:
-    """The network and the side channel that runtimes of one process share.
+    """A network and a side channel inside one process, for any number of runtimes.
+
+        cluster = InprocCluster()
+        async with cluster.engine("prefill") as prefill, cluster.engine("decode") as decode:
+            lease = prefill.runtime.serve_blocks(ServeRequest("req", block_ids=[1], num_tokens=4))
+            ticket = lease.ticket.to_params()
+            await decode.runtime.load_blocks(LoadRequest("req", ticket=ticket, block_ids=[5]))
 
     Args:
-        seed: With one, everything that engines send each other is slow, torn, lost, repeated, late, refused or garbled
-            as the simulator does it, the same in every run; it needs virtual time. None is a perfect network.
-        weather: How bad that is; drawn from the seed if None.
+        seed: Seed of a simulated network with random faults: slow, torn and failed reads, lost, repeated and late
+            notifications, unanswered questions, garbled answers. A seed gives the same faults in every run. Needs
+            virtual time (`run_virtual`). None for a network without random faults.
+        weather: Rates of those faults; None to draw them from the seed.
     """
 
     def __init__(self, seed: int | None = None, *, weather: Weather | None = None) -> None:
@@ -51,19 +58,19 @@ class InprocCluster:
         self._exchange = Exchange()
         self._rng = random.Random(seed)
         self._weather = None if seed is None else weather or draw_weather(self._rng)
-        """Weather of the simulated network; None for a perfect one."""
+        """Weather of the simulated network; None without a seed."""
         self._simulated: Network | None = None
         self._hosts: dict[str, SimHost] = {}
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
-        """The world of a runtime that is part of the cluster. Copies run on the event loop: keep caches small.
+        """Return a world that makes a runtime part of the cluster. Copies run on the event loop: keep caches small.
 
         Args:
-            clock: Makes the runtime's clock, in its loop.
+            clock: Makes the runtime's clock; called on the runtime's event loop.
 
         Returns:
-            A world for one runtime or several.
+            A world, which several runtimes may share.
         """
         if self._weather is not None:
             world = make_world(self._simulation, lambda config: self._host(config.engine_id), clock)
@@ -78,14 +85,14 @@ class InprocCluster:
         )
 
     def transport(self, engine_id: str, rank: Rank = _FIRST_RANK) -> InprocTransport:
-        """The transport of a rank's latest runtime: hold its reads, perform them, and script its `faults`.
+        """Return the transport of a rank, on which a test holds and performs reads and scripts `faults`.
 
         Args:
-            engine_id: Whose.
-            rank: Which of the engine's ranks; the first if not given.
+            engine_id: The engine.
+            rank: The engine's rank; by default its first.
 
         Returns:
-            The one that was made last.
+            The rank's newest transport: each registration of a cache makes another.
         """
         return self._transports[engine_id, rank]
 
@@ -98,20 +105,21 @@ class InprocCluster:
         size: CacheSize = _SMALL,
         parts: Sequence[Part] = (),
     ) -> AsyncIterator[TestEngine]:
-        """An open runtime with a small registered cache, filled with its pattern (`TestEngine.cache`).
+        """Open a runtime with a small registered cache, filled with its pattern (`TestEngine.cache`).
 
         Args:
-            engine_id: Its name.
-            config: Limits and timeouts; the name, address and transport are the cluster's.
-            size: Of the cache; one layer if not given.
-            parts: Of the runtime.
+            engine_id: Name of the engine.
+            config: Limits and timeouts. Name and address are replaced, and the transport is the cluster's.
+            size: Size of the cache; by default one layer.
+            parts: Parts of the runtime.
 
         Returns:
-            A context manager; its block gets the engine.
+            A context manager that yields the engine, and closes the runtime when its block ends.
 
         Raises:
-            AssertionError: On a clean exit, if something is left (`assert_closed`).
-            UsageError: The cluster has a seed, and the loop is not virtual.
+            AssertionError: The block ended without an error, but the closed runtime left something behind
+                (`assert_closed`).
+            UsageError: The cluster has a seed, and the event loop is not a `VirtualLoop`.
         """
         base = config or Config(engine_id=engine_id, drain_timeout_s=1.0)
         async with open_engine(engine_id, base, self._make, world=self.world(), size=size, parts=parts) as engine:
@@ -125,20 +133,23 @@ class InprocCluster:
         crashes: int = 1,
         within_s: float = 0.1,
     ) -> ResultT:
-        """Run an engine as a process that is killed and starts again under its name, at moments drawn from the seed.
+        """Run an engine as a process that crashes and restarts at random moments, drawn from the seed.
+
+        Cancelling cancels the running `body`, waits for its end and runs no further one.
 
         Args:
-            engine_id: Of the runtimes that `body` opens.
-            body: One life, from opening the engine on. When it is killed nothing of it runs any more, no `finally`
-                either, and its memory cannot be reached.
-            crashes: How often it is killed at most.
-            within_s: It is killed at most so long after its start, and starts again at most so long after that.
+            engine_id: Name of every runtime that `body` opens.
+            body: Starts one run of the process, from opening the engine on. A crash stops the run for good: none of its
+                code runs again, not even a `finally`, and peers can no longer read its memory.
+            crashes: Maximum number of crashes.
+            within_s: Upper bound of the time from a start to its crash, and from a crash to the restart.
 
         Returns:
-            What the life that came to its end returned; what that raised is raised. Cancelling cancels it.
+            The result of the run that was not killed.
 
         Raises:
             UsageError: The cluster has no seed.
+            Exception: Any error of the run that was not killed.
         """
         if self._weather is None:
             raise UsageError("run_process: crashes come by a seed, as in InprocCluster(seed=7)")
@@ -157,11 +168,11 @@ class InprocCluster:
                 break
             host.life.kill()
             network.detach(host)
-            await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # the dead are never done
+            await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # a pause: the task is never done now
         return task.result()
 
     def _simulation(self) -> Network:
-        """Return the simulated network, which is made when the first engine opens, in its loop."""
+        """Return the simulated network. The first call makes it, on the running loop."""
         if self._simulated is None:
             loop = asyncio.get_running_loop()
             if not isinstance(loop, VirtualLoop):
@@ -171,7 +182,7 @@ class InprocCluster:
         return self._simulated
 
     def _host(self, engine_id: str) -> SimHost:
-        """Return the host that an engine's ranks run on."""
+        """Return the simulated host of an engine's ranks, making it at the first call."""
         if engine_id not in self._hosts:
             life = Life(self._simulation().loop, engine_id)
             self._hosts[engine_id] = SimHost(engine_id, f"host of {engine_id}", life)

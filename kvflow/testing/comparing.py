@@ -1,4 +1,4 @@
-"""Comparisons of loaded blocks with offered ones, which name the place of the first difference."""
+"""Comparison of loaded blocks with the offered blocks. A difference is reported by its first place."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ def compare_blocks(
     num_tokens: int | None = None,
     windowed: bool = False,
 ) -> str | None:
-    """Compare blocks that were loaded: None, or the first place that differs and what lies there instead.
+    """Compare loaded blocks with the offered blocks, token by token.
+
+    Only layers and heads that both ranks have are compared. The two block sizes may differ.
 
     Args:
         ours: The consumer's cache.
-        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
-        theirs: The producer's. Layers and heads that both ranks have are compared; their block sizes may differ.
-        their_ids: The blocks that were offered.
-        num_tokens: How long the prompt is; None stands for full blocks.
-        windowed: Whether the offered blocks are the prompt's last ones, as of a group with a window, which needs
-            `num_tokens`. Tokens before them are not compared.
+        our_ids: The loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
+        theirs: The producer's cache.
+        their_ids: The offered blocks, in prompt order.
+        num_tokens: Length of the prompt; None if every offered block is full.
+        windowed: True if the offered blocks are the last blocks of the prompt, as in a group with a sliding window.
+            Needs `num_tokens`. Tokens before the offered blocks are not compared.
 
     Returns:
-        A sentence that names engine, layer, block and slot on both sides; None if every element is right.
+        None if every element is equal. Otherwise a sentence about the first difference: engine, layer, block and slot
+        on both sides, and which place's content was found instead.
     """
     size, their_size = ours.layout.block_size, theirs.layout.block_size
     full = len(their_ids) * their_size
@@ -70,17 +73,17 @@ def assert_blocks_equal(
     *,
     num_tokens: int | None = None,
 ) -> None:
-    """Assert that loaded blocks hold what was offered, as by `compare_blocks`.
+    """Assert that `compare_blocks` finds no difference between loaded and offered blocks.
 
     Args:
         ours: The consumer's cache.
-        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
+        our_ids: The loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
         theirs: The producer's cache.
-        their_ids: The blocks that were offered.
-        num_tokens: How long the prompt is; None stands for full blocks.
+        their_ids: The offered blocks, in prompt order.
+        num_tokens: Length of the prompt; None if every offered block is full.
 
     Raises:
-        AssertionError: Some element is wrong; it says what `compare_blocks` does.
+        AssertionError: An element differs. The message is the sentence of `compare_blocks`.
     """
     problem = compare_blocks(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     assert problem is None, problem
@@ -94,18 +97,19 @@ def assert_loaded(
     *,
     num_tokens: int | None = None,
 ) -> None:
-    """Assert that loaded blocks hold what was offered, and everything else in `ours` its own pattern.
+    """Assert that a load wrote the offered content into `our_ids` and nothing anywhere else in `ours`.
 
     Args:
-        ours: The consumer's cache; it was filled with its pattern before the load.
-        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
+        ours: The consumer's cache, filled with its pattern before the load.
+        our_ids: The loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
         theirs: The producer's cache.
-        their_ids: The blocks that were offered.
-        num_tokens: How long the prompt is; slots of the last block behind it count as everything else. None stands for
-            full blocks.
+        their_ids: The offered blocks, in prompt order.
+        num_tokens: Length of the prompt; None if every offered block is full. Slots of the last block past the prompt
+            must still hold the pattern of `ours`.
 
     Raises:
-        AssertionError: Some element is wrong; it names the first place.
+        AssertionError: A loaded element differs, or an element outside the load was written to. The message names the
+            first place.
     """
     assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     wanted = set(our_ids)

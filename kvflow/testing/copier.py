@@ -1,4 +1,4 @@
-"""Copies and events on the loop itself, for small caches in tests and virtual time, where there are no threads."""
+"""A copy thread without a thread: copies run on the event loop, for small test caches and for virtual time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvflow.runtime.copy_thread import CopyThread
 
 
 class InlineCopier(CopyThread):
-    """See `CopyThread`: one copy after the other, each of which takes `duration_s` of the loop's time."""
+    """A `CopyThread` without a thread: one copy after another, each taking `duration_s()` of the loop's time."""
 
     def __init__(self, name: str, duration_s: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__(name)
@@ -51,7 +51,7 @@ class InlineCopier(CopyThread):
         error: BaseException | None = None
         try:
             job()
-        except Exception as problem:  # noqa: BLE001 - handed to who submitted the copy
+        except Exception as problem:  # noqa: BLE001 - passed to the submitter by `on_end`
             error = problem
         self._loop.call_soon(self._end_copy, on_end, error)
 

@@ -1,6 +1,7 @@
-"""Pytest fixtures, to be switched on by `pytest_plugins = ["kvflow.testing.fixtures"]` in a conftest.py.
+"""Pytest fixtures. Enable them with `pytest_plugins = ["kvflow.testing.fixtures"]` in a conftest.py.
 
-They need pytest-asyncio (`kvflow[testing]`). Each closes what it has opened and fails the test if anything is left.
+They need pytest-asyncio (`kvflow[testing]`). A fixture that opens runtimes closes them, and fails the test if a closed
+runtime left anything behind.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from kvflow.testing.pair import InprocPair, NixlPair, inproc_pair, nixl_pair
 
 @pytest_asyncio.fixture
 async def kvflow_pair() -> AsyncIterator[InprocPair]:
-    """A producer and a consumer on the in-process transport, with the real side channel."""
+    """A producer and a consumer over the in-process transport and the real side channel (`inproc_pair`)."""
     async with inproc_pair() as pair:
         yield pair
 
 
 @pytest.fixture
 def kvflow_cluster() -> InprocCluster:
-    """A network for any number of engines in this process; works in virtual time, too."""
+    """A cluster for any number of engines in this process, also in virtual time (`InprocCluster`)."""
     return InprocCluster()
 
 
 @pytest_asyncio.fixture
 async def kvflow_nixl_pair() -> AsyncIterator[NixlPair]:
-    """A producer and a consumer over real NIXL."""
+    """A producer and a consumer over real NIXL (`nixl_pair`)."""
     async with nixl_pair() as pair:
         yield pair

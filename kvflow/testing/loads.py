@@ -1,4 +1,4 @@
-"""Watch for forgotten loads: nobody waits for them or cancels them, so they go on and keep blocks at both ends."""
+"""Watch for forgotten loads: neither awaited nor cancelled, they go on and hold blocks of both engines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvflow.testing.watch import calling_line, checked_at_end
 
 
 class _WatchedLoad(Load):
-    """Load that notes who waits for it; a load that was begun is made one of these."""
+    """A `Load` that counts its waiters. `LoadWatch.begun` turns a started load into one by setting its class."""
 
     begun_at = ""
     waiting = 0
-    """Tasks that wait for the load, or for its next progress."""
+    """Number of tasks that await the load or its next progress."""
     cared_for = False
-    """True once somebody has cancelled it, waited when it ended, or has taken what came of it."""
+    """True once the load was cancelled, ended while awaited, or was awaited after its end."""
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
         self.waiting += 1
@@ -55,17 +55,17 @@ class _WatchedLoad(Load):
 
 
 class LoadWatch:
-    """The watch that `watch_loads` opens."""
+    """Record of the loads that a runtime has started. `watch_loads` opens it."""
 
     def __init__(self) -> None:
         self._begun: list[_WatchedLoad] = []
 
     def begun(self, load: Load, where: str) -> None:
-        """Watch a load that was started. One that was refused keeps nothing.
+        """Watch a started load. Ignore a load that is done already, as one refused at the start: it holds no blocks.
 
         Args:
-            load: As `start_load` returned it; it is watched from here on.
-            where: The line that has begun it, as messages name it.
+            load: The load that `start_load` returned.
+            where: The line that started it, for messages.
         """
         if not load.done:
             load.__class__ = _WatchedLoad
@@ -75,8 +75,9 @@ class LoadWatch:
 
     @property
     def forgotten(self) -> tuple[Load, ...]:
-        """Loads that nobody waits for, or did when they ended, and nobody has cancelled. Legal at any moment: a load
-        that was begun just now is one of them until somebody awaits it.
+        """Loads that were neither cancelled nor awaited when they ended, or that are under way and not awaited now.
+
+        Legal at any moment. A load that has just been started is included until a task awaits it.
         """
         return tuple(load for load in self._begun if not (load.cared_for or load.waiting))
 
@@ -84,7 +85,7 @@ class LoadWatch:
         """Assert that no load is `forgotten`.
 
         Raises:
-            AssertionError: One is; it names the first, and where it was begun.
+            AssertionError: A load is. The message names the first, and the line that started it.
         """
         for load in self._begun:
             if load in self.forgotten:
@@ -98,21 +99,22 @@ class LoadWatch:
 
 @contextlib.contextmanager
 def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
-    """Watch that every load that is begun is waited for to its end, or cancelled.
+    """Watch that every started load is awaited to its end or cancelled.
 
-    A load goes on when a task that iterates it is cancelled in the loop's body, or when nobody was to await it at all.
-    Then its engine forgets it with `settled()`, which waits and ends nothing. Waiting is awaiting the load or its next
-    progress; who polls `done` awaits it in the end, for its report.
+    A load goes on if a task that iterates over it is cancelled in the body of its `async for`, or if no task awaits it.
+    `Load.settled()` then only waits: it does not end the load. A task waits for a load by awaiting the load or its next
+    progress. An engine that polls `done` has to await the load afterwards, for its report.
 
     Args:
-        runtime: The reader's; its `start_load` is watched from here on, under any name that is looked up later.
+        runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block; a reference to the method
+            taken before is not watched.
 
     Returns:
-        A context manager; its block gets the watch, and is how long loads are watched.
+        A context manager that yields the watch. Loads are watched until its block ends.
 
     Raises:
-        AssertionError: At the end, if a load was forgotten, also when an error of the engine comes through; it names
-            the request, and the line that has begun the load.
+        AssertionError: A load was forgotten. Raised when the `with` block ends, in place of an error that comes out of
+            it. The message names the request and the line that started the load.
     """
     watch, start = LoadWatch(), runtime.start_load
 

@@ -1,4 +1,4 @@
-"""Watch of offered blocks: their bytes must not change before the lease has ended and its hold is over."""
+"""Watch of offered blocks: their bytes must not change until the lease has ended and its hold is over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvflow.testing.watch import checked_at_end, raise_first
 
 
 class _Told(History):
-    """History of a lease that tells when there is more of it."""
+    """The history of a lease, with a callback: calls `more(lease)` each time that a computed token count is noted."""
 
     def __init__(self, lease: Lease, known: History, more: Callable[[Lease], None]) -> None:
         self._lease, self._known, self._more = lease, known, more
@@ -36,7 +36,7 @@ class _Told(History):
 
 
 class _Slots:
-    """The digests of one group's slots in a lease, as far as its tokens are computed."""
+    """Digests of the computed slots of one lease in one group of layers."""
 
     def __init__(self, cache: PatternCache | StateCache, first_token: int) -> None:
         self.cache = cache
@@ -46,12 +46,12 @@ class _Slots:
         self._digests: torch.Tensor | None = None
 
     def tokens(self, blocks: range) -> torch.Tensor:
-        """Tokens of the prompt that the slots of these blocks are for: (block, slot)."""
+        """Return the prompt's token indices that `blocks` hold, with shape (block, slot). `blocks` count from 0."""
         start, stop = (self._first + block * self.size for block in (blocks.start, blocks.stop))
         return torch.arange(start, stop).view(-1, self.size)
 
     def remember(self, block_ids: Sequence[int], tokens: int) -> None:
-        """Take the digests of tokens that are computed and were not before."""
+        """Take digests of the slots computed since the last call. `tokens` of the prompt are computed by now."""
         old, upto = self._digests, self._upto
         blocks = range(max(upto - self._first, 0) // self.size, max(-(-(tokens - self._first) // self.size), 0))
         self._upto = max(tokens, upto)
@@ -59,7 +59,7 @@ class _Slots:
             return
         now = self.cache.digests(block_ids[blocks.start : blocks.stop])
         if old is not None:
-            partly = old[:, :, blocks.start :]  # a block at most
+            partly = old[:, :, blocks.start :]  # at most one block, which was partly computed at the last call
             count = partly.shape[2]
             before = self.tokens(blocks)[:count] < upto
             now[:, :, :count] = torch.where(before, partly, now[:, :, :count])
@@ -67,7 +67,10 @@ class _Slots:
         self._digests = now
 
     def changed(self, block_ids: Sequence[int]) -> tuple[int, str] | None:
-        """The first token that was overwritten, and its place; the bytes of now count from now on."""
+        """Return the first overwritten token and the name of its place, or None.
+
+        Adopt the present bytes as the new reference, so that a change is reported once.
+        """
         if self._digests is None:
             return None
         count = self._digests.shape[2]
@@ -82,7 +85,7 @@ class _Slots:
 
 
 class OfferWatch:
-    """The watch that `watch_offers` opens; an observer of its runtime."""
+    """Compares offered blocks with their digests. `watch_offers` opens it, as an observer of its runtime."""
 
     def __init__(self, caches: Sequence[PatternCache | StateCache]) -> None:
         self._caches = caches
@@ -90,23 +93,23 @@ class OfferWatch:
         self._offered: dict[Lease, list[_Slots]] = {}
 
     def assert_unchanged(self) -> None:
-        """Assert that no offer has changed so far. Legal at any moment.
+        """Assert that no offered block has changed so far. Legal at any moment.
 
         Raises:
-            AssertionError: One has; it names the first place.
+            AssertionError: An offered block has changed. The message names the first place.
         """
         for lease in self._offered:
             self._compare(lease, "while it was offered")
         raise_first(self._found)
 
     def offer(self, lease: Lease) -> None:
-        """Remember what a new lease offers.
+        """Watch the blocks of a new lease. `watch_offers` calls this for every lease.
 
         Args:
-            lease: As the watched runtime's `serve_blocks` returned it.
+            lease: A lease from `serve_blocks` of the watched runtime.
 
         Raises:
-            UsageError: It offers another number of groups of layers than are watched; it is revoked.
+            UsageError: The lease and this watch differ in their number of groups of layers. The lease is revoked.
         """
         tables = lease.block_tables
         if len(tables) != len(self._caches):
@@ -119,25 +122,25 @@ class OfferWatch:
             self._offered[lease] = list(
                 starmap(_Slots, zip(self._caches, _first_tokens(lease, self._caches), strict=True))
             )
-            if held.history is not None:  # not all of it is computed
+            if held.history is not None:  # tokens of the lease are still to be computed
                 held.history = _Told(lease, held.history, self._remember)
             self._remember(lease)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """See `Observer`: told in the step that gives the blocks back, before anybody else can know.
+        """Compare the lease's blocks one last time. An `Observer` call, before anybody else knows that they are free.
 
         Args:
-            record: How the lease has ended; its outcome is named in what is found.
+            record: How the lease ended. Findings name the outcome.
         """
         for lease in [lease for lease in self._offered if lease.done]:
             try:
                 self._compare(lease, f"before its lease was over ({record.outcome})")
-            except Exception as error:  # noqa: BLE001 - whatever it is, the runtime would only log it
+            except Exception as error:  # noqa: BLE001 - kept, because the runtime would only log it
                 self._found.append(error)
             del self._offered[lease]
 
     def load_ended(self, record: LoadRecord) -> None:
-        """See `Observer`; loads change no offer.
+        """Do nothing: a load changes no offered block. An `Observer` call.
 
         Args:
             record: Ignored.
@@ -162,7 +165,10 @@ def _held(lease: Lease) -> HeldBlocks:
 
 
 def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> Iterator[int]:
-    """Token of the prompt that the first slot of a lease's blocks is for, by group: those of a window are its last."""
+    """Yield for each group the prompt's token index in the first slot of the lease's blocks.
+
+    That is 0, except in a windowed group, which offers only the last blocks of the prompt.
+    """
     held, facts = _held(lease), lease.ticket.groups
     for group, cache in enumerate(caches):
         size = cache.layout.block_size if isinstance(cache, PatternCache) else 1
@@ -172,24 +178,26 @@ def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> 
 
 @contextlib.contextmanager
 def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache | StateCache]) -> Iterator[OfferWatch]:
-    """Watch that nothing changes in the blocks that `runtime` offers before their lease has ended and its hold is over.
+    """Watch that offered blocks do not change until their lease has ended and its hold is over.
 
-    Digests of every slot are taken as its token is computed: when `serve_blocks` returns, when `Lease.advance` covers
-    it, and where there is an event, once that has happened. They are compared in the step in which the blocks are given
-    back, at the end of the block, and whenever `assert_unchanged` is called. What is not computed yet, or lies behind a
-    prompt's last token, may change. Works with every transport; costs a pass over the offered blocks.
+    The watch takes a digest of each slot once its token is computed: when `serve_blocks` returns, when `Lease.advance`
+    covers the token, or, if a device event was given, when that event has happened. Digests are compared when the
+    lease's blocks are given back, when the `with` block ends, and in `OfferWatch.assert_unchanged`. Slots not computed
+    yet, and slots past the prompt's last token, may change. Works with every transport. Each comparison reads the
+    offered blocks once.
 
     Args:
-        runtime: The producer's; its `serve_blocks` is watched from here on, under any name that is looked up later.
-        cache: What it has registered, or a cache for each of several groups, in their order (a `StateCache` for state);
-            the content is the engine's own and need not be a pattern.
+        runtime: The producer's runtime. Its `serve_blocks` is replaced inside the `with` block; a reference to the
+            method taken before is not watched.
+        cache: A `PatternCache` over the registered cache; for several groups, a sequence in the order of the groups,
+            with a `StateCache` for state. The content need not be the pattern.
 
     Returns:
-        A context manager; its block gets the watch, and is how long offers are watched.
+        A context manager that yields the watch. Offers are watched until its block ends.
 
     Raises:
-        AssertionError: At the end, if an offer has changed, also when an error of the engine comes through; it names
-            engine, layer, block, slot, token and request.
+        AssertionError: An offered block has changed. Raised when the `with` block ends, in place of an error that comes
+            out of it. The message names engine, layer, block, slot, token and request.
     """
     watch = OfferWatch([cache] if isinstance(cache, PatternCache) else list(cache))
     serve = runtime.serve_blocks

@@ -1,4 +1,4 @@
-"""A producer and a consumer in one process, with caches whose bytes can be checked: in-process, or over real NIXL."""
+"""A producer and a consumer in one process, with caches to check byte by byte: in-process, or over real NIXL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TransportT = TypeVar("TransportT", bound=Transport)
 
 
 class CacheSize(NamedTuple):
-    """Size of a test's cache, and the order of its axes; K and V come first."""
+    """Size and axis order of a test cache. Each layer is one tensor with K and V on its first axis."""
 
     layers: int = 2
     num_blocks: int = 16
@@ -37,14 +37,15 @@ class CacheSize(NamedTuple):
     head_size: int = 8
 
     def make(self, engine_id: str) -> tuple[dict[str, torch.Tensor], PatternCache]:
-        """Make the tensors of a cache, filled with the engine's pattern.
+        """Make the tensors of a cache and fill them with the engine's pattern.
 
         Args:
-            engine_id: Whose pattern.
+            engine_id: Name of the engine, which the pattern depends on.
 
         Returns:
-            Tensors by layer name, of torch's default dtype, and the `PatternCache` over them. Each is (2, num_blocks,
-            kv_heads, block_size, head_size) in order HND; in NHD heads and tokens of a block change places.
+            The tensors by layer name, in torch's default dtype, and the `PatternCache` over them. A tensor has shape
+            (2, num_blocks, kv_heads, block_size, head_size) in order HND, and (2, num_blocks, block_size, kv_heads,
+            head_size) in order NHD.
         """
         inner = (self.block_size, self.kv_heads) if self.order == "NHD" else (self.kv_heads, self.block_size)
         shape = (2, self.num_blocks, *inner, self.head_size)
@@ -57,15 +58,15 @@ class CacheSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(Generic[TransportT]):
-    """A side of the pair: its runtime, the transport under it, and its cache."""
+    """One engine of a test: its runtime, the runtime's transport, and its cache."""
 
     runtime: Runtime
     transports: Sequence[TransportT]
-    """Transports, one for each time that a cache was registered; the last one is in use."""
+    """Transports of the runtime, one for each registration of a cache; the last one is in use."""
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """Tensors slot by slot; each element says that it is this engine's, until it is written to."""
+    """The registered tensors slot by slot, filled with this engine's pattern at the start."""
 
     @property
     def transport(self) -> TransportT:
@@ -74,7 +75,7 @@ class Engine(Generic[TransportT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Generic[TransportT]):
-    """A producer and a consumer, each with a pattern in its cache."""
+    """A producer and a consumer. Each cache is filled with its engine's pattern."""
 
     producer: Engine[TransportT]
     consumer: Engine[TransportT]
@@ -82,11 +83,11 @@ class Pair(Generic[TransportT]):
     def offer(
         self, block_ids: Sequence[int], request_id: str = "req", *, ttl_s: float | None = None, reader_count: int = 1
     ) -> Lease:
-        """Serve full blocks of the producer.
+        """Offer full blocks of the producer by `Runtime.serve_blocks`.
 
         Args:
-            block_ids: The producer's, in prompt order.
-            request_id: Whose prompt.
+            block_ids: Blocks of the producer, in prompt order.
+            request_id: Id of the request.
             ttl_s: As in `ServeRequest`.
             reader_count: As in `ServeRequest`.
 
@@ -109,16 +110,16 @@ class Pair(Generic[TransportT]):
     def wanted(
         lease: Lease, block_ids: Sequence[int], *, deadline_s: float | None = None, cached_tokens: int = 0
     ) -> LoadRequest:
-        """The request that loads what a lease offers.
+        """Make the request by which the consumer loads the blocks of `lease`.
 
         Args:
-            lease: The producer's.
-            block_ids: The consumer's, to fill.
+            lease: Lease of the producer.
+            block_ids: Blocks of the consumer, to fill.
             deadline_s: As in `LoadRequest`.
             cached_tokens: As in `LoadRequest`.
 
         Returns:
-            The request, its ticket as a router would hand it over.
+            The request, with the ticket as a dict of JSON types, as it comes through a router.
         """
         return LoadRequest(
             lease.request_id,
@@ -129,27 +130,27 @@ class Pair(Generic[TransportT]):
         )
 
     def assert_loaded(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
-        """Assert that loaded blocks equal the offered ones, and that all other blocks of the consumer are untouched.
+        """Assert that loaded blocks equal the offered blocks, and that no other block of the consumer was written to.
 
         Args:
-            local_ids: The consumer's.
-            remote_ids: The producer's, full ones.
+            local_ids: Loaded blocks of the consumer.
+            remote_ids: Offered blocks of the producer, all full.
 
         Raises:
-            AssertionError: Some element is wrong; it names the first place.
+            AssertionError: An element is wrong. The message names the first place.
         """
         assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
 
 def block_by_block(config: Config) -> Config:
-    """Have reads of a block each, so that loads of leases that grow do in small caches what they do in large ones.
+    """Return a config with which a load of a growing lease reads each block as soon as it is computed.
 
-    A load takes what is computed once it is worth a read, 128 KiB or more, and at most a slice. All of a test's cache
-    is less, so nothing would land before the last step, and one `Progress` would be told. Here each block is read as
-    it is computed (or several, if they come together), and told of.
+    Normally a load reads computed blocks once they are worth a read (128 KiB, and at most a slice). The whole cache of
+    a test is smaller, so all of it would land in the last step, with a single `Progress`. With this config every block
+    is read, and reported as progress, as it is computed; blocks computed together may share a read.
 
     Args:
-        config: The consumer's.
+        config: Config of the consumer.
 
     Returns:
         A copy with `Limits.slice_bytes_max` 1.
@@ -160,11 +161,11 @@ def block_by_block(config: Config) -> Config:
 _QUICK, _WORLD, _SIZE = Config(engine_id="any", drain_timeout_s=1.0), World(), CacheSize()
 
 TestEngine: TypeAlias = Engine[InprocTransport]
-"""One side of an `InprocPair`: its runtime, the transport under it, and its cache."""
+"""One engine on the in-process transport: its runtime, its transport with faults to script, and its cache."""
 InprocPair: TypeAlias = Pair[InprocTransport]
-"""A `Pair` by `inproc_pair`, whose transports have faults to script."""
+"""The `Pair` of `inproc_pair`. Faults can be scripted on its transports."""
 NixlPair: TypeAlias = Pair[Transport]
-"""A `Pair` by `nixl_pair`."""
+"""The `Pair` of `nixl_pair`."""
 
 
 @contextlib.asynccontextmanager
@@ -180,24 +181,29 @@ async def inproc_pair(
     producer_parts: Sequence[Part] = (),
     consumer_parts: Sequence[Part] = (),
 ) -> AsyncIterator[InprocPair]:
-    """An open, registered pair, over the in-process transport.
+    """Open a producer and a consumer over the in-process transport, each with a registered cache.
+
+        async with inproc_pair() as pair:
+            lease = pair.offer([1, 2])
+            await pair.consumer.runtime.load_blocks(pair.wanted(lease, [5, 6]))
+            pair.assert_loaded([5, 6], [1, 2])
 
     Args:
-        num_blocks: Of each cache.
+        num_blocks: Blocks in each cache.
         block_size: Tokens in a block.
-        layers: Of each cache.
-        config: Limits and timeouts; names, addresses and transports are the pair's own.
-        observers: Of both runtimes.
-        producer_world: The producer's, such as one with a `ManualClock`; its transport is not used.
-        consumer_world: The consumer's, likewise.
+        layers: Layers in each cache.
+        config: Limits and timeouts. Engine ids, addresses and transport are replaced.
+        observers: Observers of both runtimes.
+        producer_world: World of the producer, for instance with a `ManualClock`. Its transport is replaced.
+        consumer_world: World of the consumer. Its transport is replaced.
         producer_parts: Parts of the producer's runtime.
         consumer_parts: Parts of the consumer's runtime.
 
     Returns:
-        A context manager; its block gets the pair.
+        A context manager that yields the pair, and closes both runtimes when its block ends.
 
     Raises:
-        AssertionError: On a clean exit, if something is under way or not closed; it says what.
+        AssertionError: The block ended without an error, but a closed runtime left something behind (`assert_closed`).
     """
     base, network = replace(config, transport="inproc"), InprocNetwork()
     size = CacheSize(layers, num_blocks, block_size)
@@ -221,20 +227,20 @@ async def nixl_pair(
     producer_parts: Sequence[Part] = (),
     consumer_parts: Sequence[Part] = (),
 ) -> AsyncIterator[NixlPair]:
-    """A pair as `inproc_pair`, over real NIXL, for what only that shows.
+    """Open a producer and a consumer over real NIXL, each with a registered cache.
 
     Args:
-        config: Limits and timeouts; names and addresses are the pair's own.
-        size: Of each cache.
+        config: Limits and timeouts. Engine ids, addresses and transport are replaced.
+        size: Size of each cache.
         producer_parts: Parts of the producer's runtime.
         consumer_parts: Parts of the consumer's runtime.
 
     Returns:
-        A context manager; its block gets the pair.
+        A context manager that yields the pair, and closes both runtimes when its block ends.
 
     Raises:
         ConfigError: NIXL is not installed.
-        AssertionError: As for `inproc_pair`.
+        AssertionError: As `inproc_pair`.
     """
     base = replace(config, transport="nixl")
     async with (
@@ -255,8 +261,9 @@ async def open_engine(
     size: CacheSize = _SIZE,
     parts: Sequence[Part] = (),
 ) -> AsyncIterator[Engine[TransportT]]:
-    """An open runtime on a transport of its own, its registered cache full of its pattern; after a clean exit nothing
-    may be left.
+    """Open a runtime on a transport by `make`, and register a cache filled with the engine's pattern.
+
+    If the block ends without an error, check `assert_closed`.
     """
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0")
     kv_caches, cache = size.make(engine_id)

@@ -1,4 +1,4 @@
-"""A side channel inside one process: questions and answers as the bytes they would be on a wire, without a socket."""
+"""A side channel inside one process, without sockets. Questions and answers are encoded as on the wire."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_of(config: Config) -> str:
-    """Host that tickets name; there are no interfaces to choose from."""
+    """Return the host that tickets name. If `config` leaves the choice to the network interfaces, it is LOOPBACK."""
     if config.advertise_toward is None:
         return config.advertise_host or config.listen_host
     return LOOPBACK if config.listens_everywhere else config.listen_host
 
 
 async def own_host(config: Config) -> str:
-    """The host as a `World` finds it."""
+    """Return `host_of(config)`, as a coroutine for `World.own_host`."""
     return host_of(config)
 
 
 class Exchange:
-    """Listeners by their addresses."""
+    """The listeners of one process, by their addresses."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, InprocListener] = {}
         self._ports = itertools.count(20000)
-        """Ports for listeners that ask for none."""
+        """Ports for listeners configured with port 0."""
 
     def listen(self, config: Config, answer: Answer, kinds: Any = messages.CoreRequest) -> InprocListener:
-        """Bind a rank's address; ConfigError if somebody has it."""
+        """Bind a rank's address and return its listener. Raise ConfigError if the address is in use."""
         host = host_of(config)
         free = (port for port in self._ports if address_at(host, port) not in self.listeners)
         port = config.listen_port or next(free)
@@ -56,13 +56,13 @@ class Exchange:
 
 
 class InprocListener:
-    """See `runtime.channel.protocol.Listener`. What comes while nobody serves waits, as in a socket."""
+    """A `runtime.channel.protocol.Listener` without a socket. Questions that arrive before `serve` runs are queued."""
 
     def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer, kinds: Any) -> None:
         self.port = port
         self.strangers: AnswerStranger | None = None
         self.context = copy_context()
-        """Context of the listener's process, in which questions arrive."""
+        """Context in which the listener was made; questions arrive in it, as part of the same `Life`."""
         self._exchange = exchange
         self._address = address
         self._answer = answer
@@ -75,7 +75,7 @@ class InprocListener:
         return ListenerStatistics(**self._counts)
 
     def arrive(self, frames: Frames, reply: Reply) -> None:
-        """Take a question; `reply` sends the answer back."""
+        """Queue a question for `serve`, which sends the answer by `reply`."""
         self._inbox.put_nowait((frames, reply))
 
     async def serve(self) -> None:
@@ -110,7 +110,10 @@ class InprocListener:
 
 
 class InprocSideChannel:
-    """See `runtime.channel.protocol.SideChannel`. `send` says how a question travels; without it, at once."""
+    """A `runtime.channel.protocol.SideChannel` without sockets.
+
+    `send(address, frames, answered)` carries a question and settles the future `answered`; by default at once.
+    """
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class InprocSideChannel:
             raise failure(ProtocolError, request.target, address, why) from error
 
     def close(self) -> None:
-        """Close nothing: questions hold no resources."""
+        """Do nothing: questions hold no resources."""
 
     def _send_at_once(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         listener = self._exchange.listeners.get(address)
@@ -163,7 +166,7 @@ class InprocSideChannel:
 
 
 def settle(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
-    """Settle a question with its answer, if somebody still waits; None if nobody listens."""
+    """Settle the future `answered` unless it is done. `reply` is None if no listener has the address."""
     if answered.done():
         return
     if reply is None:

@@ -1,8 +1,9 @@
-"""The simulated network between engines: delays, losses, and the moments at which bytes land.
+"""A simulated network between engines: delays, losses, and the times at which bytes land.
 
-A posted read is a `Flight`. Its bytes are copied out of the producer's memory at random moments between the post and
-the end, in portions when it is torn, so whoever reuses memory too early is seen by somebody. A flight cannot be taken
-back: it goes on when the load that posted it has ended. It stops for good with one event, or when a process dies.
+A posted read is a `SimFlight`. Its bytes are copied out of the producer's memory at random times between its post and
+its end, in several portions if the read is torn, so memory that is reused too early gives some reader wrong bytes. A
+flight cannot be recalled: it goes on after the load that posted it has ended. It ends with one reported event, or
+silently when the reader's process dies.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
 LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
-"""Load on whose behalf code runs, set by an engine around each load: reads remember it."""
+"""The load that the running code belongs to. A simulated engine sets it around each load; a posted read keeps it."""
 
 
 @dataclass(slots=True, eq=False)
 class SimHost:
-    """Host of an engine: its address, the present process, and the agents of that process."""
+    """A simulated host of one engine: its address, its present process, and the agents of that process."""
 
     name: str
     address: str
-    """Beginning of its listeners' addresses."""
+    """Address of the host's listeners without the port."""
     life: Life
     agents: list[InprocTransport] = field(default_factory=list)
     poller_stalled_until_s: float = 0.0
     agent_lost: bool = False
-    """True if an agent of the present process was made to die."""
+    """True if the simulation has killed an agent of the present process."""
 
 
 @dataclass(slots=True, eq=False)
 class SimFlight:
-    """A read on its way. `portions` are copied one after the other."""
+    """A read under way. Its `portions` are copied one after the other, `pause_s` apart on average."""
 
     reader: InprocTransport
     target: InprocTransport
@@ -51,14 +52,18 @@ class SimFlight:
     load: object
     portions: deque[list[Row]]
     fails_after: int | None
-    """Portions that land before it fails."""
+    """Number of portions that still land before the read fails; None if the read does not fail."""
     pause_s: float
     lives: tuple[Life, Life]
     posted_s: float
 
 
 class Network:
-    """Time and faults of everything that engines send each other."""
+    """The network of a simulation: when, and whether, each read, notification and question arrives.
+
+    Everything random comes from `rng`, at the rates of `weather`. `note(event, *facts)` is called for the simulation's
+    log; `on_landing` and `on_landed` before and after bytes of a flight are copied.
+    """
 
     def __init__(
         self,
@@ -83,13 +88,13 @@ class Network:
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[SimFlight] = []
         self._ended: asyncio.Future[None] = loop.create_future()
-        """Done when the next flight ends."""
+        """Set when the next flight ends; `_landed` makes a new future for each wait."""
         self._context = copy_context()
 
     # --- hosts
 
     def attach(self, host: SimHost, name: str) -> InprocTransport:
-        """A transport for an agent of a host."""
+        """Make the transport of a new agent `name` on `host`."""
         self._addresses[host.address] = host
         ways = partial(self._post, host), partial(self._notify, host), partial(self._wake, host), self._landed
         transport = InprocTransport(name, self.agents, carrier=_SimulatedCarrier(*ways))
@@ -98,7 +103,7 @@ class Network:
         return transport
 
     def detach(self, host: SimHost) -> None:
-        """Remove the agents of a host whose process has died: bytes can land nowhere in it any more."""
+        """Remove the agents and listeners of a host after its process died. Its memory can no longer be read."""
         for agent in host.agents:
             self.agents.agents.pop(agent.name, None)
             self.agents.closed.pop(agent.name, None)
@@ -109,7 +114,7 @@ class Network:
             del listeners[address]
 
     def host_at(self, address: str) -> SimHost | None:
-        """The host of this address of the side channel."""
+        """Return the host of a side-channel address, or None."""
         return self._addresses.get(address.rpartition(":")[0])
 
     # --- links
@@ -118,7 +123,7 @@ class Network:
         self._cut[frozenset((one.name, other.name))] = None
 
     def heal(self) -> None:
-        """Repair all links; what was under way goes on."""
+        """Repair all cut links. Reads that stalled on them go on."""
         self._cut.clear()
         stalled, self._stalled = self._stalled, []
         for flight in stalled:
@@ -130,11 +135,11 @@ class Network:
     # --- time
 
     def later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
-        """Call something that happens in the network, whatever state any engine is in."""
+        """Call `callback` after `delay_s` as an event of the network, also while engines are frozen or dead."""
         self.loop.call_later(delay_s, callback, *args, context=self._context)
 
     def delay_s(self) -> float:
-        """Seconds that something small takes from one host to another."""
+        """Return a random time for a small message from one host to another, in seconds."""
         return self.weather.latency_s * (0.5 + self.rng.random())
 
     def chance(self, share: float) -> bool:
@@ -170,11 +175,11 @@ class Network:
         self._next(flight)
 
     def _readable(self, name: AgentName) -> InprocTransport | None:
-        """The agent whose memory can be read under that name, also after its end."""
+        """Return the agent with this name, open or closed, if its memory can be read; else None."""
         return self.agents.agents.get(name) or self.agents.closed.get(name)
 
     async def _landed(self, reader: InprocTransport) -> None:
-        """Wait until no byte can land for a reader any more."""
+        """Wait until no read of `reader` is under way, so that no more bytes can land."""
         while any(flight.reader is reader for flight in self._flights):
             self._ended = self.loop.create_future()
             await asyncio.shield(self._ended)
@@ -183,7 +188,7 @@ class Network:
         self.later(flight.pause_s * 2 * self.rng.random(), self._land, flight)
 
     def _land(self, flight: SimFlight) -> None:
-        """Land the next portion of a flight, or end it."""
+        """Copy the next portion of a flight; end the flight if none is left or it fails; stall it on a cut link."""
         reader, target = flight.reader, flight.target
         if flight.lives[0].state is LifeState.DEAD:
             self._forget(flight)
@@ -215,7 +220,7 @@ class Network:
             self._ended.set_result(None)
 
     def _tear(self, rows: list[Row]) -> deque[list[Row]]:
-        """Tear rows: in any order, some of them cut in two, in up to three portions."""
+        """Split `rows` into up to three portions, in random order, with some rows cut in two."""
         rng = self.rng
         pieces: list[Row] = []
         for local, remote, size in rows:
@@ -249,7 +254,7 @@ class Network:
     # --- polling
 
     def _wake(self, host: SimHost, callback: Callable[[], None]) -> None:
-        """Tell an engine what has ended or arrived, when its poller looks."""
+        """Call `callback` when the host's poller next looks for ended reads and notifications."""
         when_s = self.loop.time()
         if self.weather.poll_s:
             when_s += self.rng.uniform(0.0, self.weather.poll_s)
@@ -258,7 +263,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedCarrier:
-    """See `transport.inproc.Carrier`: the network as one host's agents see it."""
+    """The `transport.inproc.Carrier` of one agent: each call goes to the network, bound to the agent's host."""
 
     carry: Callable[[InprocTransport, InprocRead], None]
     send: Callable[[InprocTransport, bytes], None]

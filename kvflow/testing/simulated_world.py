@@ -1,4 +1,4 @@
-"""A simulated `World`: the side channel, the clock, the copy thread and the secrets of one host."""
+"""A simulated `World`: transport, side channel, clock, copies and random bytes of the runtimes on a simulated host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvflow.testing.simulated_network import Network, SimHost
 
 
 def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyncio.Future[Frames]], None]:
-    """The way of a host's questions, and of the answers to them, through the network."""
+    """Return the `send` function of `host`'s side channel. Messages take time, and may be lost or garbled."""
 
     def reaches(address: str) -> bool:
-        """True if a message gets through between this host and who is at an address now."""
+        """Draw whether a message gets through between `host` and the host at `address`; on a cut link none does."""
         if network.chance(network.weather.unanswered_share):
             return False
         other = network.host_at(address)
@@ -49,7 +49,10 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
 
 
 def garbled(network: Network, frames: Frames) -> Frames:
-    """Answer as it arrives: now and then cut, overwritten, of another kind, or with a frame too many."""
+    """Return `frames` of an answer as they arrive. At the weather's rate they are garbled.
+
+    A garbled answer has a truncated body, a random header, another message as its body, or a frame too many.
+    """
     if not network.chance(network.weather.garbled_share):
         return frames
     network.note("garbled")
@@ -67,7 +70,7 @@ def garbled(network: Network, frames: Frames) -> Frames:
 
 
 def make_world(network: Callable[[], Network], host: Callable[[Config], SimHost], clock: Callable[[], Clock]) -> World:
-    """The world of a runtime on the host of its engine."""
+    """Return a simulated world. `network()` and `host(config)` give the network and the host of a runtime's engine."""
 
     return World(
         transport=lambda config, name: network().attach(host(config), name),

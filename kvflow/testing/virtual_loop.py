@@ -1,12 +1,12 @@
-"""An event loop whose time is a number: when nothing is ready it jumps to the next timer.
+"""An event loop in virtual time: when no callback is ready, the loop's time jumps to the next timer.
 
-Everything runs in one thread and in one order, so a test that waits for ten seconds takes microseconds and is the same
-every time. There are no threads and no sockets; what needs one fails at once with NotImplementedError. Where an
-ordinary loop would wait forever, because nothing is ready and no timer is set, this one raises `Deadlock` and names
-the tasks that wait.
+Everything runs in one thread and in a fixed order, so a test that waits for ten seconds takes microseconds and runs the
+same way every time. The loop has no threads and no sockets: a call that needs one raises NotImplementedError at once.
+Where an ordinary loop would wait forever, because no callback is ready and no timer is set, this loop raises `Deadlock`
+and names the waiting tasks.
 
-A `Life` stands for one process among several on the loop: what was started in its context can be frozen and thawed, as
-by SIGSTOP and SIGCONT, or killed, after which nothing of it runs any more, not even a `finally`.
+A `Life` simulates one process among several on the loop. Everything started in its context can be frozen and thawed, as
+by SIGSTOP and SIGCONT, or killed; after a kill none of its code runs again, not even a `finally`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LIFE: ContextVar[Life | None] = ContextVar("kvflow_life", default=None)
 
 
 class Deadlock(AssertionError):
-    """Deadlock: nothing is ready and no timer is set, but the loop is not done. It would wait forever."""
+    """The loop would wait forever: no callback is ready, no timer is set, and the main coroutine is not done."""
 
 
 class LifeState(enum.StrEnum):
@@ -48,26 +48,29 @@ class LifeState(enum.StrEnum):
 
 
 class Life:
-    """Callbacks, tasks and timers that stop together. Start them with `context=life.context()`, or `life.task`."""
+    """A simulated process: callbacks, tasks and timers that are frozen, thawed and killed together.
+
+    Start them with `life.task`, or pass `context=life.context()`. Whatever these start belongs to the life as well.
+    """
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
         self.state = LifeState.RUNNING
         self.frozen_s = 0.0
-        """Seconds for which it has been frozen so far, all times together, the present one not included."""
+        """Total seconds for which the life has been frozen, without a freeze that still lasts."""
         self._loop = loop
         self._since_s = 0.0
         self._context = copy_context()
         self._context.run(_LIFE.set, self)
         self._waiting: deque[asyncio.Handle] = deque()
-        """Handles that are due while nothing may run."""
+        """Callbacks that became due while the life was frozen or dead."""
         self._remains: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
         return f"<Life {self.name} {self.state}>"
 
     def context(self) -> Context:
-        """A context that belongs to this life; each task needs one of its own."""
+        """Return a new context that belongs to this life. Each task needs its own."""
         return self._context.copy()
 
     def task(self, body: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
@@ -75,7 +78,7 @@ class Life:
         return self._loop.create_task(body, name=name, context=self.context())
 
     def freeze(self) -> None:
-        """Run nothing of it until `thaw`; timers that are due meanwhile are late."""
+        """Run no callback of this life until `thaw`. Timers that become due meanwhile fire then."""
         if self.state is LifeState.RUNNING:
             self.state = LifeState.FROZEN
             self._since_s = self._loop.time()
@@ -88,13 +91,13 @@ class Life:
             self._resume()
 
     def kill(self) -> None:
-        """Run nothing of it ever again. Its tasks are kept: one that is destroyed would run its `finally` clauses."""
+        """Run no callback of this life again. Keep its tasks referenced: a destroyed task would run its `finally`."""
         self._remains = self._loop.tasks(self)
         self.state = LifeState.DEAD
         self._loop.stopped[self] = None
 
     def bury(self) -> list[asyncio.Task[Any]]:
-        """End a dead life's tasks by cancellation, after a test, so that none is destroyed while it is pending."""
+        """Cancel the tasks of a dead life after a test, so that none is destroyed while pending. Return the tasks."""
         self.state = LifeState.RUNNING
         tasks = self._loop.tasks(self)
         for task in tasks:
@@ -111,18 +114,18 @@ class Life:
 
 
 def life_of(context: Context) -> Life | None:
-    """Life that a context belongs to."""
+    """Return the life that `context` belongs to, or None."""
     return context.get(_LIFE)
 
 
 def task_of(call: asyncio.Handle | None) -> asyncio.Task[Any] | None:
-    """Task whose step a callback is; None for another callback, or none."""
+    """Return the task that `call` is a step of. None if `call` is another callback, or None."""
     owner = None if call is None else getattr(call._callback, "__self__", None)  # type: ignore[attr-defined]
     return owner if isinstance(owner, asyncio.Task) else None
 
 
 class _Task(asyncio.Task[T]):
-    """A task whose hash is its number: asyncio keeps tasks in sets, whose order must be the same in every run."""
+    """A task hashed by its serial number: asyncio keeps tasks in sets, and their order must not vary between runs."""
 
     def __init__(self, body: Awaited[T], loop: VirtualLoop, name: object, context: Context) -> None:
         self._number = next(loop._numbers)
@@ -135,10 +138,10 @@ class _Task(asyncio.Task[T]):
 
 
 class VirtualLoop(BaseEventLoop):
-    """An event loop whose time is a number. Use it as `asyncio.Runner(loop_factory=new_virtual_loop)`.
+    """An event loop in virtual time. Use it by `run_virtual`, or as `asyncio.Runner(loop_factory=new_virtual_loop)`.
 
-    When nothing is ready it jumps to the next timer; where there is none it raises `Deadlock`. Threads and sockets it
-    has not: what needs one fails at once with NotImplementedError.
+    When no callback is ready, time jumps to the next timer; if no timer is set, the loop raises `Deadlock`. The loop
+    has no threads and no sockets: a call that needs one raises NotImplementedError at once.
     """
 
     _ready: deque[asyncio.Handle]
@@ -146,13 +149,13 @@ class VirtualLoop(BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self.steps = 0
-        """Callbacks run so far."""
+        """Number of callbacks run so far."""
         self.after_step: Callable[[], None] | None = None
-        """Called after every callback; it must not raise."""
+        """Function called after every callback; must not raise."""
         self.ran: asyncio.Handle | None = None
-        """For `after_step`: what ran."""
+        """The callback that ran last, for `after_step`."""
         self.stopped: dict[Life, None] = {}
-        """Lives that are frozen or dead; they enter themselves."""
+        """Frozen and dead lives, which add and remove themselves. A dict, for a fixed order."""
         self._now_s = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
@@ -163,26 +166,26 @@ class VirtualLoop(BaseEventLoop):
         return f"<VirtualLoop at {self._now_s:.6f} s, {len(self._ready)} ready, {counted(len(self._timers), 'timer')}>"
 
     def time(self) -> float:
-        """The virtual time now.
+        """Return the virtual time.
 
         Returns:
-            Seconds since the loop was made.
+            Virtual seconds since the loop was made.
         """
         return self._now_s
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Set a timer, as asyncio's.
+        """Call `callback` at a virtual time, as asyncio's `call_at`.
 
         Args:
-            when: Virtual seconds, as `time` counts them; one that is past is due at once.
-            callback: What is called then.
-            args: What it is called with.
-            context: What it runs in, which says whose life it belongs to; None for the present one.
+            when: Virtual time as of `time()`. A time in the past is due at once.
+            callback: Function to call.
+            args: Arguments of `callback`.
+            context: Context to run `callback` in, which decides its `Life`; None for the current context.
 
         Returns:
-            The timer, to be cancelled.
+            The timer; `cancel()` stops it.
         """
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
@@ -191,15 +194,15 @@ class VirtualLoop(BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Schedule a callback for the next turn, as asyncio does, but from the loop's own thread only.
+        """Call `callback` in the next turn of the loop. Allowed only in the loop's own thread.
 
         Args:
-            callback: What is called.
-            args: What it is called with.
-            context: What it runs in, which says whose life it belongs to; None for the present one.
+            callback: Function to call.
+            args: Arguments of `callback`.
+            context: Context to run `callback` in, which decides its `Life`; None for the current context.
 
         Returns:
-            The call, to be cancelled.
+            The scheduled call; `cancel()` stops it.
 
         Raises:
             RuntimeError: Called from another thread.
@@ -209,7 +212,7 @@ class VirtualLoop(BaseEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
-        """Refused: there are no threads.
+        """Refuse: a virtual loop has no threads.
 
         Args:
             executor: Ignored.
@@ -217,7 +220,7 @@ class VirtualLoop(BaseEventLoop):
             args: Ignored.
 
         Returns:
-            Nothing, ever.
+            Never.
 
         Raises:
             NotImplementedError: Always.
@@ -227,26 +230,26 @@ class VirtualLoop(BaseEventLoop):
     def create_task(
         self, coro: Awaited[T], *, name: object = None, context: Context | None = None, eager_start: bool | None = None
     ) -> asyncio.Task[T]:
-        """Start a task, as asyncio's.
+        """Start a task, as asyncio's `create_task`.
 
         Args:
-            coro: What it runs.
-            name: Its name; None numbers it.
-            context: What it runs in, which says whose life it belongs to; None for a copy of the present one.
-            eager_start: Ignored. Python 3.14 and later may ask for it; it has no place in an order by time.
+            coro: Coroutine to run.
+            name: Name of the task; None for `task-` and its number.
+            context: Context to run `coro` in, which decides its `Life`; None for a copy of the current context.
+            eager_start: Ignored: a task always starts in a later turn. Python 3.14 and later may pass it.
 
         Returns:
-            The task; its hash is its number, so that sets of tasks have the same order in every run.
+            The task. Its hash is its serial number, so that sets of tasks have the same order in every run.
         """
         task = _Task(coro, self, name, copy_context() if context is None else context)
         self._tasks.add(task)
         return task
 
     def tasks(self, life: Life | None = None) -> list[asyncio.Task[Any]]:
-        """Tasks that are not done.
+        """Return the tasks that are not done.
 
         Args:
-            life: Whose; None for all.
+            life: Return only tasks of this life; None for all tasks.
 
         Returns:
             The tasks, oldest first.
@@ -256,17 +259,17 @@ class VirtualLoop(BaseEventLoop):
 
     @property
     def follows(self) -> asyncio.Handle | None:
-        """What runs next, if that is known: nothing is waited for before."""
+        """The callback that runs next. None if no callback is ready, so that time has to jump first."""
         return self._ready[0] if self._ready else None
 
     def end_all(self) -> None:
-        """End, after a test, everything that is still there, dead lives included. Errors are dropped."""
+        """Cancel every task that is not done after a test, those of dead lives included. Drop their errors."""
         self.after_step = None
         self.set_exception_handler(lambda *_: None)
         for life in list(self.stopped):
             life.bury()
         self._timers.clear()
-        for _ in range(_ROUNDS_MAX):  # what ends may begin something
+        for _ in range(_ROUNDS_MAX):  # a task may start others while it ends
             tasks = self.tasks()
             if not tasks:
                 return
@@ -281,7 +284,7 @@ class VirtualLoop(BaseEventLoop):
     # --- called by the base class
 
     def _run_once(self) -> None:
-        """Run the next callback, after moving time to it if need be."""
+        """Run one callback. If no callback is ready, jump to the next timer first."""
         if not self._ready:
             self._advance()
         call = self._ready.popleft()
@@ -299,12 +302,12 @@ class VirtualLoop(BaseEventLoop):
             self.after_step()
 
     def _asyncgen_firstiter_hook(self, generator: object) -> None:
-        """Leave generators alone: they end with their users, those of a dead process never."""
+        """Do not finalize async generators: their users close them, and those of a dead life never end."""
 
     _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 
     def _advance(self) -> None:
-        """Jump to the next timer; all that are due then become ready, in the order in which they were set."""
+        """Jump to the next timer's time. Make every timer due by then ready, by time, then in the order of setting."""
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
@@ -317,7 +320,7 @@ class VirtualLoop(BaseEventLoop):
 
 
 def new_virtual_loop() -> VirtualLoop:
-    """Make a loop; what it lacks (sockets, threads, processes) asyncio answers with NotImplementedError.
+    """Return a new `VirtualLoop`, for `asyncio.Runner(loop_factory=new_virtual_loop)`.
 
     Returns:
         The loop, at time 0.
@@ -326,17 +329,20 @@ def new_virtual_loop() -> VirtualLoop:
 
 
 def run_virtual(body: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time.
+    """Run a coroutine to its end on a new `VirtualLoop`, as `asyncio.run` does in real time.
+
+        def test_hand_over() -> None:
+            run_virtual(hand_over())  # ten seconds of waiting take microseconds
 
     Args:
-        body: Not started yet.
+        body: Coroutine to run.
 
     Returns:
-        What it returns.
+        The result of `body`.
 
     Raises:
-        Deadlock: It would wait forever; the error names the tasks that wait.
-        Exception: What the coroutine raises.
+        Deadlock: `body` would wait forever. The message names the waiting tasks.
+        Exception: Any error of `body`.
     """
     with asyncio.Runner(loop_factory=new_virtual_loop) as runner:
         try:

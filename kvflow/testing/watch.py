@@ -1,6 +1,7 @@
-"""Parts of the watches that a test opens around an engine: what they have found, and when it is raised.
+"""Shared parts of the watches that a test opens around an engine: how findings are named, kept and raised.
 
-A watch raises where it is closed, too: an error in some background task of an engine may have been swallowed there.
+A watch raises its first finding again when its block ends: the error raised at the fault itself may have been swallowed
+by a background task of the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def raise_first(found: Sequence[str | Exception]) -> None:
-    """Raise what a watch has found: an error that kept it from its work, or the first finding as an AssertionError."""
+    """Raise the first exception in `found`, else the first text as an AssertionError. Return if `found` is empty."""
     for error in found:
         if isinstance(error, Exception):
             raise error
@@ -20,7 +21,7 @@ def raise_first(found: Sequence[str | Exception]) -> None:
 
 
 def calling_line(file: str) -> str:
-    """Return the line that has called into `file`, as findings name it."""
+    """Return the place of the innermost call into `file` as `path:line (function)`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == file:
         frame = frame.f_back
@@ -29,9 +30,10 @@ def calling_line(file: str) -> str:
 
 @contextlib.contextmanager
 def checked_at_end(check: Callable[[], None], after_error: Callable[[], None] | None = None) -> Iterator[None]:
-    """Check when the block ends; what is found goes before an error of the engine that came of it.
+    """Call `check` when the block ends.
 
-    `after_error` is checked in its place after such an error, where less can be asked for then.
+    If the block raised, call `after_error` instead where it is given, since less may hold then. An AssertionError of
+    that check replaces the block's error, which becomes its cause.
     """
     try:
         yield

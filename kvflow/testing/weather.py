@@ -1,4 +1,4 @@
-"""Weather of a simulated network: how often reads, notifications and questions are slow, late, lost or changed."""
+"""Weather of a simulated network: how often reads, notifications and questions are slow, late, lost or garbled."""
 
 from __future__ import annotations
 
@@ -8,36 +8,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """Settings of the network; shares are of the things concerned, times are virtual seconds."""
+    """Delays and fault rates of a simulated network. A share is a probability, 0 to 1; times are virtual seconds."""
 
     latency_s: float = 1e-4
+    """Mean time of a message from one host to another."""
     read_s: float = 2e-4
     """Mean time of a read."""
     slow_share: float = 0.0
-    """Reads that take up to `slow_s` instead."""
+    """Share of reads that take a time between 0 and `slow_s` instead."""
     slow_s: float = 0.0
+    """Upper bound of the time of a slow read."""
     torn_share: float = 0.0
-    """Reads whose bytes land in portions, at different times and in any order."""
+    """Share of reads that are torn: their bytes land in portions, at different times and in any order."""
     failed_share: float = 0.0
+    """Share of reads that fail, perhaps after some of their bytes have landed."""
     lost_share: float = 0.0
-    """Notifications that never arrive."""
+    """Share of notifications that never arrive."""
     repeated_share: float = 0.0
+    """Share of notifications that are sent twice."""
     late_share: float = 0.0
-    """Notifications that arrive up to `late_s` later, after others that were sent after them."""
+    """Share of notifications that arrive up to `late_s` later, and so may be overtaken by newer ones."""
     late_s: float = 0.0
+    """Upper bound of the additional delay of a late notification."""
     unanswered_share: float = 0.0
-    """Questions on the side channel that get no answer."""
+    """Probability that a question on the side channel is lost, and again that its answer is."""
     garbled_share: float = 0.0
-    """Answers that are no message of ours, or not the one that was asked for."""
+    """Share of answers that cannot be decoded, or are of another kind than the question asks for."""
     poll_s: float = 0.0
-    """Longest time until an engine looks what has ended or arrived."""
+    """Upper bound of the time until an engine's poller sees that a read has ended or a notification has arrived."""
 
 
 CALM = Weather()
 
 
 def draw_weather(rng: random.Random) -> Weather:
-    """Draw the weather. A third of the seeds have no bad weather, only trouble."""
+    """Draw a weather at random. In 30 % of the draws the only fault is torn reads."""
 
     def share(*choices: float) -> float:
         return rng.choice((0.0, *choices))
