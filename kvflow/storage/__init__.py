@@ -1,10 +1,10 @@
 """Storage: a part that saves blocks to files and restores them, `Runtime(config, parts=[Storage("blocks")])`.
 
-storage           the part and its verbs               store         saves and restores of one registration
-storage_requests  requests, reports and counts         stored_cache  blocks in memory, or through host buffers
-store_transfer    one of them, moved by a flight       files         a thread that moves bytes; posix by NIXL
-disk              the system's calls, on that thread
-entry, index, placing: what a file holds, which there are, where blocks lie in one; without I/O
+storage           the part and its methods                  store         saves and restores of one registration
+storage_requests  requests, reports and statistics          stored_cache  the cache as moves touch it, and its digests
+store_transfer    one save or restore, moved by a flight    files         the thread that moves bytes; posix: over NIXL
+disk              the directory and its files, by system calls on that thread
+entry, index, placing: format of a file, list of entries, places of blocks in a file; without I/O
 """
 
 from kvflow.storage.storage import Storage

@@ -1,8 +1,9 @@
-"""The store's files, by the system's calls: everything here runs on the store's thread, and may raise OSError.
+"""The store's directory and files, by system calls. All of this runs on the store's thread and may raise OSError.
 
-A file is written under a name that ends in `.part`: first blocks, then the header. Both are synced before the file gets
-its name, and then the name is synced. So a crash leaves a whole entry, or a `.part`, which is removed when the
-directory is opened again. A directory has one owner, which holds a lock on it for as long as it lives.
+A file is written under a name that ends in `.part`: first its blocks, then its header. The file is synced, renamed to
+its final name, and then the directory is synced. So a crash leaves either a whole entry or a `.part` file, which is
+removed when the directory is opened again. A directory has one owner at a time, which holds a lock on it while it is
+open.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from kvflow.storage.index import Entry
 _LOCK = "lock"
 _PART = ".part"
 _NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}(\.part)?\Z")
-_NO_FILE = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a symbolic link; a socket; a device that is not there
-_OURS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # who opens a FIFO, or a device, does not wait
+_NO_FILE = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a symbolic link; a socket; a missing device
+_OURS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO or a device does not wait
 
 
 class Directory:
-    """The directory of a store's files."""
+    """The directory that holds a store's files."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._lock = -1
 
     def open(self) -> list[Entry]:
-        """Lock it, remove what a crash has left, and return the entries, the first to go first.
+        """Lock the directory, remove leftovers of a crash, and return the entries, the next to be evicted first.
 
-        Raises BlockingIOError if another owner has locked it. `close` has to follow.
+        Raises BlockingIOError if another owner has locked the directory. `close` must follow, also after an error.
         """
         os.makedirs(self.path, exist_ok=True)
         self._lock = os.open(self.at(_LOCK), os.O_RDWR | os.O_CREAT | _OURS, 0o600)
@@ -51,24 +52,27 @@ class Directory:
             if item.name.endswith(_PART):
                 self.remove(item.name)
                 continue
-            if name in found:  # replaced, and a crash came before it was removed
+            if name in found:  # the entry was replaced, and a crash prevented its removal
                 self.remove(found.pop(name).file)
             found[name] = Entry(name, item.name, item.stat(follow_symlinks=False).st_size)
         return list(found.values())
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock. Closing twice is fine."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def remove(self, file: str) -> None:
-        """Remove a file, which may be gone already."""
+        """Remove `file`, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.at(file))
 
     def remove_all(self, files: Sequence[str]) -> None:
-        """Remove files for good. Raises the first OSError, once it has tried all."""
+        """Remove `files`, and sync the directory so that they stay removed.
+
+        If some cannot be removed, the others are removed first; then the first OSError is raised.
+        """
         failed: OSError | None = None
         for file in files:
             try:
@@ -80,7 +84,7 @@ class Directory:
             raise failed
 
     def sync(self) -> None:
-        """Bring the names of its files to the disk, and what was removed off it."""
+        """Sync the directory, so that new names and removals survive a crash."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -88,31 +92,31 @@ class Directory:
             os.close(folder)
 
     def at(self, name: str) -> str:
-        """Return the path of a file."""
+        """Return the path of the file called `name`."""
         return os.path.join(self.path, name)
 
 
 class EntryFile:
-    """One file that is written or read, and its end."""
+    """The file of one entry, while it is written or read."""
 
     def __init__(self, directory: Directory, entry: Entry, mover: Mover, victims: Iterable[Entry] = ()) -> None:
         self.entry = entry
         self.fd = -1
         self.complete = False
-        """True once the file has its name."""
+        """True once the file has its final name."""
         self.remove = False
-        """True if the file is to be removed."""
+        """True if `put_away` is to remove the file."""
         self.restored = False
-        """True once the file was read: then it is the last to make room."""
+        """True once the file was restored from: `put_away` then updates its time, so that it is evicted last."""
         self.victims = list(victims)
-        """Entries that have to make room for it, and have not yet."""
+        """Entries evicted to make room for this file, and not removed from disk yet."""
         self._directory = directory
         self._mover = mover
         self._part = entry.file + _PART
         self._written = False
 
     def create(self) -> None:
-        """Remove its victims, which makes room, then create it with all the room that it takes."""
+        """Remove the files of `victims`, which makes room, then create the `.part` file at its full size."""
         while self.victims:
             self._directory.remove(self.victims[0].file)
             del self.victims[0]
@@ -122,7 +126,7 @@ class EntryFile:
         self._mover.opened(self.fd, self.entry.size_bytes)
 
     def commit(self, header: EntryHeader) -> None:
-        """Give it its name, for good, since all its blocks are there."""
+        """Write `header`, sync the file and give it its final name. All its blocks must have been written."""
         start = encode(header)
         if os.pwrite(self.fd, start, 0) != len(start):
             raise OSError("the header was not written whole")
@@ -132,7 +136,10 @@ class EntryFile:
         self._directory.sync()
 
     def open(self) -> EntryHeader:
-        """Open it to read, and return its header; never waits. Raises NotAnEntry, FileNotFoundError, MoveFailed."""
+        """Open the file to read, and return its header. Does not wait if the file is a FIFO or a device.
+
+        Raises NotAnEntry, FileNotFoundError, MoveFailed.
+        """
         try:
             self.fd = os.open(self._directory.at(self.entry.file), os.O_RDONLY | _OURS)
         except OSError as error:
@@ -142,7 +149,7 @@ class EntryFile:
         facts = os.fstat(self.fd)
         if not stat.S_ISREG(facts.st_mode):
             raise NotAnEntry(f"it is no regular file: {stat.filemode(facts.st_mode)}")
-        os.set_blocking(self.fd, True)  # io_uring fails reads that would wait, else
+        os.set_blocking(self.fd, True)  # with a non-blocking file io_uring fails reads that would wait
         try:
             size_bytes = header_bytes(os.pread(self.fd, PREFIX_BYTES, 0))
             header = decode(os.pread(self.fd, size_bytes, 0), facts.st_size)
@@ -154,7 +161,7 @@ class EntryFile:
         return header
 
     def put_away(self) -> None:
-        """Close it; remove it, or what there is of it, if it is to be removed or was not completed. Never raises."""
+        """Close the file. Remove it if it is marked for removal or was not completed. Never raises."""
         if self.fd >= 0:
             self._mover.closing(self.fd)
             with contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
-"""An entry's file: a header that says what it is and proves that it is whole, then the blocks.
+"""Format of an entry's file: a header, which describes the entry and proves that it is whole, then the blocks.
 
     magic, version, CRC-32 of the body, length of the body    24 bytes
     body: msgpack of `EntryHeader`                             padded to a multiple of 4096 bytes
     the blocks, as `placing` lays them out
 
-The header is written last, and the file gets its name after that; so what has a name was complete once. What may have
-happened to it since is found here (`decode`), or by its digests, which are compared with those of the blocks that were
-read.
+The header is written last, and the file gets its name after that, so a file with a name was complete once. Later damage
+is found by `decode`, which checks the header, or by a restore, which compares the digests in the header with those of
+the blocks that it has read.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ VERSION = 1
 _MAGIC = b"kvfentry"
 _PREFIX = struct.Struct("<8sIIQ")
 PREFIX_BYTES = _PREFIX.size
-"""Bytes of a file that tell how long its header is."""
+"""Size of the first part of a file, which says how long the header is."""
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
-"""Longest header: digests of a million layers."""
+"""Size of the largest header: it has room for the digests of a million layers."""
 
 
 class NotAnEntry(Exception):
-    """File that is no whole entry; the message says why."""
+    """The file is not a whole entry; the message says why."""
 
 
 class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The header of an entry's file."""
 
     fingerprint: bytes
-    """Fingerprint of the blocks' layout: see `fingerprint_of`."""
+    """Fingerprint of the cache's layout: see `fingerprint_of`."""
     key: bytes
     num_tokens: int
     block_counts: tuple[int, ...]
-    """Blocks of each group."""
+    """Number of blocks in each group."""
     data_bytes: int
     digests: bytes
-    """Digests of each layer of each set, 8 bytes each, little-endian: see `verify.digests`."""
+    """One digest for each layer of each layer set, 8 bytes, little-endian: see `verify.digests`."""
 
     @property
     def data_start(self) -> int:
-        """Offset of the blocks in the file."""
+        """Offset of the first block in the file."""
         return _padded(PREFIX_BYTES + len(msgspec.msgpack.encode(self)))
 
     @property
@@ -61,17 +61,19 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of(facts: Sequence[object]) -> bytes:
-    """Fingerprint of a layout: equal exactly for facts that read alike."""
+    """Return a fingerprint of a cache's layout. Two fingerprints are equal if the `facts` have the same repr."""
     return hashlib.sha256(repr((VERSION, *facts)).encode(), usedforsecurity=False).digest()
 
 
 def entry_name(fingerprint: bytes, key: bytes) -> str:
-    """Name of a key's files, but for what tells two of them apart."""
+    """Return the beginning of the names of all files saved under `key`; a random suffix tells the files apart."""
     return hashlib.sha256(fingerprint + key, usedforsecurity=False).hexdigest()[:40]
 
 
 def checked_key(key: object, what: str) -> bytes:
-    """A key as bytes: 1 to 256 of them, or text of that length. RequestError for anything else."""
+    """Return `key` as bytes. RequestError unless it is text or bytes, of 1 to 256 bytes; `what` names it in the
+    message.
+    """
     plain = checks.text(key, what).encode() if isinstance(key, str) else key
     if type(plain) is not bytes:
         raise RequestError(f"{what}: expected bytes or text, got {checks.shown(key)}")
@@ -81,14 +83,14 @@ def checked_key(key: object, what: str) -> bytes:
 
 
 def encode(header: EntryHeader) -> bytes:
-    """Beginning of the file, up to its blocks."""
+    """Return the start of the file, up to its first block."""
     body = msgspec.msgpack.encode(header)
     start = _PREFIX.pack(_MAGIC, VERSION, zlib.crc32(body), len(body))
     return (start + body).ljust(header.data_start, b"\0")
 
 
 def header_bytes(start: bytes) -> int:
-    """Return the size of the header of a file that begins with `start`, at least `PREFIX_BYTES` of it.
+    """Return the size of the header of a file that begins with `start`, which has at least `PREFIX_BYTES` bytes.
 
     Raises NotAnEntry.
     """
@@ -105,7 +107,10 @@ def header_bytes(start: bytes) -> int:
 
 
 def decode(start: bytes, file_bytes: int) -> EntryHeader:
-    """The header of a file of so many bytes, from its beginning. Raises NotAnEntry if that cannot be a whole entry."""
+    """Return the header of a file of `file_bytes` bytes that begins with `start`.
+
+    Raises NotAnEntry if the file cannot be a whole entry.
+    """
     end = header_bytes(start)
     _, _, expected, length = _PREFIX.unpack_from(start)
     body = start[PREFIX_BYTES : PREFIX_BYTES + length]

@@ -1,9 +1,11 @@
-"""Files: moves of bytes between memory and files, on a thread of its own, by a mover that the transport chooses.
+"""Files: moves of bytes between memory and files, on a thread of their own, by a mover that the transport chooses.
 
 Everything about files is a job for that one thread, in order: opening, moving, syncing, removing. So a file is closed
-after its last move, and each job sees the results of those before it. A posted move cannot be taken back. It ends with
-one call on the loop, once it has stopped. A move that has failed and may still run is lost: one call tells so at once,
-and it is settled when nothing else is under way; moves that are posted meanwhile wait for that.
+after its last move, and each job sees the results of the jobs before it.
+
+A posted move cannot be cancelled. When it has stopped, its `on_end` is called on the loop, once. A move that has failed
+and may still run is *lost*: its `on_loss` is called at once, and the move is settled when no other move is under way.
+Moves posted meanwhile wait for that.
 """
 
 from __future__ import annotations
@@ -27,56 +29,59 @@ from kvflow.transport.thread import OwnerThread, pause_s
 
 T = TypeVar("T")
 
-_IDLE_S = 3600.0  # nothing has to be done between jobs
+_IDLE_S = 3600.0  # between jobs the thread has no work
 
 
 class Direction(enum.StrEnum):
     SAVE = "save"
-    """Save: from memory to a file."""
+    """From memory to a file."""
     RESTORE = "restore"
-    """Restore: from a file to memory."""
+    """From a file to memory."""
 
 
 class Settled(enum.Enum):
-    """Fate of lost moves."""
+    """State of the lost moves after `Mover.settle`."""
 
     STOPPED = enum.auto()
+    """All lost moves have stopped."""
     NOT_YET = enum.auto()
+    """A lost move is still running; ask again."""
     NEVER = enum.auto()
-    """The end is not known before the thread has ended."""
+    """It cannot be known whether lost moves have stopped before the thread has ended."""
 
 
 class MoveFailed(TransportError):
-    """Failure of a move that was begun: its file cannot be read, or written."""
+    """A move, or the reading of a header, has failed: the file cannot be read or written."""
 
 
 class MoveLost(MoveFailed):
-    """Failure of a move that may not have stopped: its bytes may still land."""
+    """A move has failed and may not have stopped: its bytes may still land."""
 
 
 class Mover(Protocol):
-    """Mover of bytes between memory and files; made and used on the thread only."""
+    """Moves bytes between memory and files. Made and used on the store's thread only."""
 
     def opened(self, fd: int, size_bytes: int) -> None:
-        """Register an open file that moves may touch. Raises TransportError."""
+        """Register the open file `fd`, which moves may touch from then on. Raises TransportError."""
 
     def closing(self, fd: int) -> None:
-        """Forget a file, which no move will touch any more, before it is closed. Never raises."""
+        """Forget the file `fd`, which no further move touches and which is about to be closed. Never raises."""
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
-        """Start a move between memory (local) and a file (remote: its offsets, and its descriptor as the device).
+        """Start a move between memory (local) and a file (remote), and return its handle.
 
-        Raises MoveLost if some of it may run, another TransportError if nothing of it does.
+        On the remote side the addresses are offsets in the file, and the device is the file descriptor. Raises MoveLost
+        if some of the move may run, another TransportError if none of it does.
         """
 
     def ended(self, begun: object) -> bool:
-        """Return whether a move has ended. Raises MoveFailed, MoveLost."""
+        """Return whether the move with the handle `begun` has ended. Raises MoveFailed or MoveLost if it has failed."""
 
     def settle(self) -> Settled:
-        """Stop lost moves, while no other move is under way."""
+        """Stop the lost moves, and return whether they have stopped. No other move is under way."""
 
     def close(self) -> None:
-        """End the mover: no move is under way."""
+        """Release everything. No move is under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,17 +95,17 @@ class _Move:
 
 
 class Files:
-    """The thread and its mover, as the event loop sees them."""
+    """The store's thread and its mover, as the event loop uses them."""
 
     def __init__(self, name: str, make: Callable[[Sequence[Span]], Mover]) -> None:
-        """`make`: makes the mover, on the thread, for the memory that moves may touch."""
+        """`make`: makes the mover, on the thread; takes the spans of memory that moves may touch."""
         self._name = name
         self._make = make
         self._mover: Mover | None = None
         self._memory: object = None
         self._thread: OwnerThread | None = None
         self._posted: deque[_Move] = deque()
-        """Moves that are to begin: at once, unless one was lost."""
+        """Moves that have not begun. They begin at once, unless a move is lost."""
         self._moving: list[_Move] = []
         self._lost: list[_Move] = []
         self._active_s = 0.0
@@ -108,7 +113,7 @@ class Files:
         self._last_job: Callable[[], None] | None = None
         self._closing = False
         self.cause: BaseException | None = None
-        """The bug that has killed the thread, if one has: nothing is known of its moves then."""
+        """The exception that ended the thread, if a bug did; nothing is known of its moves then."""
 
     @property
     def moves_under_way(self) -> int:
@@ -116,16 +121,16 @@ class Files:
 
     @property
     def mover(self) -> Mover:
-        """The mover, made on the thread."""
+        """The mover, once `open` has made it on the thread."""
         assert self._mover is not None, "it is open"
         return self._mover
 
     async def open(self, spans: Sequence[Span], keepalive: object) -> None:
-        """Start the thread and its mover; `aclose` or `abandon` has to follow, also if this fails.
+        """Start the thread and make its mover. `aclose` or `abandon` must follow, also if this fails.
 
         Args:
             spans: memory that moves may touch.
-            keepalive: the memory's owner, which is kept until nothing can touch it any more.
+            keepalive: owner of that memory; referenced until no move can touch it.
 
         Raises:
             ConfigError: the mover does not start as configured, or cannot move these spans.
@@ -139,7 +144,10 @@ class Files:
         return await self._alive().call(job)
 
     def submit(self, job: Callable[[], None], then: Callable[[], None]) -> None:
-        """Run `job`, which does not raise, on the thread, and `then` on the loop. TransportBroken if it has ended."""
+        """Run `job` on the thread, then `then` on the loop. `job` must not raise.
+
+        Raises TransportBroken if the thread has ended.
+        """
         thread = self._alive()
 
         def run() -> None:
@@ -155,21 +163,24 @@ class Files:
         on_end: Callable[[TransportError | RuntimeBroken | None], None],
         on_loss: Callable[[TransportError], None],
     ) -> None:
-        """Start a move. Raises TransportBroken once the thread has ended.
+        """Start a move. Raises TransportBroken if the thread has ended.
 
         Args:
-            descriptors: what to move, between memory (local) and a file (remote).
-            direction: which way.
-            on_end: called on the loop, once, when the move has stopped: with how it has failed, or None. RuntimeBroken
-                if it will never be known when it stops.
-            on_loss: called on the loop before that, if the move has failed and may not have stopped.
+            descriptors: the bytes to move, between memory (local) and a file (remote).
+            direction: from memory to the file, or from the file to memory.
+            on_end: called on the loop, once, when the move has stopped: with its error, or None if it succeeded. Called
+                with RuntimeBroken if it will never be known when the move stops.
+            on_loss: called on the loop before `on_end`, if the move has failed and may not have stopped.
         """
         move = _Move(descriptors, direction, on_end, on_loss)
         self._alive().submit(partial(self._posted.append, move))
         self._under_way.add(move)
 
     async def aclose(self, last_job: Callable[[], None]) -> None:
-        """End the mover and the thread once no move is under way, after `last_job`. Closing twice is fine."""
+        """Wait until no move is under way, then run `last_job` on the thread and end the mover and the thread.
+
+        Closing twice is fine.
+        """
         self._closing = True
         if self._thread is None:
             return
@@ -178,11 +189,11 @@ class Files:
         await self._thread.ended()
 
     def settle(self, problem: str) -> None:
-        """End all moves, since the thread has ended, or will not.
+        """End every move that is under way, by its `on_end`. The thread has ended, or will not end.
 
         Args:
-            problem: why it will never be known when they have stopped; "" if the thread has ended in good order, so
-                lost moves have stopped, too.
+            problem: reason why it will never be known when the moves have stopped; "" if the thread has ended in good
+                order, which means that lost moves have stopped, too.
         """
         for move in list(self._under_way):
             if problem:
@@ -190,7 +201,7 @@ class Files:
             self._over(move)
 
     def abandon(self, last_job: Callable[[], None], wait_s: float) -> None:
-        """End it without the loop, which is gone; waits up to `wait_s`."""
+        """End the thread without the event loop, which is gone. Wait for at most `wait_s`."""
         self._closing = True
         if self._thread is not None:
             self._thread.abandon(partial(setattr, self, "_last_job", last_job), wait_s)
@@ -222,7 +233,7 @@ class Files:
         return None
 
     def _go_on(self, move: _Move) -> bool:
-        """Begin a move, or look at one. Return True if it has stopped, or is lost."""
+        """Begin `move`, or check it if it has begun. Return True if it has stopped or is lost."""
         try:
             if move.begun is None:
                 self._active_s = time.monotonic()
@@ -241,7 +252,7 @@ class Files:
         return True
 
     def _settle_lost(self) -> None:
-        """Stop lost moves, as nothing else is under way."""
+        """Have the mover stop the lost moves. No other move is under way."""
         settled = self.mover.settle()
         if settled is Settled.STOPPED:
             for move in self._lost:
@@ -261,14 +272,14 @@ class Files:
             move.on_end(move.error)
 
     def _died(self, cause: BaseException) -> None:
-        """End all moves: the thread has ended by a bug, so nobody may wait for it."""
+        """End all moves: a bug has ended the thread, so nothing may wait for it."""
         self._closing = True
         self.cause = cause
         self.settle(f"the store's thread has died: {cause}")
 
 
 class PlainMover:
-    """Mover by the system's own calls, for the in-process transport."""
+    """Moves bytes by system calls, for the in-process transport."""
 
     def opened(self, fd: int, size_bytes: int) -> None:
         pass
@@ -297,7 +308,10 @@ class PlainMover:
 
 
 def _move_all(fd: int, memory: ctypes.Array[ctypes.c_char], offset: int, direction: Direction) -> None:
-    """Move all of the memory, however much the system takes at once. OSError if the file ends early."""
+    """Move all bytes of `memory` to or from the file at `offset`, in as many system calls as it takes.
+
+    Raises OSError if the file ends early.
+    """
     view, done = memoryview(memory).cast("B"), 0
     while done < len(view):
         rest = view[done:]

@@ -1,9 +1,8 @@
-"""Index of a store: its entries, and which of them make room for others.
+"""Index of a store: its entries, and the order in which they are evicted to make room.
 
-Entries have an order. Those that could not be read go first, and are not found any more; then the one that was saved or
-restored longest ago. An entry that is being read never goes. An entry that is being written counts with its whole size
-from the beginning; one that was replaced counts until its last reader has finished. So the files never exceed the
-bound.
+Entries that could not be read are evicted first, and are not found. Next is the entry that was saved or restored
+longest ago. An entry that is being read is never evicted. An entry that is being written counts with its full size from
+the beginning; a replaced entry counts until its last reader has finished. So the files never exceed `bytes_max`.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ from kvflow.errors import StoreFull
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A file of the store."""
+    """A file of the store, and its state in the index."""
 
     name: str
-    """Name of its key: see `entry.entry_name`."""
+    """The name that its key gives it: see `entry.entry_name`."""
     file: str
     size_bytes: int
     readers: int = 0
     aside: bool = False
-    """True once a read of it has failed: it takes room, and is not found."""
+    """True once a read of its file has failed: the entry still takes room, but is not found."""
     dropped: bool = False
-    """True once it has left the index: its bytes count until nobody reads it."""
+    """True once the entry has left the index: its bytes count until its last reader has finished."""
     unwanted: bool = False
-    """True if it is not to be put back."""
+    """True if `put_back` must not take the entry back."""
 
 
 class StoreIndex:
-    """The entries by name, the first to go first."""
+    """The entries by name, the next to be evicted first."""
 
     def __init__(self, bytes_max: int, found: Iterable[Entry] = ()) -> None:
-        """`found` are the entries of a folder, the first to go first."""
+        """`found`: entries of the directory, the next to be evicted first."""
         self.bytes_max = bytes_max
         self.used_bytes = 0
         self._entries: OrderedDict[str, Entry] = OrderedDict()
@@ -49,7 +48,7 @@ class StoreIndex:
         return len(self._entries)
 
     def drop_all(self, names: Collection[str] | None) -> list[Entry]:
-        """Drop the entries of these names, those that could not be read included, or all. Returns them."""
+        """Drop the entries called `names`, or all if None, including those set aside. Return the dropped entries."""
         found = [*self._entries] if names is None else [name for name in names if name in self._entries]
         dropped = [self._entries[name] for name in found]
         for entry in dropped:
@@ -57,13 +56,14 @@ class StoreIndex:
         return dropped
 
     def find(self, name: str) -> Entry | None:
+        """Return the entry called `name`; None if there is none or it was set aside."""
         entry = self._entries.get(name)
         return None if entry is None or entry.aside else entry
 
     def make_room(self, size_bytes: int, request_id: str) -> list[Entry]:
-        """Reserve bytes for a request. Returns the entries that left the index for that, whose files have to go.
+        """Reserve `size_bytes` for a request. Return the entries evicted for that; the caller removes their files.
 
-        Raises StoreFull if all entries that would have to go are being read or written.
+        If evicting every entry that is not in use would not be enough, raises StoreFull and evicts none.
         """
         excess, victims = self.used_bytes + size_bytes - self.bytes_max, []
         for entry in self._entries.values():
@@ -82,9 +82,10 @@ class StoreIndex:
         return victims
 
     def put_back(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Take entries back whose files could not be removed: they are the first to go again.
+        """Take back evicted `entries` with files that could not be removed; they are again the first to be evicted.
 
-        Those that were replaced meanwhile, or are unwanted, are not, and are returned: their files are left.
+        Return the entries that were not taken back because they were replaced meanwhile or are unwanted: their files
+        still have to be removed.
         """
         kept = {entry.name: entry for entry in entries if entry.name not in self._entries and not entry.unwanted}
         for entry in kept.values():
@@ -94,7 +95,10 @@ class StoreIndex:
         return [entry for entry in entries if entry.name not in kept]
 
     def set_aside(self, entry: Entry) -> bool:
-        """Set an entry aside that could not be read: nobody finds it, it is the first to go. True if that is new."""
+        """Set aside an entry with a file that could not be read: it is not found, and is evicted first.
+
+        Return False if it was dropped or set aside before.
+        """
         if entry.dropped or entry.aside:
             return False
         entry.aside = True
@@ -102,13 +106,13 @@ class StoreIndex:
         return True
 
     def give_back(self, size_bytes: int) -> None:
-        """Give back room that was reserved."""
+        """Release `size_bytes` that `make_room` has reserved."""
         self.used_bytes -= size_bytes
 
     def commit(self, entry: Entry) -> Entry | None:
-        """Add a complete entry, in room that was reserved. Returns the entry that it replaces, which is dropped.
+        """Add a complete entry, in room that was reserved. Drop and return the entry that it replaces, or return None.
 
-        Does nothing if the entry was added before, also if it was dropped since.
+        Does nothing if `entry` was added before, even if it has been dropped since.
         """
         before = self._entries.get(entry.name)
         if before is entry or entry.dropped:
@@ -119,7 +123,7 @@ class StoreIndex:
         return before
 
     def drop(self, entry: Entry) -> None:
-        """Forget an entry. Doing so twice is fine."""
+        """Remove `entry` from the index. Dropping twice is fine."""
         if entry.dropped:
             return
         entry.dropped = True
@@ -128,13 +132,13 @@ class StoreIndex:
             self.used_bytes -= entry.size_bytes
 
     def end_read(self, entry: Entry) -> None:
-        """Count one reader less of an entry, which may go once it has none."""
+        """Count one reader of `entry` less. If it was dropped and has no other reader, its bytes are free."""
         entry.readers -= 1
         if entry.dropped and not entry.readers:
             self.used_bytes -= entry.size_bytes
 
     def touch(self, entry: Entry) -> None:
-        """Note an entry as restored: all others go before it."""
+        """Mark `entry` as just restored: it is found, and is evicted last."""
         if not entry.dropped:
             entry.aside = False
             self._entries.move_to_end(entry.name)

@@ -1,6 +1,6 @@
-"""Places of blocks in an entry's file: set of layers after set, region after region, block after block, without gaps.
+"""Places of blocks in an entry's file: ordered by layer set, then region, then block, without gaps.
 
-To the planner a file is the other side of a read: its regions begin at offsets, and its device is the open file.
+To the planner a file is the remote side of a read: its regions begin at offsets, and its device is the open file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, plan_rea
 from kvflow.core.plan.slices import cut_slices
 
 FILE = "file"
-"""The kind of device that a file is; its number is the file's descriptor."""
+"""Kind of device that a file is; the number of the device is the file descriptor."""
 _PLANNED_AT_ONCE = 1 << 13  # descriptors
 
 
 class BlockSpan(NamedTuple):
-    """Blocks in a row of one group, from the one at `first` among the group's blocks in the file."""
+    """Consecutive blocks of one group: `ids` in the cache, and the position of the first among the group's blocks in
+    the file.
+    """
 
     group: int
     first: int
@@ -29,7 +31,12 @@ class BlockSpan(NamedTuple):
 
 
 def data_bytes(sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
-    """Bytes that so many blocks of each group take. `sets` are regions, and whose group they are of."""
+    """Return the bytes that blocks take in a file.
+
+    Args:
+        sets: for each layer set the index of its group, and its regions.
+        counts: number of blocks in each group.
+    """
     return sum(len(regions) * regions.block_size_bytes * counts[group] for group, regions in sets)
 
 
@@ -43,16 +50,16 @@ def plan_file(
     bytes_max: int,
     descriptors_max: int,
 ) -> Iterator[Descriptors]:
-    """Plan slices that move blocks between memory and an open file.
+    """Plan slices that move the blocks of `span` between memory and an open file.
 
     Args:
-        sets: regions, and whose group they are of.
-        counts: blocks of each group in the file.
-        span: the blocks to move.
-        fd: the file.
+        sets: for each layer set the index of its group, and its regions.
+        counts: number of blocks of each group in the file.
+        span: blocks to move.
+        fd: descriptor of the file.
         start: offset of the first block in the file.
-        bytes_max: bytes of a slice.
-        descriptors_max: descriptors of a slice.
+        bytes_max: most bytes in a slice.
+        descriptors_max: most descriptors in a slice.
     """
     group, place, ids = span
     order = np.arange(place, place + len(ids), dtype=np.int64)
@@ -83,7 +90,7 @@ def plan_file(
 
 
 def _alike(regions: Regions, most: int) -> Iterator[tuple[int, int]]:
-    """Regions in a row whose blocks lie equally far apart, at most so many."""
+    """Yield ranges of consecutive regions with equal distances between blocks, each of at most `most` regions."""
     first = 0
     for at in range(1, len(regions) + 1):
         if at == len(regions) or at - first == most or regions.strides[at] != regions.strides[first]:

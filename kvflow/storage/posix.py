@@ -1,11 +1,13 @@
 """NIXL's POSIX backend as a mover of bytes between memory and files.
 
-Its agent is a third one of the runtime. A file is no peer: NIXL reaches it under the agent's own name. Moves share one
-queue of the kernel. With POSIX AIO the error of one is reported for all of them, while bytes of any may be on their way
-(seen in NIXL's source, 1.5); and after some errors a queue of any kind takes no more moves. So a failed move counts as
-lost, and its handle is kept, since NIXL writes to it when the rest ends. Once nothing else is under way the agent is
-ended: Linux AIO waits for its queue (`io_destroy`), POSIX AIO is asked. A ring of io_uring is not known to wait; with
-it, lost moves have stopped only when the thread has ended.
+Its agent is the third of a runtime. A file is no peer: NIXL reaches it under the agent's own name.
+
+All moves share one queue of the kernel. With POSIX AIO the error of one move is reported for all moves, while bytes of
+any of them may still be on their way (seen in NIXL's source, 1.5). And after some errors a queue of any kind takes no
+further moves. So a failed move counts as lost, and its handle is kept, since NIXL writes to the handle when the other
+moves end. Once nothing else is under way, the agent is ended. With Linux AIO that waits for the queue (`io_destroy`);
+POSIX AIO is asked by `aio_cancel`. A ring of io_uring is not known to wait; with it, lost moves are known to have
+stopped only when the thread has ended.
 """
 
 from __future__ import annotations
@@ -24,30 +26,30 @@ from kvflow.storage.files import Direction, MoveLost, Settled
 from kvflow.transport.base import TransportError
 from kvflow.transport.nixl.native import error_types, import_bindings, new_agent
 
-_AIO_NOTCANCELED = 1  # of <aio.h>
+_AIO_NOTCANCELED = 1  # from <aio.h>
 
 
 def _runs_posix_aio(fd: int) -> bool:
-    """Cancel what has not begun of what POSIX AIO is to do with a file. True if something has, and goes on."""
+    """Cancel the POSIX AIO operations on a file that have not begun. Return True if one has begun and still runs."""
     return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
 
 
 class PosixMover:
-    """See `storage.files.Mover`. An agent that was ended is made again by the next move."""
+    """See `storage.files.Mover`. If the agent was ended, the next file or move makes a new one."""
 
     def __init__(self, name: str, params: Mapping[str, str], spans: Sequence[Span]) -> None:
-        """Raises ConfigError if the backend does not start with these parameters, or cannot register the memory."""
+        """Raises ConfigError if the backend does not start with `params`, or cannot register the memory `spans`."""
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
         self._name = name
         self._params = dict(params)
         self._spans = spans
         self._sizes: dict[int, int] = {}
-        """Sizes of the open files, by descriptor."""
+        """Sizes of the open files, by file descriptor."""
         self._lost: list[object] = []
-        """Handles of moves that are not known to have ended."""
+        """Handles of moves that may not have ended."""
         self._api: Any = None
-        """The agent, while there is one."""
+        """The NIXL agent; None before `_start` and after `close`."""
         self._backends: list[Any] = []
         self._memory: list[Any] = []
         self._files: dict[int, Any] = {}
@@ -115,7 +117,7 @@ class PosixMover:
         self._lost, self._memory, self._files, self._backends, self._api = [], [], {}, [], None
 
     def _start(self) -> None:
-        """Make an agent that knows all memory and open files, if there is none. Raises what NIXL raises."""
+        """If there is no agent, make one that knows all memory and open files. Raises NIXL's own errors."""
         if self._api is not None:
             return
         self._api = new_agent(self._bindings, self._name)
@@ -131,10 +133,11 @@ class PosixMover:
             raise
 
     def _add_file(self, fd: int, size_bytes: int) -> None:
-        """Raises what NIXL raises."""
+        """Register an open file with the agent. Raises NIXL's own errors."""
         self._files[fd] = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
         self._api.registerMem(self._files[fd], self._backends)
 
     def _loss(self, handle: object, error: Exception) -> MoveLost:
+        """Keep the handle of a failed move, and return the error to raise."""
         self._lost.append(handle)
         return MoveLost(f"{type(error).__name__}: {error}")

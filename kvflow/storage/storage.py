@@ -20,10 +20,10 @@ from kvflow.transport.base import TransportError
 
 
 def make_files(config: Config, name: str) -> Files:
-    """Make the mover of blocks between memory and files beside the transport that `config` names, not opened yet.
+    """Make the store's thread and its mover for the transport that `config` names. They are not opened yet.
 
-    Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved;
-    then its folder is free. If it dies waiters are told, and their blocks stay quarantined.
+    Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved; then its
+    folder is free. If it dies, saves and restores under way fail, and their blocks stay leased or quarantined.
     """
     if config.transport != "nixl":
         return Files(f"kvflow-store {name}", lambda _: PlainMover())
@@ -34,17 +34,18 @@ def make_files(config: Config, name: str) -> Files:
 
 
 class Storage(Part):
-    """Saves blocks to files in a folder, and restores them: `Runtime(config, parts=[Storage("blocks")])`.
+    """Part of a runtime that saves blocks to files and restores them: `Runtime(config, parts=[Storage("blocks")])`.
 
-    Each rank has a folder of its own in it, for one runtime at a time.
+    Each rank has a subfolder of its own, which one runtime at a time may use.
 
     Args:
-        folder: for the files; it is made if there is none.
-        bytes_max: bytes of a rank's files. The least recently used entries make room for new ones.
-        files: maker of the mover of blocks to files, from config and agent's name, for tests.
+        folder: path of the folder for the files; it is created if it does not exist.
+        bytes_max: most bytes that the files of this rank may take. The least recently used entries are evicted to make
+            room for new ones.
+        files: for tests: function of the config and the agent's name that makes the store's thread.
 
     Raises:
-        ConfigError: what was given is no path, or no number of bytes.
+        ConfigError: `folder` is not a path, or `bytes_max` is not a number of bytes.
     """
 
     name = "storage"
@@ -69,47 +70,48 @@ class Storage(Part):
         return f"<kvflow.storage.Storage {self.folder!r}>"
 
     async def save(self, request: SaveRequest) -> SaveReport:
-        """Save blocks to a file, to be restored by their key.
+        """Save blocks to a file under a key, to be restored later by that key.
 
-        The blocks are leased meanwhile: they may be read, not written. When this returns the entry is complete and on
-        disk; entries that were not used for longest have made room for it. Cancelling returns within
-        Config.cancel_grace_s and leaves no entry, or a complete one; bytes of the blocks may be read for longer if the
-        disk hangs, and they stay leased until then.
+        Meanwhile the blocks are leased: they may be read, not written. When this returns, the entry is complete and on
+        disk, and the least recently used entries may have been evicted to make room for it. If cancelled, this returns
+        within Config.cancel_grace_s, and the entry is either complete or not there. If the disk hangs, the blocks may
+        be read for longer; they stay leased until then.
 
         Args:
-            request: the blocks, and the key to find them by.
+            request: the blocks to save, and their key.
 
         Returns:
-            How much was saved, and how long it took.
+            Bytes, blocks and tokens saved, and the time taken.
 
         Raises:
-            RequestError: it cannot be right, or takes more than `bytes_max`. BlocksBusy if a block is being loaded or
-                restored.
-            StoreFull: what would have to make room is being read or written.
+            RequestError: the request is invalid, or its file would be larger than `bytes_max`. BlocksBusy if a block is
+                being loaded or restored.
+            StoreFull: the entries that could be evicted are being read or written.
             StorageFailed: the disk has failed, or is full.
             DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
-            UsageError: no runtime with a registered cache has this storage, or this is not its loop.
+            UsageError: no runtime with a registered cache has this storage, or this is not the runtime's event loop.
         """
         return await self._require("save").save(request)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
-        """Fill local blocks with what was saved under a key, by this runtime or one before it with an equal cache.
+        """Fill local blocks with the blocks saved under a key, by this runtime or an earlier one with an equal cache.
 
-        Returns only if every byte is the one that was saved. The blocks are claimed meanwhile, as by a load. Cancelling
-        returns within Config.cancel_grace_s; if bytes may still land then the restore is in `quarantines`, and the
-        `quarantine` of an error that it ends with.
+        This returns only if every byte equals the saved one. Meanwhile the blocks are claimed, as by a load. If
+        cancelled, this returns within Config.cancel_grace_s. If bytes may still land after the restore has ended, it is
+        listed in `quarantines`, and it is the `quarantine` of the error that it raised.
 
         Args:
             request: the key, and the local blocks to fill.
 
         Returns:
-            How much was restored, and how long it took.
+            Bytes, blocks and tokens restored, and the time taken.
 
         Raises:
-            NotStored: there is nothing under the key, or no more.
-            EntryDamaged: what was there is torn, or not what was saved; it is removed. The blocks may hold anything.
+            NotStored: nothing is stored under the key, or its file is gone.
+            EntryDamaged: the file is torn, or its blocks are not those that were saved; it is removed. The local blocks
+                may hold anything.
             StorageFailed: the disk has failed.
-            RequestError: it cannot be right, or asks for other numbers of tokens or blocks than were saved. BlocksBusy
+            RequestError: the request is invalid, or its numbers of tokens or blocks differ from those saved. BlocksBusy
                 if a block is leased or being written.
             DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
             UsageError: as for `save`.
@@ -117,36 +119,38 @@ class Storage(Part):
         return await self._require("restore").restore(request)
 
     def has(self, key: bytes | str) -> bool:
-        """Return whether there is an entry under a key, as far as is known without looking at its file.
+        """Return whether an entry is stored under a key. Looks in memory, not at the file.
 
         Args:
             key: as it was given to `save`.
 
         Returns:
-            False also for an entry of a cache with another layout.
+            True if there is such an entry. An entry saved from a cache with another layout does not count.
 
         Raises:
-            RequestError: it cannot be a key.
+            RequestError: `key` cannot be a key.
             UsageError: as for `save`.
         """
         return self._require("has", new_work=False).has(key)
 
     async def drop(self, keys: Sequence[bytes | str] | None = None) -> int:
-        """Drop entries: nobody finds them from now on, and their files are removed.
+        """Drop entries: they are not found afterwards, and their files are removed.
 
-        Restores under way go on, and get what they have begun to read. A save under way becomes an entry when it is
-        complete: let it end first if it should not. Cancelling stops the waiting; what was dropped stays dropped.
+        Restores under way continue, and get the entry that they have begun to read. A save under way becomes an entry
+        when it is complete: if it should not, let it end before you drop. Cancelling stops the waiting; dropped entries
+        stay dropped.
 
         Args:
-            keys: those to drop, as they were given to `save`; others stay. None for all entries of this rank's folder,
-                those of caches before it, of other models and layouts, included.
+            keys: keys of the entries to drop, as they were given to `save`. None for all entries in this rank's folder,
+                including those of earlier caches and of other models and layouts.
 
         Returns:
-            How many entries were dropped; their files are gone.
+            Number of entries dropped; their files are removed.
 
         Raises:
             RequestError: `keys` is no list of keys; nothing was dropped.
-            StorageFailed: files could not be removed: nobody finds them in this run, the next one may.
+            StorageFailed: files could not be removed. Their entries are not found by this runtime, but may be by the
+                next one.
             UsageError: as for `save`.
             RuntimeUnavailable, RuntimeBroken: as for loads.
         """
@@ -154,12 +158,12 @@ class Storage(Part):
 
     @property
     def quarantines(self) -> tuple[StoreTransfer, ...]:
-        """Restores that have ended and in whose blocks bytes may still land: await their `settled()`."""
+        """Restores that have ended while bytes may still land in their blocks: await their `settled()`."""
         return () if self._store is None else self._store.quarantines
 
     @property
     def statistics(self) -> StoreStatistics | None:
-        """Counts since the cache was registered; None without one."""
+        """Counts since the cache was registered; None if no cache is registered."""
         return self._store.statistics if self._store is not None and self._owner.registered else None
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:

@@ -1,4 +1,4 @@
-"""Saving and restoring as their caller sees them: requests, reports, and the counts of all."""
+"""Requests and reports of saves and restores, and the statistics of a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = ("check", "queued", "move", "sync")
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """The fields of both requests."""
+    """Fields that `SaveRequest` and `RestoreRequest` share."""
 
     request_id: str
     key: StoreKey
@@ -28,26 +28,26 @@ class StoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest(StoreRequest):
-    """Save `block_ids`, in prompt order, which hold `num_tokens` tokens, under `key`.
+    """Request to save `block_ids`, in prompt order, which hold `num_tokens` tokens, under `key`.
 
-    The key is bytes or text, 1 to 256 bytes, such as a digest of the prompt: the store believes that equal keys are of
-    equal blocks. What it had under the key before is replaced. For a cache of several groups `block_ids` are a list for
-    each, in order, or by the groups' names. `deadline_s` defaults to Config.load_deadline_s; where saves, restores and
-    loads wait for each other, a smaller `priority` goes first.
+    `key` is bytes or text of 1 to 256 bytes, such as a digest of the prompt: the store assumes that equal keys mean
+    equal blocks. If an entry is stored under `key` already, it is replaced. For a cache of several groups, `block_ids`
+    has one list for each group, in order, or is a mapping by the names of the groups. `deadline_s` defaults to
+    Config.load_deadline_s. Where saves, restores and loads wait for each other, a smaller `priority` goes first.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest(StoreRequest):
-    """Fill `block_ids`, in prompt order, with what was saved under `key`: as many blocks, of as many tokens.
+    """Request to fill `block_ids`, in prompt order, with the blocks saved under `key`.
 
-    See `SaveRequest`.
+    The numbers of blocks and tokens must equal those that were saved. See `SaveRequest`.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReport:
-    """The fields of both reports."""
+    """Fields that `SaveReport` and `RestoreReport` share."""
 
     request_id: str
     bytes: int
@@ -58,9 +58,9 @@ class StoreReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(StoreReport):
-    """The report of one save. `bytes` is the size of the file, `evicted` counts the entries that made room for it.
+    """Report of a save. `bytes` is the size of the file, `evicted` the number of entries evicted to make room for it.
 
-    `seconds` has an entry for each of: check, queued, move, sync.
+    `seconds` has the time spent in each phase: check, queued, move, sync.
     """
 
     evicted: int
@@ -68,32 +68,32 @@ class SaveReport(StoreReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport(StoreReport):
-    """The report of one restore. `seconds` has an entry for each of: check, queued, move, sync."""
+    """Report of a restore. `seconds` has the time spent in each phase: check, queued, move, sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatistics(PartStatistics):
-    """The store's contents now, and its counts since the cache was registered.
+    """Contents of a store now, and counts since the cache was registered.
 
-    A save or restore is open until its file is put away.
+    A save or restore counts as open until its file is closed.
     """
 
     entries: int
     bytes: int
-    """Size of all files, those being written and those still read included."""
+    """Size of all files, including those being written and dropped ones that are still being read."""
     bytes_max: int
     quarantines: int
     saved: int
     restored: int
     missed: int
-    """Restores of what is not stored."""
+    """Restores of a key under which nothing was stored."""
     damaged: int
-    """Restores that have found a torn file, or other bytes than were saved."""
+    """Restores that found a torn file, or other bytes than were saved."""
     evicted: int
     dropped: int
-    """Entries that `Storage.drop` has dropped."""
+    """Entries dropped by `Storage.drop`."""
     failed: int
-    """Saves and restores that have ended otherwise, cancelled ones included."""
+    """Saves and restores that ended in any other way, including cancelled ones."""
 
 
 StoreKey: TypeAlias = Annotated[bytes | str, checked_key]

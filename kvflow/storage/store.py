@@ -1,10 +1,10 @@
-"""The store's verbs: blocks into a file and back, each one way, under one deadline, with one end.
+"""The store: saves blocks to a file and restores them, each under one deadline and with one outcome.
 
-A save leases its blocks, takes their digests, makes room, moves them, and makes the file an entry. A restore claims its
-blocks as a load does, fills them from the file, and is good only if their digests are those that were saved. So bytes
-that were changed anywhere between the two, on disk or on the way, are never reported as good.
+A save leases its blocks, computes their digests, makes room, moves the bytes, and makes the file an entry. A restore
+claims its blocks as a load does and fills them from the file. It succeeds only if their digests are those that were
+saved. So bytes that were changed anywhere in between, on disk or on the way, are never reported as good.
 
-A transfer is over when its blocks are safe and its file is put away. Its caller waits for that, but no longer than
+A transfer is over when its blocks are safe and its file is closed. Its caller waits for that, but no longer than
 `cancel_grace_s`: then the transfer outlives the call, and its flight has quarantined its blocks if bytes may still land
 in them.
 """
@@ -64,7 +64,7 @@ _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
 class BlockStore:
-    """All saves and restores of one registration, and its files."""
+    """All saves and restores of one registration, and their files."""
 
     def __init__(
         self, cache: RegisteredCache, stored: StoredCache, directory: Directory, index: StoreIndex, files: Files
@@ -78,7 +78,7 @@ class BlockStore:
         self._quiet.set()
         self._closed: type[RuntimeUnavailable] | None = None
         self._outcomes = dict.fromkeys(_OUTCOMES, 0)
-        """Number of transfers that have ended, by outcome."""
+        """Number of ended transfers, by outcome."""
         self._evicted = self._dropped = 0
 
     @property
@@ -96,7 +96,7 @@ class BlockStore:
 
     @property
     def quarantines(self) -> tuple[StoreTransfer, ...]:
-        """Restores that have ended and whose blocks are not safe yet."""
+        """Restores that have ended while their blocks are not safe yet."""
         return tuple(transfer for transfer in self._under_way if transfer.quarantined)
 
     def has(self, key: object) -> bool:
@@ -111,10 +111,10 @@ class BlockStore:
             if (listed := checks.answer(lambda: tuple(keys))) is None:
                 raise RequestError(f"keys: expected a list, got {checks.shown(keys)}")
             names = {entry_name(self._stored.fingerprint, checked_key(key, "keys")) for key in listed}
-        for transfer in self._under_way:  # what is just being evicted is not to be put back if that fails
+        for transfer in self._under_way:  # do not put back an entry under eviction if removing its file fails
             for victim in [] if transfer.file is None else list(transfer.file.victims):
                 victim.unwanted = victim.unwanted or names is None or victim.name in names
-        # A restore that has begun goes on: its file is open, or will be before it is removed.
+        # A restore under way continues: its file is open, or is opened by a job before the removal.
         files = [entry.file for entry in self._index.drop_all(names)]
         self._dropped += len(files)
         if not files:
@@ -141,17 +141,19 @@ class BlockStore:
         return await self._carry_out(self._accept(given, Direction.RESTORE), self._restore)
 
     def close(self, error: type[RuntimeUnavailable]) -> None:
-        """Make everything under way end soon, with that error: RuntimeClosed or CacheUnregistered, of two the first."""
+        """Make all transfers end soon with `error`: RuntimeClosed or CacheUnregistered. Only the first call sets the
+        error.
+        """
         self._closed = self._closed or error
         for transfer in self._under_way:
             transfer.hurry()
 
     async def drained(self) -> None:
-        """Wait until nothing is under way and no block is quarantined."""
+        """Wait until no save or restore is under way and no block is quarantined."""
         await self._quiet.wait()
 
     async def aclose(self, timeout_s: float) -> str:
-        """End the thread, once no move is under way. Returns what went wrong, or ""."""
+        """End the thread once no move is under way, within `timeout_s`. Return the problem, or "" if there was none."""
         problem = ""
         try:
             async with asyncio.timeout(timeout_s):
@@ -168,13 +170,13 @@ class BlockStore:
         return problem
 
     def abandon(self, wait_s: float) -> None:
-        """Shut down without the loop, which is gone."""
+        """Shut down without the event loop, which is gone. Wait for at most `wait_s`."""
         self._files.abandon(self._put_all_away, wait_s)
 
     # --- one save or restore
 
     def _accept(self, request: StoreRequest, direction: Direction) -> StoreTransfer:
-        """Check all that can be judged without a file, and claim the blocks."""
+        """Check everything about a request that needs no file, claim its blocks, and return its transfer."""
         given = checks.settled_request(request, type(request), "request", self._config.limits.block_ids_max)
         what = f"request {given.request_id!r}"
         tables, entries = self._resources.ledger.find(given.block_ids, f"{what}: block_ids")
@@ -197,7 +199,10 @@ class BlockStore:
         return transfer
 
     async def _carry_out(self, transfer: StoreTransfer, work: Callable[[StoreTransfer], Awaitable[ReportT]]) -> ReportT:
-        """Carry a save or a restore out to its outcome, within its deadline. Every one ends here."""
+        """Run a save or a restore to its outcome, within its deadline. Return its report or raise its error.
+
+        `work`: `_save` or `_restore`.
+        """
         try:
             try:
                 async with transfer.timeout:
@@ -206,8 +211,8 @@ class BlockStore:
                     report = await work(transfer)
                 transfer.flight.land()
                 transfer.outcome = "saved" if transfer.direction is Direction.SAVE else "restored"
-            except (OSError, TransportError, CopyFailed) as error:  # a TimeoutError among them
-                cause = transfer.error or error  # a move that was lost has ended it early
+            except (OSError, TransportError, CopyFailed) as error:  # TimeoutError is an OSError
+                cause = transfer.error or error  # a lost move ends the transfer before its deadline
                 if cause is error and transfer.timeout.expired():
                     raise self._late(transfer) from None
                 self._note_failure(transfer, cause)
@@ -226,7 +231,7 @@ class BlockStore:
         return f"request {transfer.request_id!r}: {transfer.direction} in {self._directory.path!r}"
 
     def _late(self, transfer: StoreTransfer) -> KVFlowError:
-        """Make the error of a transfer whose deadline has passed, or whose store is closed."""
+        """Return the error of a transfer with a passed deadline or a closed store."""
         what, phase = f"request {transfer.request_id!r}", transfer.phase
         if self._closed is CacheUnregistered:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {phase!r}")
@@ -311,7 +316,7 @@ class BlockStore:
         )
 
     def _damaged(self, transfer: StoreTransfer, file: EntryFile, why: str) -> EntryDamaged:
-        """Drop a damaged entry, have its file removed, and make the error."""
+        """Drop the entry of a damaged file, mark the file for removal, and return the error."""
         transfer.outcome = "damaged"
         self._index.drop(file.entry)
         file.remove = True
@@ -329,7 +334,7 @@ class BlockStore:
     # --- its end
 
     def _note_failure(self, transfer: StoreTransfer, error: BaseException | None) -> None:
-        """Set an entry aside if its file could not be read: nobody is to try that again."""
+        """If `error` says that the file of a restore cannot be read, set its entry aside, so that it is not read again."""
         file = transfer.file
         if file is None or transfer.direction is Direction.SAVE or not isinstance(error, MoveFailed):
             return
@@ -338,9 +343,9 @@ class BlockStore:
             logger.warning("request %r: setting %s aside, which cannot be read: %s", transfer.request_id, path, error)
 
     def _put_away(self, transfer: StoreTransfer) -> None:
-        """Give back the blocks of a save, and put the file away, since its moves have stopped.
+        """Release the blocks of a save and close the file: all moves of `transfer` have stopped.
 
-        The file comes after whatever the thread has yet to do to it.
+        The file is closed by a job on the thread, after the jobs that the thread still has for it.
         """
         self._resources.ledger.release(transfer.leased)
         if transfer.file is None:
@@ -348,22 +353,22 @@ class BlockStore:
             return
         try:
             self._files.submit(transfer.file.put_away, partial(self._over, transfer))
-        except KVFlowError:  # the thread has ended, and so has nothing to put away
+        except KVFlowError:  # the thread has ended, so it has no file to close
             self._over(transfer)
 
     def _put_all_away(self) -> None:
-        """Put all entries away, on the thread, at its end."""
+        """Close the files of all transfers and the directory, on the thread, as its last job."""
         for transfer in list(self._under_way):
             if transfer.file is not None:
                 transfer.file.put_away()
         self._directory.close()
 
     def _over(self, transfer: StoreTransfer) -> None:
-        """End a transfer: the thread does nothing for it any more, and the state of its file counts."""
+        """End a transfer: the thread has no more work for it, so the state of its file is final."""
         if transfer not in self._under_way:
             return
         del self._under_way[transfer]
-        self._note_failure(transfer, transfer.error)  # it may have ended before that was known
+        self._note_failure(transfer, transfer.error)  # the transfer may have ended before the error was known
         if (file := transfer.file) is not None:
             for victim in self._index.put_back(file.victims):
                 self._remove(victim)
@@ -378,12 +383,14 @@ class BlockStore:
             self._quiet.set()
 
     def _commit(self, entry: Entry) -> None:
-        """Make a file an entry, since it has its name."""
+        """Add the entry of a file that has its final name, and remove the file of the entry that it replaces."""
         replaced = self._index.commit(entry)
         if replaced is not None:
             self._remove(replaced)
 
     def _remove(self, entry: Entry) -> None:
+        """Remove the file of `entry` on the thread; log it if that fails."""
+
         def remove() -> None:
             try:
                 self._directory.remove(entry.file)
@@ -400,13 +407,13 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
     """Open the store of a cache that is being registered. Cancelling leaves nothing open.
 
     Args:
-        cache: whose blocks are saved.
-        files: moves the bytes.
-        folder: for the files of all ranks.
-        bytes_max: bytes of this rank's files.
+        cache: the registered cache; its blocks are saved and restored.
+        files: the thread that moves bytes, not opened yet.
+        folder: folder for the files of all ranks.
+        bytes_max: most bytes that the files of this rank may take.
 
     Raises:
-        ConfigError: blocks of such a cache cannot be saved, or the memory or the folder cannot be used.
+        ConfigError: blocks of this cache cannot be saved, or the memory or the folder cannot be used.
     """
     stored, rank = StoredCache(cache), cache.rank
     directory = Directory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))
@@ -414,7 +421,7 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
     try:
         await files.open(map_spans(stored.tensors), stored.tensors)
         index = StoreIndex(bytes_max, await files.call(directory.open))
-        victims = [entry.file for entry in index.make_room(0, "")]  # the bound may have been larger
+        victims = [entry.file for entry in index.make_room(0, "")]  # an earlier run may have had a larger bound
         await files.call(lambda: directory.remove_all(victims))
     except BaseException as error:
         files.abandon(directory.close, 0.0)

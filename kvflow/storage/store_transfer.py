@@ -1,7 +1,7 @@
-"""One save or restore: its flight moves the bytes, as that of a load does, and posts them here instead of to a poller.
+"""One save or restore. A flight moves its bytes as those of a load, but posts to the store's thread, not to a poller.
 
-A move that was lost (`storage.files`) is under way until it is known to have stopped, so the flight holds its blocks
-and its permit. The transfer fails at once.
+A lost move (`storage.files`) makes the transfer fail at once. It counts as under way until it is known to have stopped,
+so the flight keeps its blocks and its permit until then.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source
 
 STORE = AgentName("store")
-"""Name of the store as a peer of the queue of permits."""
+"""Name under which the store, like a peer, takes permits for its moves."""
 
 
 def opened_file() -> Source:
-    """Make the source of a flight that reads an open file, which cannot go meanwhile: digests prove its bytes."""
+    """Return the source of a flight that reads an open file.
+
+    An open file cannot go away, so the source needs no seal; digests prove its bytes.
+    """
     proof = SealProof(grows=False, quick_read_max_s=0.0)
     proof.heard(0, 0.0)
     return cast("Source", SimpleNamespace(connection=SimpleNamespace(agent=STORE), proof=proof))
 
 
 class StoreTransfer:
-    """A save or restore under way; also the `quarantine` of a restore that has ended while bytes may still land.
+    """A save or restore under way. Also the `quarantine` of a restore that has ended while bytes may still land.
 
-    The flight claims the blocks of a restore. The blocks of a save are leased until the flight is safe, which writes
-    none of them. A transfer is over when its blocks are given back and its file is put away.
+    The flight claims the blocks of a restore. The blocks of a save are leased until the flight is safe; the flight
+    writes none of them. A transfer is over when its blocks are given back and its file is closed.
     """
 
     behind = False
@@ -61,12 +64,12 @@ class StoreTransfer:
 
         Args:
             request: the request, checked.
-            direction: a save or a restore.
-            tables: blocks by group.
-            entries: the same blocks as the ledger counts them.
-            resources: the parts that flights share.
-            files: moves the bytes.
-            deadline_s: seconds from now until it fails.
+            direction: save or restore.
+            tables: block ids by group.
+            entries: the same blocks, as ledger entries.
+            resources: objects that all flights share.
+            files: the thread that moves the bytes.
+            deadline_s: seconds from now until the transfer fails.
         """
         loop = asyncio.get_running_loop()
         self.request, self.direction, self.tables = request, direction, tables
@@ -78,9 +81,9 @@ class StoreTransfer:
         self.flight = Flight(request.request_id, written, (), request.priority, replace(resources, poller=self))
         self.phase, self.seconds = PHASES[0], dict.fromkeys(PHASES, 0.0)
         self.outcome = "failed"
-        """Outcome, as far as it is known."""
+        """Outcome so far: the name of the count in `StoreStatistics` that the transfer will be added to."""
         self.file: EntryFile | None = None
-        """The file that is written or read, with room for it, or counted as a reader of it."""
+        """The file that is written or read. A save has reserved room for it, a restore counts as its reader."""
         self.error: TransportError | None = None
         """The first error of a move."""
         self._files = files
@@ -91,18 +94,18 @@ class StoreTransfer:
         return f"<StoreTransfer {self.direction} {self.flight!r}>"
 
     def enter(self, phase: str) -> None:
-        """Begin a phase."""
+        """Begin `phase`, and add the time since the last call to the phase that ends."""
         now_s = self._now_s()
         self.seconds[self.phase] += now_s - self._since_s
         self.phase, self._since_s = phase, now_s
 
     def hurry(self) -> None:
-        """End soon, as if the deadline had passed."""
-        with contextlib.suppress(RuntimeError):  # the deadline has passed, or there is an outcome
+        """End the transfer soon, as if its deadline had passed."""
+        with contextlib.suppress(RuntimeError):  # the deadline has passed, or the transfer has its outcome
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
     def post(self, _agent: AgentName, descriptors: Descriptors, told: Told) -> None:
-        """Start a move of the flight. Raises TransportBroken once the store's thread has ended."""
+        """Start a move of the flight; `told` is called once it has stopped. TransportBroken if the thread has ended."""
         move = PostedRead(descriptors.size_bytes)
 
         def ended(error: TransportError | RuntimeBroken | None) -> None:
@@ -115,7 +118,7 @@ class StoreTransfer:
         self._files.post(descriptors, self.direction, ended, self._lost)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait until it is over, or for `grace_s`: see `Flight.stop`."""
+        """Wait until the transfer is over, for at most `grace_s`: see `Flight.stop`."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + grace_s
         await self.flight.stop(grace_s)
@@ -123,7 +126,7 @@ class StoreTransfer:
             await asyncio.wait([self.over], timeout=until_s - loop.time())
 
     def _lost(self, error: TransportError) -> None:
-        """Fail now: the bytes of a move that has failed may still be on their way."""
+        """Make the transfer fail now: a move has failed, and its bytes may still be on their way."""
         self.error = self.error or error
         self.hurry()
 
@@ -131,7 +134,7 @@ class StoreTransfer:
 
     @property
     def quarantined(self) -> bool:
-        """True for a restore that has ended and in whose blocks bytes may still land."""
+        """True for a restore that has ended while bytes may still land in its blocks."""
         return self.flight.state is TransferState.QUARANTINED and self.direction is Direction.RESTORE
 
     @property
@@ -140,22 +143,22 @@ class StoreTransfer:
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks by group."""
+        """Block ids by group."""
         return tuple(tuple(ids.tolist()) for ids in self.tables)
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Blocks of the transfer; those of the first group, if there are several."""
+        """Block ids of the transfer; if there are several groups, those of the first."""
         return self.block_tables[0]
 
     @property
     def safe(self) -> bool:
-        """True once no byte can land in its blocks any more."""
+        """True once no byte can land in the blocks."""
         return self.flight.safe
 
     async def settled(self) -> None:
-        """Return once no byte can land any more. RuntimeBroken if that can never be known.
+        """Wait until no byte can land in the blocks.
 
-        UsageError off the runtime's loop.
+        Raises RuntimeBroken if that can never be known, and UsageError off the runtime's loop.
         """
         await self.flight.settled()

@@ -1,7 +1,7 @@
-"""The cache whose blocks are saved and restored: in its own memory, or through the host buffers that peers read, too.
+"""The cache as the store moves and digests it: in its own memory, or through the host buffers that peers read, too.
 
-In host buffers a span of blocks takes host blocks, as that of a load does: it waits its turn for them, and gives them
-back when nothing can touch them any more. So a save or restore of any size needs no more memory than there is.
+With host buffers, a span of blocks takes host blocks, as a span of a load does. It waits its turn for them, and gives
+them back when nothing can touch them. So a save or restore of any size works with buffers of any size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class StoredCache:
     """The blocks of a registered cache, as the store moves and digests them."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        """Raises ConfigError if blocks of such a cache cannot be saved."""
+        """Raises ConfigError if blocks of `cache` cannot be saved."""
         local, memory = cache.local, cache.memory
         where = device_of([layer for one in memory.own for layer in one.caches.items()])
-        through = where != HOST  # what is on the host needs no host buffers, though peers read them
+        through = where != HOST  # a cache on the host needs no host buffers, even if peers read through them
         if through and not memory.staging:
             raise ConfigError(
                 f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
@@ -47,23 +47,23 @@ class StoredCache:
         self._staging = memory.staging if through else ()
         self.groups = local.groups
         self.tensors = [layer for one in saved for layer in one.caches.items()]
-        """Memory that moves touch, by layer."""
+        """Memory that moves touch: names and tensors of layers."""
         found = [(one.group, one.regions) for one in saved]
         self.sets = [(group, regions.distinct) for group, regions in found]
-        """Group and regions of each set of layers; memory that several layers share is there once."""
+        """Index of the group and regions of each layer set; memory that several layers share is listed once."""
         self._layers = [regions.distinct_layers for _, regions in found]
-        """Layers of each set by position; of those that share all of their memory the first."""
+        """Positions of the layers in each layer set; of layers that share all of their memory, only the first."""
         shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
         shared = [regions.first_of for _, regions in found if len(regions.distinct) < len(regions)]
         facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
         self.fingerprint = fingerprint_of(facts)
 
     async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
-        """Moves of all blocks, span by span. Each takes its host blocks when it is asked for.
+        """Yield the moves of all blocks of a transfer, span by span. A span takes its host blocks when it is asked for.
 
         Args:
-            transfer: whose blocks are moved.
-            fd: the file.
+            transfer: the save or restore.
+            fd: descriptor of the file.
             start: offset of the first block in the file.
         """
         file, fetched = opened_file(), transfer.direction is Direction.SAVE
@@ -88,7 +88,7 @@ class StoredCache:
                 yield CopyGroup([*reads], None if fetched else copy, release)
 
     async def digests(self, tables: Sequence[BlockIds]) -> bytes:
-        """Return digests of each layer of each set, of every byte that the blocks hold now, wherever in the prompt.
+        """Return the digests of each layer of each layer set over every byte of the blocks, also past the prompt's end.
 
         Raises CopyFailed. Cancelling stops the waiting only.
         """
@@ -113,7 +113,7 @@ class StoredCache:
         return np.array([number for numbers in used for number in numbers], dtype="<u8").tobytes()
 
     def _spans(self, tables: Sequence[BlockIds]) -> Iterator[BlockSpan]:
-        """Blocks that are moved or digested at once: those of a group, or as many as find host blocks."""
+        """Yield spans to move or digest at once: all blocks of a group or, with host buffers, as many as fit a slice."""
         for group, ids in enumerate(tables):
             step = len(ids)
             if self._staging:
@@ -123,13 +123,13 @@ class StoredCache:
                 yield BlockSpan(group, first, ids[first : first + step])
 
     async def _take(self, span: BlockSpan, *, fetched: bool) -> tuple[BlockIds, Callable[[], None] | None]:
-        """Take the blocks in memory that stand for a span, and return them, with what gives them back.
+        """Take the blocks of memory that hold a span. Return their ids, and a callback that gives them back.
 
-        If the cache is on the host they are the span's own, and nothing is to give back. Raises CopyFailed.
+        For a cache on the host these are the blocks of the span, and there is no callback. Raises CopyFailed.
 
         Args:
             span: blocks of the cache.
-            fetched: copy to the host blocks what the blocks hold.
+            fetched: copy the contents of the blocks to the host blocks.
         """
         if not self._staging:
             return span.ids, None
