@@ -21,8 +21,8 @@ _PLANNED_AT_ONCE = 1 << 13  # descriptors
 
 
 class BlockSpan(NamedTuple):
-    """Consecutive blocks of one group: `ids` in the cache, and the position of the first among the group's blocks in
-    the file.
+    """Consecutive blocks of a group: their ids in the cache, and where the first is among the group's blocks in the
+    file.
     """
 
     group: int

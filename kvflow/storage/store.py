@@ -334,7 +334,7 @@ class BlockStore:
     # --- its end
 
     def _note_failure(self, transfer: StoreTransfer, error: BaseException | None) -> None:
-        """If `error` says that the file of a restore cannot be read, set its entry aside, so that it is not read again."""
+        """If `error` says that the file of a restore cannot be read, set its entry aside: no restore reads it again."""
         file = transfer.file
         if file is None or transfer.direction is Direction.SAVE or not isinstance(error, MoveFailed):
             return
