@@ -21,9 +21,7 @@ _PLANNED_AT_ONCE = 1 << 13  # descriptors
 
 
 class BlockSpan(NamedTuple):
-    """Consecutive blocks of a group: their ids in the cache, and where the first is among the group's blocks in the
-    file.
-    """
+    """Consecutive blocks of a group. `first`: position of the first block among those of the group in the file."""
 
     group: int
     first: int

@@ -113,8 +113,7 @@ class StoredCache:
         return np.array([number for numbers in used for number in numbers], dtype="<u8").tobytes()
 
     def _spans(self, tables: Sequence[BlockIds]) -> Iterator[BlockSpan]:
-        """Yield spans to move or digest at once: all blocks of a group, or as many as fit a slice and the host buffers.
-        """
+        """Yield spans to move or digest at once: all blocks of a group or, with host buffers, as many as fit there."""
         for group, ids in enumerate(tables):
             step = len(ids)
             if self._staging:
