@@ -20,7 +20,6 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
 from kvflow.stock.deadline import Arrival
-from kvflow.stock.shape import expanded
 from kvflow.stock.texts import can_be_told
 from kvflow.stock.versions import LINES, least_line, line_of
 
@@ -30,9 +29,8 @@ _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """Offer of a stock producer, by its parameters: a prompt's blocks, and nothing that could prove them.
 
-    `block_ids` count vLLM's own blocks, of which a rank may hold several as one. Its engine's block size and heads, as
-    a `Ticket` has them, are not known before a rank has been asked, nor are its groups: `needed_blocks` says which of
-    the blocks its tokens need.
+    Its engine's block size and heads, as a `Ticket` has them, are not known before a rank has been asked, nor are its
+    groups: `needed_blocks` says which of the blocks its tokens need.
     """
 
     def __post_init__(self) -> None:
@@ -139,11 +137,11 @@ def read_stock(
     )
 
 
-def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int) -> tuple[tuple[int, ...], ...]:
-    """Offered blocks that the tokens need, by group, numbered as the producer's ranks do.
+def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tuple[int, ...], ...]:
+    """Return the offered blocks that the ticket's tokens need, for each of a rank's `groups`.
 
-    `groups` are a rank's; `split` of its blocks are one of vLLM's. vLLM lists a prompt's blocks up to its last token:
-    all of them, or for a window as many as it may reach back, with null blocks (0) where it has given some back.
+    vLLM lists a prompt's blocks up to its last token: all of them, or for a window as many as it may reach back, with
+    null blocks (0) where it has given some back.
     RequestError if the list has another length, or a needed block is null.
     """
     what = f"stock request {ticket.request_id!r}"
@@ -152,33 +150,33 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int)
         raise RequestError(f"{what}: groups: ours {len(groups)}, {tables}")
     found = []
     for facts, ids in zip(groups, ticket.block_tables, strict=True):
-        size, tokens = facts.block_size * split, ticket.num_tokens
+        size, tokens = facts.block_size, ticket.num_tokens
         first, end = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size)
-        kept = _needed_ids(ticket, facts, ids, split)
+        kept = _needed_ids(ticket, facts, ids)
         if kept is None:
             filled = f"{counted(end, 'block')} of {size} for {counted(tokens + ticket.left, 'token')}"
             needs = f"there are {filled}, needed from block {first} on"
             raise RequestError(f"{what}: {counted(len(ids), 'block id')} of group {facts.name!r}, but {needs}")
-        if (lost := lost_block(ticket, facts, ids, split)) is not None:
+        if (lost := lost_block(ticket, facts, ids)) is not None:
             raise RequestError(f"{what}: group {facts.name!r}: block {lost} is null, but needed")
-        found.append(expanded(kept, split)[: -(-tokens // facts.block_size) - first * split])
+        found.append(tuple(kept))
     return tuple(found)
 
 
-def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int = 1) -> int | None:
+def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> int | None:
     """Return the first needed block of a group that its producer has given back; None if there is none.
 
     None, too, where the group's blocks are of another size than `facts` say: the handshake finds that out.
     """
-    kept = None if facts.whole else _needed_ids(ticket, facts, ids, split)
+    kept = None if facts.whole else _needed_ids(ticket, facts, ids)
     if kept is None or 0 not in kept:
         return None
-    return facts.first_needed(ticket.num_tokens) // (facts.block_size * split) + kept.index(0)
+    return facts.first_needed(ticket.num_tokens) // facts.block_size + kept.index(0)
 
 
-def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int) -> Sequence[int] | None:
+def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> Sequence[int] | None:
     """Return the needed ids of a group's table, which ends with the prompt's last block; None if it cannot be one."""
-    size, tokens = facts.block_size * split, ticket.num_tokens
+    size, tokens = facts.block_size, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
     if not 0 <= behind <= first or (facts.whole and behind):
         return None

@@ -213,20 +213,17 @@ def stage_problem(pp_rank: int, pp_size: int, held: Collection[int], ours: OurCa
     return ""
 
 
-def expanded(ids: Sequence[int], split: int) -> tuple[int, ...]:
-    """Blocks of vLLM's as a rank counts them, where `split` of its own are one of those."""
-    return tuple(ids) if split == 1 else tuple(number * split + part for number in ids for part in range(split))
-
-
 def unread(found: StockMetadata) -> list[str]:
     """Reasons why no cache like this one is read, whatever ours is; empty if it may be."""
-    layout = found.kv_cache_layout
+    layout, split = found.kv_cache_layout, found.physical_blocks_per_logical_kv_block
     problems = {
         f"dcp_size {found.dcp_size}, pcp_size {found.pcp_size}: only 1 is read from": found.dcp_size * found.pcp_size
         > 1,
         f"state per request (ssm_sizes {found.ssm_sizes}) is not read from stock engines": (
             any(found.ssm_sizes) or found.ple_block_len is not None
         ),
+        f"a block of vLLM's is {counted(split, 'block')} of its kernels: such are not read from stock engines": split
+        > 1,
         "regions of packed layers (region_members) are not read from stock engines": found.packs_layers,
         f"kv_cache_layout: read are {', '.join(_LAYOUTS)}, theirs is {layout[:40]!a}": layout not in _LAYOUTS,
     }

@@ -86,26 +86,19 @@ class StockHandshakes:
         _, tp_size, pp_size = at.address.rsplit("/", 2)
         shown = await self._ask(peer)
         agent = _agent(peer, shown)
-        own = life_of(agent, at.engine_id)
-        if own is None:
-            self._check_hash(at, shown.compatibility_hash)
+        if life_of(agent, at.engine_id) is not None:
+            lost = "its parameters have lost all that kvflow writes into them"
+            why = f"it is of our own make, but {lost}: the router has to pass remote_request_id on as it is"
+            raise at.failure(PeerIncompatible, why)
+        self._check_hash(at, shown.compatibility_hash)
         metadata = metadata_of(at, shown.metadata, agent, self.ours, sizes=(int(tp_size), int(pp_size)))
         check_tp_size(at, metadata.cache_shares[0], self.ours, self._tp_sizes)
         regions = judge(at, metadata, self._local)
         share = topology.report_share(self._local.cache_shares, metadata.cache_shares)
         maps = tuple(block_maps(metadata, self._local, regions))
         connection = StockConnection(agent, metadata, regions, maps, share, self.leases)
-        connection.own, connection.told, connection.seen_s = own, metadata, asked_s
-        connection.split = shown.metadata.physical_blocks_per_logical_kv_block
+        connection.told, connection.seen_s = metadata, asked_s
         connection.reporters = self._reporters(metadata, shown)
-        if own is not None:
-            logger.warning(
-                "%s is of our own make, but parameters of it have lost all that kvflow writes into them: its ranks are"
-                " asked for their leases, and which prompt these are of is not known; the router has to pass"
-                " remote_request_id on as it is",
-                at,
-            )
-            return connection
         self._check_hash(at, shown.compatibility_hash, fits=True)
         known = await self._own.agents.find(agent)
         if known is None:

@@ -49,17 +49,12 @@ def arrival() -> Arrival:
 class StockConnection(Connection):
     """A stock rank after its handshake."""
 
-    split: int
-    """Number of its blocks that are one of vLLM's, whose numbers parameters have."""
     reporters: int
     """Number of us that read, as we say it in a notification."""
     seen_s: float
     """Time at which it last showed that it lives."""
     told: messages.Metadata
     """Metadata of the rank, in our words."""
-    own: tuple[Rank, str] | None = None
-    """Rank and incarnation of a rank of our own make, which answers as a stock one: nothing is read by this
-    connection."""
 
 
 class StockLeases:

@@ -3,29 +3,22 @@
 The first rank is asked before any other, because a question about a rank that does not exist ends the engine's
 listener: what it shows has to confirm the number of ranks that the parameters claim. Each stage of a pipeline confirms
 the next one in the same way: there is one only where layers are missing.
-
-An engine of our own make may be met as a stock one, if a router has dropped the part of kvflow from its parameters. Its
-ranks are asked for what the parameters do not say, and the seals of their leases prove the read as ever. Only the
-prompt cannot be compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from kvflow.checks import counted
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PeerIncompatible
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.peers.peer import Connection, Peer, Source
+from kvflow.runtime.peers.peer import Peer, Source
 from kvflow.stock.params import StockTicket, is_stock, needed_blocks, read_stock
 from kvflow.stock.shape import stage_problem
 from kvflow.stock.stock_handshake import StockHandshakes, peer_address
@@ -64,38 +57,15 @@ class StockResolver:
         sources: list[Source] = []
         async with aclosing(self._ranks(ticket)) as ranks:
             async for peer, connection in ranks:
-                if connection.own is not None:
-                    return await self._reach_own(ticket, *connection.own, found)
                 if connection.report_share.numerator:
                     sources.append(self._source(ticket, request, peer, connection))
                     found(sources[-1])
         return sources
 
-    async def _reach_own(
-        self, ticket: StockTicket, rank: Rank, incarnation: str, found: Callable[[Source], None]
-    ) -> list[Source]:
-        """Reach an engine of our own make by its first rank. Raises as `Reach.reach` does."""
-        peer = self._peers.get(Address(ticket.engine_id, rank, ticket.address))
-        connection = await self._peers.connect(peer, incarnation, ticket.request_id)
-        own = self._own.read_ticket(_own_ticket(ticket, rank, connection))
-        first, more = own.block_ids, own.more_block_ids
-        sources = []
-        for source in await self._own.reach(own, found):
-            lease = source.lease
-            if lease.block_ids is None:
-                lease = msgspec.structs.replace(lease, block_ids=first, more_block_ids=more)
-            sources.append(replace(source, lease=lease))
-        return sources
-
     def _source(self, ticket: StockTicket, request: StockRequest, peer: Peer, connection: StockConnection) -> Source:
         """Return a rank, and which of its blocks are read. Raises as `needed_blocks` and `StockLeases.proof_of` do."""
         proof = self._leases.proof_of(request, ticket, peer, connection.agent)
-        count, split = sum(map(len, ticket.block_tables)), connection.split
-        if count * split > self._block_ids_max:
-            most = f"at most {self._block_ids_max} in all (limits.block_ids_max)"
-            why = f"{counted(count, 'block')} of {counted(split, 'physical one')} each: {most}"
-            raise peer.at.failure(PeerIncompatible, why)
-        tables, rank = needed_blocks(ticket, connection.groups, split), peer.rank
+        tables, rank = needed_blocks(ticket, connection.groups), peer.rank
         lease = msgspec.structs.replace(
             ticket.first, pp_rank=rank.pp, tp_rank=rank.tp, block_ids=tables[0], more_block_ids=tables[1:]
         )
@@ -139,31 +109,3 @@ class StockResolver:
             connection = await self._peers.connect(self._peers.get(at), None)
             assert isinstance(connection, StockConnection), "by its address"
         return peer, connection
-
-
-def _own_ticket(ticket: StockTicket, rank: Rank, connection: Connection) -> Ticket:
-    """Return the ticket of an offer as far as the parameters tell; the ranks are asked for the rest."""
-    groups, cut = connection.groups, connection.parallelism
-    size, num_tokens = groups[0].block_size, ticket.num_tokens
-    padding = -(-(num_tokens + ticket.left) // size) + num_tokens // -size
-    first, *more = (ids[: len(ids) - padding] for ids in ticket.block_tables)
-    return Ticket(
-        engine_id=ticket.engine_id,
-        request_id=ticket.request_id,
-        block_ids=first,
-        more_block_ids=tuple(more),
-        num_tokens=num_tokens,
-        ttl_s=ticket.ttl_s,
-        tp_size=cut.tp_size,
-        pp_size=cut.pp_size,
-        dp_rank=rank.dp,
-        block_size=cut.block_size,
-        kv_heads=cut.kv_heads,
-        model_kv_heads=cut.model_kv_heads,
-        more_kinds=cut.more,
-        groups=connection.told_groups,
-        fixed_ports=True,
-        traceparent="",
-        prompt_digest="",
-        ranks=(RankLease.unasked(rank, connection.incarnation, ticket.first.host, ticket.first.port),),
-    )

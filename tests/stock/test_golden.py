@@ -115,7 +115,7 @@ def test_params_of_several_groups() -> None:
     assert ticket.block_tables == ((4, 9, 2, 11, 5), (0, 21, 22))
     full = GroupFacts(name="full", block_size=64)
     window = GroupFacts(name="window", block_size=64, kind=GroupKind.SLIDING, window=99)
-    assert needed_blocks(ticket, (full, window), 1) == ((4, 9, 2, 11, 5), (21, 22))
+    assert needed_blocks(ticket, (full, window)) == ((4, 9, 2, 11, 5), (21, 22))
 
 
 def test_the_agent_is_named_in_its_metadata() -> None:

@@ -160,25 +160,20 @@ def stock_ticket(tables: list[list[int]], num_tokens: int, left: int) -> Any:
     return read_stock(params, arrived=None, lease_s=30.0, block_ids_max=100, left=left)
 
 
-@pytest.mark.parametrize("split", [1, 2])
-def test_every_length_needs_what_its_tokens_see(split: int) -> None:
+def test_every_length_needs_what_its_tokens_see() -> None:
     """As vLLM lists it: a window's table has ceil(window / block) + 1 blocks, those given back are null."""
-    size = TOKENS * split
     for num_tokens in range(1, 60):
         for left in (0, 1):
-            count = -(-num_tokens // size)
+            count = -(-num_tokens // TOKENS)
             whole = list(range(100, 100 + count))
-            freed = max(num_tokens - 1 - WINDOW, 0) // size
-            held = [0 if at < freed else 200 + at for at in range(count)][-(-(-(WINDOW + 1) // size) + 1) :]
-            full, window = needed_blocks(stock_ticket([whole, held], num_tokens, left), (FULL, SLIDING), split)
+            freed = max(num_tokens - 1 - WINDOW, 0) // TOKENS
+            held = [0 if at < freed else 200 + at for at in range(count)][-(-(-(WINDOW + 1) // TOKENS) + 1) :]
+            full, window = needed_blocks(stock_ticket([whole, held], num_tokens, left), (FULL, SLIDING))
             tokens = num_tokens - left
             assert len(full) == -(-tokens // TOKENS)
-            first = max(tokens - WINDOW, 0) // size * split
-            assert len(window) == -(-tokens // TOKENS) - first
-            for at, block in enumerate(full):
-                assert block == (100 + at // split) * split + at % split
-            for at, block in enumerate(window, first):
-                assert block == (200 + at // split) * split + at % split
+            first = max(tokens - WINDOW, 0) // TOKENS
+            assert list(full) == list(range(100, 100 - (-tokens // TOKENS)))
+            assert list(window) == list(range(200 + first, 200 - (-tokens // TOKENS)))
 
 
 def test_a_window_that_has_moved_on_is_seen_before_anybody_is_asked() -> None:

@@ -21,7 +21,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.doctor.stock import geometry
 from kvflow.errors import ConfigError, PeerIncompatible, RequestError
 from kvflow.stock.params import is_stock, read_stock, stock_params
-from kvflow.stock.shape import OurCache, OurSet, check_tp_size, expanded, our_cache
+from kvflow.stock.shape import OurCache, OurSet, check_tp_size, our_cache
 from kvflow.stock.versions import LINES
 from kvflow.stock.wire import StockMetadata
 
@@ -150,11 +150,6 @@ def test_a_cache_that_is_not_exchanged_is_refused(changes: dict[str, Any]) -> No
     values = {"shares": (SHARE,), "regions": (REGIONS,), "groups": (FULL,), **changes}
     with pytest.raises(ConfigError, match="our cache"):
         our_cache(**values)
-
-
-def test_blocks_of_vllm_are_counted_in_kernel_blocks() -> None:
-    assert expanded((3, 0), 1) == (3, 0)
-    assert expanded((3, 0), 3) == (9, 10, 11, 0, 1, 2)
 
 
 def test_a_cache_is_told_in_a_line() -> None:

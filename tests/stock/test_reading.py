@@ -215,20 +215,24 @@ async def test_a_size_that_is_a_lie_asks_for_no_rank_that_is_not_there(
             await ours.load(producer.offer("truth", [3], TOKENS), [0])
 
 
-@pytest.mark.parametrize(("split", "theirs", "ours_tokens"), [(2, TOKENS, TOKENS), (4, 2, 8), (1, 8, 4), (1, 4, 8)])
-async def test_blocks_of_other_sizes(split: int, theirs: int, ours_tokens: int) -> None:
-    """vLLM's block is `split` of the kernel's; ids count vLLM's."""
-    async with stock_producer(split=split, tokens=theirs) as producer, reader(tokens=ours_tokens) as ours:
-        num_tokens = 2 * split * theirs
+@pytest.mark.parametrize(("theirs", "ours_tokens"), [(8, 4), (4, 8)])
+async def test_blocks_of_other_sizes(theirs: int, ours_tokens: int) -> None:
+    async with stock_producer(tokens=theirs) as producer, reader(tokens=ours_tokens) as ours:
+        num_tokens = 2 * theirs
         count = num_tokens // ours_tokens
         await ours.load(producer.offer("sizes", [3, 1], num_tokens), list(range(count)))
         found, wanted = [], []
         for token in range(num_tokens):
-            vllm_block, inside = divmod(token, split * theirs)
-            block = [3, 1][vllm_block] * split + inside // theirs
+            block = [3, 1][token // theirs]
             wanted.append(value_of(1, block, 2) + (token % theirs) / 100.0)
             found.append(list(ours.cache.values())[1][token // ours_tokens, 2, token % ours_tokens, 0].item())
         assert torch.allclose(torch.tensor(found), torch.tensor(wanted))
+
+
+async def test_blocks_of_several_kernel_blocks_are_refused() -> None:
+    async with stock_producer(split=2) as producer, reader() as ours:
+        with pytest.raises(PeerIncompatible, match="a block of vLLM's is 2 blocks of its kernels"):
+            await ours.load(producer.offer("split", [3], TOKENS), [0])
 
 
 async def test_params_that_came_too_long_ago_are_refused(producer: StockProducer, ours: Reader) -> None:
