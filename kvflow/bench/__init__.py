@@ -1,9 +1,9 @@
-"""`kvflow bench`, and the processes that it, `kvflow doctor` and `kvflow selftest` start.
+"""`kvflow bench`, and the child processes of `kvflow bench`, `kvflow doctor` and `kvflow selftest`.
 
-child     a process that holds one object, and the one request and reply across its pipe
-engine    a producer and a consumer that run kvflow    cache     what ranks hold; every word says where it lies
-raw       a producer and a reader on NIXL alone        transfer  `kvflow bench transfer`: both, and the ratio
-loads     which blocks a load moves, pure              ucx       what UCX says of the way of bytes
+child     a child process that holds one rank, and the calls to it over a pipe
+engine    a producer and a consumer that run kvflow     cache     their caches, in which each word identifies its place
+raw       a producer and a reader on NIXL alone         transfer  `kvflow bench transfer`: kvflow beside raw NIXL
+loads     the blocks that each load moves, pure         ucx       the path of reads, from UCX's log
 
-What is measured for work on kvflow itself is in `tests/bench` and `tests/gpu`.
+Benchmarks for work on kvflow itself are in `tests/bench` and `tests/gpu`.
 """

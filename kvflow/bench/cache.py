@@ -1,14 +1,14 @@
-"""The imaginary KV cache of a rank: every 4-byte word of a producer's says which head, layer, part, token and element.
+"""The KV cache of a rank without a model: each 4-byte word of a producer encodes its head, layer, part, token, element.
 
-The word is the same in every cut of a model, so a load can be checked however the two sides are cut, and a byte that is
-missing, stale or in the wrong place shows. Tokens are counted over a producer's pool: token t of block b is number
-b * block_size + t. All pages are touched at the start: the first touch of a page inside a transfer would be measured
-otherwise.
+The word for a place in the model is the same in every sharding, so a load can be checked between any two shardings, and
+a missing, stale or misplaced byte is found. Tokens are numbered over the producer's pool: token t of block b has number
+b * block_size + t. All pages are touched at the start; otherwise a transfer would pay for the first touch of a page.
 
-The memory asks for huge pages. With small ones a process keeps, for life, whichever free pages the kernel had left, and
-a reader over shm pays for how its producer's lie: 16 MB by (b) took 3.4 ms from a producer whose pages mostly follow
-each other, 4.1 ms from one whose pages lie at random, 2.1 ms from huge ones. Equal contenders differed by a quarter.
-Huge pages are alike in all processes; as they leave a load the least time, they hide least of what kvflow adds to it.
+The memory is advised to use huge pages. With small pages a process keeps for its lifetime the free pages that the
+kernel happened to have, and the speed of a reader over shm depends on how its producer's pages lie. With raw NIXL
+16 MB took 3.4 ms if the producer's pages were mostly contiguous, 4.1 ms if they were scattered, and 2.1 ms from huge
+pages; so equal processes differed by a quarter. Huge pages make all processes alike. They also give the shortest loads,
+which show best what kvflow adds.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Memory = npt.NDArray[np.uint8]
 
 
 class WrongBytes(RuntimeError):
-    """Load that ended well, but whose blocks do not hold what the producer has."""
+    """A load succeeded, but its blocks do not hold the producer's content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """A cache of `layers` fp16 tensors: K and V, blocks, heads and tokens in the given order, elements of a head.
+    """Shape of a cache: `layers` fp16 tensors with axes K/V, block, head and token (in either order), element.
 
-    A rank of a larger model holds its heads from `first_head` on.
+    A rank of a sharded model holds the model's heads from `first_head` on.
     """
 
     layers: int
@@ -57,12 +57,12 @@ class CacheShape:
     block_size: int = 16
     head_size: int = 128
     order: Literal["HND", "NHD"] = "HND"
-    """The order of heads and tokens inside a block."""
+    """Order of heads and tokens inside a block."""
     first_head: int = 0
 
     @property
     def region_block_size_bytes(self) -> int:
-        """K or V of one block in one layer: one descriptor."""
+        """Bytes of K or V of one block in one layer, which one descriptor covers."""
         return self.kv_heads * self.block_size * self.head_size * ITEMSIZE
 
     @property
@@ -91,13 +91,13 @@ class CacheShape:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Sizes of a layer's axes, in the order of memory."""
+        """Sizes of a layer's axes, in memory order."""
         heads_and_tokens = (self.kv_heads, self.block_size)
         inner = heads_and_tokens if self.order == "HND" else heads_and_tokens[::-1]
         return (PARTS, self.blocks, *inner, self.head_size)
 
     def checked(self, option: str) -> CacheShape:
-        """The shape itself; SettingsError, which names the option, if the pattern cannot tell so many words apart."""
+        """Return the shape. Raise SettingsError, naming `option`, if it has too many words to number in 32 bits."""
         words = (self.first_head + self.kv_heads) * PARTS * self.layers * self.pool_tokens * self.head_words
         if words >= _WORDS_MAX:
             raise SettingsError(f"{option}: {self.size_bytes >> 20} MB is more than a pattern of 32 bits tells apart")
@@ -105,12 +105,13 @@ class CacheShape:
 
 
 class BenchCache:
-    """The cache of a rank, as arrays [K or V, block, head, token, word], one a layer, whatever lies where."""
+    """The cache of a rank: one array [K or V, block, head, token, word] per layer, in any memory order."""
 
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
-        """Create an empty cache, in memory of its own or that of others who do not load at the same time.
+        """Make an empty cache in `memory`, or in new memory. Caches that never load at the same time may share memory.
 
-        With a `device`, what an engine is given is a copy there; what is poisoned or checked is copied over and back.
+        With a `device`, `tensors` gives the engine a copy there. `poison` then copies to the device, and `check` copies
+        back first.
         """
         self.shape = shape
         self._device = device
@@ -122,12 +123,12 @@ class BenchCache:
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """Address of each layer."""
+        """Start address of each layer."""
         return tuple(layer.ctypes.data for layer in self._memory)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The cache as an engine holds it: one fp16 tensor per layer, its axes in the order of memory."""
-        import torch  # here: the parent of a bench and its raw contenders need it for nothing else
+        """Return the cache as an engine registers it: one fp16 tensor per layer, with axes in memory order."""
+        import torch  # imported here, since the bench's parent and the processes on raw NIXL do not need it
 
         layers = [torch.from_numpy(layer.view(np.float16)) for layer in self._memory]
         if self._device is not None:
@@ -135,17 +136,17 @@ class BenchCache:
         return {f"layers.{index}": layer for index, layer in enumerate(layers)}
 
     def fill(self) -> None:
-        """Write what a producer holds."""
+        """Write the producer's pattern into all blocks."""
         self.write(range(self.shape.blocks))
 
     def write(self, block_ids: Sequence[int]) -> None:
-        """Write what a producer holds in these blocks."""
+        """Write the producer's pattern into `block_ids`."""
         tokens = self._pool(self.shape.block_size)[list(block_ids)]
         for index, layer in enumerate(self.layers):
             layer[:, list(block_ids)] = self._expected(index, tokens)
 
     def poison(self, block_ids: Sequence[int], layers: Iterable[int] | None = None) -> None:
-        """Overwrite blocks with what no producer holds, in all layers or in some."""
+        """Overwrite `block_ids` with a value that no producer has, in `layers` or in all layers."""
         for index in self._chosen(layers):
             self.layers[index][:, list(block_ids)] = _POISON
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
@@ -159,7 +160,10 @@ class BenchCache:
         remote_block_size: int | None = None,
         layers: Iterable[int] | None = None,
     ) -> int:
-        """Compare every byte of these blocks with what producers have in `remote_ids`. Returns the number of bytes."""
+        """Compare every byte of `block_ids` with the producer's pattern for `remote_ids`. Return the number of bytes.
+
+        Raise WrongBytes at the first difference. `remote_block_size` is the producer's block size, if it differs.
+        """
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
             layer.view(np.float16)[:] = tensor.cpu().numpy()
         pool = self._pool(remote_block_size or self.shape.block_size)
@@ -170,11 +174,11 @@ class BenchCache:
         )
 
     def poison_loads(self, loads: Iterable[PlannedLoad]) -> None:
-        """Overwrite the blocks that loads fill with what no producer holds."""
+        """Overwrite the blocks that `loads` will fill with a value that no producer has."""
         self.poison([block for load in loads for block in load.local_ids])
 
     def check_loads(self, loads: Sequence[PlannedLoad]) -> int:
-        """Compare every byte that loads have filled. Returns the number of bytes."""
+        """Compare every byte that `loads` have filled with the producer's pattern. Return the number of bytes."""
         local_ids = [block for load in loads for block in load.local_ids]
         return self.check(local_ids, [block for load in loads for block in load.remote_ids])
 
@@ -190,11 +194,11 @@ class BenchCache:
         return int(found.nbytes)
 
     def _pool(self, block_size: int) -> Words:
-        """The tokens of each block."""
+        """Return the token numbers of a pool with this block size, as [block, token]."""
         return np.arange(self.shape.pool_tokens, dtype=np.uint32).reshape(-1, block_size)
 
     def _expected(self, layer: int, tokens: Words) -> Words:
-        """The words of blocks that hold these tokens, [block, token]."""
+        """Return the words that `layer` has for `tokens` [block, token], as [K or V, block, head, token, word]."""
         shape = self.shape
         heads = np.arange(shape.first_head, shape.first_head + shape.kv_heads, dtype=np.uint32)
         parts = np.arange(layer * PARTS, (layer + 1) * PARTS, dtype=np.uint32)
@@ -208,7 +212,7 @@ class BenchCache:
 
 
 def allocate(size_bytes: int) -> Memory:
-    """Private memory in huge pages, as far as the machine gives them, from the start of one on; poisoned."""
+    """Return new private memory, poisoned, aligned to a huge page, and in huge pages if the machine has them."""
     rounded = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, rounded + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages

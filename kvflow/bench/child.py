@@ -1,10 +1,11 @@
-"""Child processes of a bench: the parent's side, the child's side, and the one request and reply between them.
+"""Child processes of a bench: the parent's side, the child's side, and the calls between them.
 
-A process holds one object, its rank, whose coroutine methods are the steps that it can be asked for:
-`child.run(Producer.offer, loads)` has the method of that name called there and returns what it returns. The end of the
-pipe means: close everything and exit.
+A child holds one object, its rank. Coroutine methods of the rank are the steps that the parent can run:
+`child.run(Producer.offer, loads)` calls `rank.offer(loads)` in the child and returns its result. When the parent closes
+the pipe, the child closes the rank and exits.
 
-Children are spawned, never forked: a forked NIXL agent hangs. They die with their parent, even while they are stopped.
+Children are spawned, never forked: a forked NIXL agent hangs. The kernel kills them when their parent ends, even while
+they are stopped.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ _EXIT_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 Environment: TypeAlias = Mapping[str, str | None]
-"""Variables for a child; None removes one."""
+"""Environment variables for a child; None removes the variable."""
 QUIET: Environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 
 class BenchError(RuntimeError):
-    """Failure, death or silence of a child, which the message names."""
+    """A child failed, died, or did not answer in time. The message names the child."""
 
     @property
     def reason(self) -> str:
-        """The last line of a child's traceback."""
+        """The last line of the message, which is that of the child's traceback."""
         return str(self).strip().splitlines()[-1]
 
 
 class RankProcess(NamedTuple):
-    """A rank to be started: `setup` is called in its process, on uvloop, and holds the rank as long as that lives."""
+    """A rank to start in a child: its name, and `setup`, which opens the rank in the child's uvloop until it exits."""
 
     name: str
     setup: Callable[[], contextlib.AbstractAsyncContextManager[object]]
 
 
 class Child:
-    """Process and the pipe to it: the name and arguments of a step go down, success and result come up."""
+    """A child process and the pipe to it. The parent sends a step's name and arguments, the child sends the result."""
 
     def __init__(self, rank: RankProcess, environment: Environment) -> None:
         context = multiprocessing.get_context("spawn")
@@ -74,19 +75,25 @@ class Child:
         return self._process.exitcode
 
     def wait_ready(self) -> None:
-        """Wait until the rank is set up."""
+        """Wait until the child has opened its rank. Raise BenchError if that fails."""
         self._receive("setup")
 
     def run(
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> ResultT:
-        """Have the rank do a step; BenchError with its traceback if that fails."""
+        """Run the method `step` of the rank in the child, and return its result.
+
+        Raise BenchError, with the child's traceback, if the step fails.
+        """
         return self.start(step, *args, **kwargs)()
 
     def start(
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[], ResultT]:
-        """Have the rank begin with a step; what is returned waits for its end, as `run` does. One at a time."""
+        """Start the method `step` of the rank in the child, and return a function that waits for its result as `run`.
+
+        A child runs one step at a time.
+        """
         try:
             self._pipe.send((step.__name__, args, kwargs))
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -107,7 +114,7 @@ class Child:
         return value
 
     def close(self) -> None:
-        """Let the process end and wait for it; kill it if it does not."""
+        """Close the pipe, by which the child exits, and wait for its end. Kill a child that does not exit in time."""
         self._pipe.close()
         self._process.join(_EXIT_TIMEOUT_S)
         if self._process.is_alive():
@@ -117,10 +124,10 @@ class Child:
 
 @contextlib.contextmanager
 def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Iterator[Mapping[str, Child]]:
-    """Start all ranks at once; at the end of the block their processes are gone.
+    """Start a child for each rank, all at once, and yield the children by name. When the block ends, close them.
 
-    Readers leave before their producers, which are given before them: a producer must make progress when its reader
-    leaves, otherwise it may die of it (tcp).
+    Children are closed in the reverse order of `ranks`, so name producers before their readers: over tcp a producer
+    that makes no progress while its reader leaves may die.
     """
     children: dict[str, Child] = {}
     with contextlib.ExitStack() as stack:
@@ -132,7 +139,7 @@ def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Ite
 
 
 class ChildCaller:
-    """Rank that calls functions of modules, also those that wait."""
+    """A rank that calls any function of a module in the child, and awaits the result of a coroutine function."""
 
     async def call(self, function: Callable[..., Any], *arguments: object) -> Any:
         result = function(*arguments)
@@ -145,7 +152,7 @@ async def open_caller() -> AsyncIterator[ChildCaller]:
 
 
 def call_in_child(name: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function in a process of its own; BenchError if it raises, or ends the process."""
+    """Call `function` in a new child process and return its result. Raise BenchError if it raises or the child dies."""
     with open_children([RankProcess(name, open_caller)], QUIET) as children:
         return children[name].run(ChildCaller.call, function, *arguments)
 
@@ -159,8 +166,8 @@ def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environmen
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(pipe, rank))
-    except Exception:  # noqa: BLE001  (the border of the process: everything becomes the parent's BenchError)
-        with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe: it wants to know nothing more
+    except Exception:  # noqa: BLE001  (the edge of the process: every error becomes the parent's BenchError)
+        with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe, so it does not want the error
             pipe.send((False, traceback.format_exc()))
 
 
@@ -177,7 +184,7 @@ async def _serve(pipe: Connection, rank: RankProcess) -> None:
 
 
 def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends."""
+    """Make the kernel kill this process when the process `parent_pid` ends, however it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""A producer and a consumer that run kvflow on uvloop, as engines do, in processes of their own."""
+"""A producer and a consumer that run kvflow on uvloop, as engines do, each in a child process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(engine_id: str, backend: str = "UCX") -> kvflow.Config:
 async def open_runtime(
     config: kvflow.Config, cache: BenchCache, parts: Sequence[kvflow.Part] = ()
 ) -> AsyncIterator[kvflow.Runtime]:
-    """A runtime with the cache registered."""
+    """Open a runtime and register `cache` with it."""
     kv_caches, shape = cache.tensors(), cache.shape
     layout = kvflow.CacheLayout.infer(
         kv_caches, order=shape.order, block_size=shape.block_size, style=kvflow.KVStyle.KV_FIRST
@@ -52,11 +52,11 @@ async def open_producer(
     async with open_runtime(config, cache) as runtime:
         producer = EngineProducer(runtime, shape.block_size)
         yield producer
-        producer.revoke()  # closing would wait for leases that nobody reads
+        producer.revoke()  # otherwise closing would wait for leases that no consumer reads
 
 
 class EngineProducer:
-    """Producer rank, which offers its blocks."""
+    """The producer's rank. Steps: `offer` and `settle`."""
 
     def __init__(self, runtime: kvflow.Runtime, block_size: int) -> None:
         self._runtime = runtime
@@ -64,13 +64,16 @@ class EngineProducer:
         self._leases: list[kvflow.Lease] = []
 
     async def offer(self, loads: Sequence[PlannedLoad]) -> list[Ticket]:
-        """Open a lease for each load."""
+        """Open a lease for each load, and return the tickets."""
         leases = [self._serve(load) for load in loads]
         self._leases += leases
         return [dict(lease.ticket.to_params()) for lease in leases]
 
     async def settle(self, *, read: bool = True) -> None:
-        """Wait until every lease has ended as read, or revoke all. Lost notifications would falsify the bench."""
+        """Wait until every lease has ended as read; if not `read`, revoke all leases and wait.
+
+        Raise RuntimeError if a lease ended otherwise: a lost notification would falsify the bench.
+        """
         if not read:
             self.revoke()
         expected = kvflow.LeaseOutcome.READ if read else kvflow.LeaseOutcome.REVOKED
@@ -91,7 +94,7 @@ class EngineProducer:
 
 
 class LoadResult(NamedTuple):
-    """One load: `size_bytes` and `descriptors` are what was read, which may be more than what was wanted."""
+    """Time and size of one load. `size_bytes` and `descriptors` count all reads, perhaps more than was requested."""
 
     seconds: float
     size_bytes: int
@@ -108,14 +111,14 @@ async def open_consumer(
 
 
 class EngineConsumer:
-    """Consumer rank, which loads into its blocks."""
+    """The consumer's rank. Step: `load`."""
 
     def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime
         self._cache = cache
 
     async def load(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> list[LoadResult]:
-        """Do loads one after the other, and compare every byte."""
+        """Run `loads` one after another by their `tickets`, then compare every byte. Return the result of each load."""
         self._cache.poison_loads(loads)
         results = []
         for load, ticket in zip(loads, tickets, strict=True):
@@ -128,11 +131,11 @@ class EngineConsumer:
 
 
 Pair: TypeAlias = tuple[Child, Child]
-"""The processes of a producer and of a consumer."""
+"""The child processes of a producer and a consumer."""
 
 
 def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
-    """A producer and a consumer of equal caches, in host memory or on a device."""
+    """Return the ranks of a producer and a consumer with caches of the same shape, in host memory or on `device`."""
     return (
         RankProcess("producer", partial(open_producer, config_of("producer", backend), shape, device)),
         RankProcess("consumer", partial(open_consumer, config_of("consumer", backend), shape, device)),
@@ -141,13 +144,13 @@ def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX
 
 @contextlib.contextmanager
 def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[Pair]:
-    """Run a pair inside the block."""
+    """Start a producer and a consumer (`pair_ranks`), and close them when the block ends."""
     with open_children(pair_ranks(shape, device), environment) as children:
         yield children["producer"], children["consumer"]
 
 
 def hand_over(pair: Pair, loads: Sequence[PlannedLoad]) -> list[LoadResult]:
-    """Offer, load one after the other, compare every byte, and see that every lease has ended as read."""
+    """Offer `loads`, run them one after another, compare every byte, and check that every lease ended as read."""
     producer, consumer = pair
     tickets = producer.run(EngineProducer.offer, loads)
     results = consumer.run(EngineConsumer.load, loads, tickets)

@@ -1,4 +1,4 @@
-"""Loads of a bench: the way of the bytes, and the blocks that a load moves. Pure."""
+"""Loads of a bench: the fabric that moves the bytes, and the blocks that each load moves. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ticket: TypeAlias = dict[str, object]
 
 
 class SettingsError(ValueError):
-    """Options that cannot be measured; the message names the option and both values."""
+    """An option of a bench cannot be measured. The message names the option and both values."""
 
 
 class Fabric(enum.StrEnum):
@@ -27,13 +27,13 @@ class Fabric(enum.StrEnum):
 
     @property
     def environment(self) -> Mapping[str, str | None]:
-        """Variables of a child's environment for its bytes to go this way, whatever the caller has set."""
+        """Environment variables that make a child's UCX use this fabric. They override the caller's UCX_TLS."""
         return {**QUIET, "UCX_TLS": "tcp" if self is Fabric.TCP else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLoad:
-    """Read the producer's blocks `remote_ids` into the reader's blocks `local_ids`, in this order."""
+    """A load of the producer's blocks `remote_ids` into the reader's blocks `local_ids`, in this order."""
 
     request_id: str
     local_ids: tuple[int, ...]
@@ -41,13 +41,16 @@ class PlannedLoad:
 
 
 def scattered(seed: str, blocks: int, count: int) -> tuple[int, ...]:
-    """`count` different blocks out of `blocks`; equal seeds give equal ones."""
+    """Return `count` different block ids below `blocks`, in random order. Equal seeds give equal ids."""
     rng = np.random.default_rng(list(seed.encode()))
     return tuple(rng.permutation(blocks)[:count].tolist())
 
 
 def scattered_loads(name: str, blocks: int, counts: Sequence[int], *, seed: str = "") -> tuple[PlannedLoad, ...]:
-    """Loads of `counts` blocks out of `blocks`, which share none. Equal seeds give equal blocks; `name` is one."""
+    """Return a load for each of `counts`, with that many of the `blocks` on each side. No two loads share a block.
+
+    Equal seeds give equal blocks; the default seed is `name`.
+    """
     local_ids, remote_ids = (scattered(f"{seed or name} {side}", blocks, sum(counts)) for side in ("local", "remote"))
     return tuple(
         PlannedLoad(

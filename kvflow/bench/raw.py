@@ -1,12 +1,12 @@
-"""NIXL without kvflow, at the best that we found: what kvflow's loads are compared with.
+"""Raw NIXL, without kvflow, tuned as well as we could: the baseline for kvflow's loads.
 
-Descriptors are prepared once, as strided rows, and a load picks them by index, which lets NIXL join neighbours.
-Backends have the parameters that kvflow gives its own, such as the size of UCX's frames over tcp. The producer's
-progress thread sleeps in poll() and wakes when something arrives; the reader has none and checks tightly at first, then
-sleeps between checks: on a machine with few cores a reader that spins takes them from the tcp stack.
+Descriptors are prepared once, as strided rows, and a load picks them by index, which lets NIXL merge neighbours. NIXL's
+backends get the same parameters as in kvflow, for instance UCX's frame size over tcp. The producer's progress thread
+sleeps in poll() until something arrives. The reader has no progress thread: it first polls tightly, then sleeps between
+polls, because on a machine with few cores a spinning reader takes CPU time from the tcp stack.
 
-A load starts from the lists of block ids that kvflow is given, and sends the producer a notification. NIXL is imported
-where an agent is made: the parent of the bench has none, and the import takes a second.
+A load starts from the same lists of block ids as kvflow's, and sends the producer a notification. NIXL is imported only
+where an agent is made: the bench's parent has no agent, and the import takes a second.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NOTIFICATION = b"read"
 _DEVICE = 0
 
 Backends: TypeAlias = Mapping[str, Mapping[str, str]]
-"""Parameters of NIXL's backends, by name."""
+"""Parameters of each NIXL backend, by the backend's name."""
 
 
 class AgentAddress(NamedTuple):
-    """The address of a producer for a reader, before it loads; nothing where tickets say where to go."""
+    """What a reader needs of its producer before the first load: agent name, NIXL metadata, address of each layer."""
 
     agent: str = ""
     metadata: bytes = b""
@@ -42,7 +42,7 @@ class AgentAddress(NamedTuple):
 
 
 class TunedAgent:
-    """An agent, of one side; `load` belongs to the reader, `drain` to the producer."""
+    """A NIXL agent of one side with its registered cache. The reader calls `load`, the producer `drain`."""
 
     def __init__(self, name: str, cache: BenchCache, backends: Backends, *, producer: bool) -> None:
         import nixl
@@ -66,7 +66,10 @@ class TunedAgent:
         self._remote_blocks = self._prepare(address.agent, address.bases)
 
     def _prepare(self, agent: str, bases: Sequence[int]) -> int:
-        """All blocks as descriptors, one strided row per layer: index = (2 * layer + part) * blocks + block."""
+        """Prepare descriptors of all blocks of `agent`, one strided row per layer, and return NIXL's handle.
+
+        K (part 0) or V (part 1) of a block has index (2 * layer + part) * blocks + block.
+        """
         size, count = self._cache.shape.region_block_size_bytes, 2 * self._cache.shape.blocks
         rows = np.array([(base, size, _DEVICE, size, count) for base in bases], dtype=np.uint64)
         handle: int = self._agent.prepXferDlist(agent, self._api.DRAM_SEG, rows, self._backends)
@@ -115,7 +118,7 @@ def _config(api: Any, *, producer: bool) -> Any:
 
 
 class RawRank:
-    """A producer or a reader without kvflow."""
+    """The rank of a producer or a reader on raw NIXL. Steps: `address` and `drain`, or `connect` and `load`."""
 
     def __init__(self, agent: TunedAgent, cache: BenchCache) -> None:
         self._agent, self._cache = agent, cache
@@ -127,7 +130,7 @@ class RawRank:
         self._agent.connect(address)
 
     async def load(self, loads: Sequence[PlannedLoad]) -> list[float]:
-        """Read loads one after the other, and compare every byte. Returns the seconds of each."""
+        """Run `loads` one after another, then compare every byte. Return the seconds of each load."""
         self._cache.poison_loads(loads)
         seconds = []
         for load in loads:

@@ -1,11 +1,12 @@
-"""`kvflow bench transfer`: the same loads through kvflow and through NIXL alone, at its best.
+"""`kvflow bench transfer`: the same loads through kvflow and through raw NIXL.
 
-Equal processes differ in speed for as long as they live, so producer and reader of both are started several times. In
-each round both have a turn with the same loads, whose blocks are scattered on both sides, as in a pool after a day, so
-that nothing can be merged. The first load of a turn wakes everybody up and is not counted. Every byte is compared.
+Equal processes differ in speed for their whole lives, so the producers and readers of both are started several times.
+In each round kvflow and raw NIXL each run the same loads, which is called a turn. The blocks of a load are scattered on
+both sides, as in a pool after a day of use, so descriptors cannot be merged. The first load of a turn wakes sleeping
+threads and is not counted. Every byte is compared.
 
-The model has the descriptor size of the common 8B models: 8 KV heads of 128 fp16 elements and 16 tokens a block make
-32 KiB for K or V of one layer. With 8 layers (one of four pipeline stages) a block is 512 KiB.
+Descriptors have the size of common 8B models: with 8 KV heads of 128 fp16 elements and 16 tokens in a block, K or V of
+one layer is 32 KiB. With 8 layers (one of four pipeline stages) a block is 512 KiB.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _TURN_LOADS_MAX = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Loads of one size. A median is that of the pairs' medians; p99 is of all loads, below 100 the slowest one."""
+    """Result for loads of one size. `kvflow_s` and `raw_s` are medians over the pairs of each pair's median load.
+
+    `kvflow_p99_s` is over all loads; with fewer than 100 loads it is the slowest load.
+    """
 
     transport: Fabric
     size: str
@@ -42,13 +46,16 @@ class Speed:
     kvflow_p99_s: float
     raw_s: float
     ratio: float
-    """Speed of kvflow to that of NIXL alone: above 1 is faster."""
+    """Speed of kvflow divided by the speed of raw NIXL; above 1 kvflow is faster."""
     gb_per_s: float
-    """Speed of kvflow. GB are 10**9 bytes."""
+    """Speed of kvflow in GB (10**9 bytes) per second."""
 
 
 def blocks_of(sizes: str, layers: int) -> dict[str, int]:
-    """Return the blocks of a load of each size, smallest first. Raises SettingsError for a word that is no size."""
+    """Parse `sizes`, for instance "block,1,16". Return the number of blocks of each size by its label, smallest first.
+
+    Raise SettingsError for an entry that is neither "block" nor a number of MB that is a multiple of a block.
+    """
     found, block_bytes = dict[str, int](), CacheShape(layers=layers, blocks=1).block_size_bytes
     for word in map(str.strip, sizes.split(",")):
         if word == "block":
@@ -75,7 +82,19 @@ def measure(
     backend: str,
     note: Callable[[str], None],
 ) -> Iterator[Speed]:
-    """Measure loads of each size. SettingsError if options make no sense, BenchError if a process fails."""
+    """Measure loads of each size over one fabric, and yield the results.
+
+    Raise SettingsError if options cannot be measured, BenchError if a process fails.
+
+    Args:
+        transport: Fabric that moves the bytes.
+        sizes: Sizes of a load, as for `blocks_of`.
+        pairs: Number of times that all processes are started again.
+        rounds: Number of turns with each pair and size.
+        layers: Layers of the cache.
+        backend: NIXL's backend for kvflow and raw NIXL; several are separated by commas.
+        note: Called with a line of progress for each pair.
+    """
     blocks, block_bytes = blocks_of(sizes, layers), CacheShape(layers=layers, blocks=1).block_size_bytes
     turns = {
         size: [1] + [count] * min(_TURN_LOADS_MAX, max(1, _TURN_BYTES // (count * block_bytes)))

@@ -1,15 +1,16 @@
-"""UCX's own words on the way that bytes take: the tables that UCX_PROTO_INFO=y makes it log.
+"""The path that reads take, from the tables that UCX logs with UCX_PROTO_INFO=y.
 
-For every kind of operation on a connection UCX logs which range of sizes goes which way, such as
+For each operation on a connection UCX logs which transport it uses for which range of sizes:
 
     | reader/0.0.0 intra-node cfg#1                                    |
     | remote memory read by ucp_get*(multi) into host memory from host |
     | Range  | Description | Config                                    |
     | 0..inf | zero-copy   | cma/memory                                |
 
-which is the one reliable source: what is allowed (UCX_TLS) and what exists does not tell what was chosen. Between
-caches in GPU memory the operation is "into cuda/GPU0 from cuda", and the way cuda_ipc/cuda (NVLink, or one GPU),
-rc_mlx5/mlx5_0:1 (RDMA), or "software emulation" over some transport, by which the peer copies for the reader.
+This log is the only reliable source: the transports that UCX_TLS allows and the machine has do not show which one UCX
+chose. Between caches in GPU memory the operation is "into cuda/GPU0 from cuda", and the path is cuda_ipc/cuda (NVLink,
+or the same GPU), rc_mlx5/mlx5_0:1 (RDMA), or "software emulation" over some transport, where the peer's process copies
+for the reader.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class ReadPath(NamedTuple):
-    """The way of reads of some size, in UCX's words."""
+    """The path of reads of one size, in UCX's words: the method (`how`) and the transport and device (`over`)."""
 
     how: str
     over: str
@@ -40,14 +41,14 @@ class ReadPath(NamedTuple):
 
 
 class UcxLog:
-    """A folder for the logs of children that are given `environment`. UCX writes them as late as a process ends."""
+    """A folder for the UCX logs of children started with `environment`. A log is complete once its child has ended."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self.environment = {**QUIET, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
 
     def read_path(self, pid: int, size_bytes: int) -> ReadPath | None:
-        """The way of reads of that size, of a process that has ended."""
+        """Return the path of reads of `size_bytes` by an ended process; None if its log does not have it."""
         text = "".join(file.read_text(errors="replace") for file in self._folder.glob(f"{pid}.log*"))
         return read_path(text, size_bytes)
 
@@ -59,7 +60,10 @@ def ucx_log() -> Iterator[UcxLog]:
 
 
 def read_path(log: str, size_bytes: int) -> ReadPath | None:
-    """Path by which a process whose UCX wrote `log` reads pieces of this size from another process; None if unsaid."""
+    """Return the path by which the process that wrote `log` reads pieces of `size_bytes` from other processes.
+
+    None if the log does not have it.
+    """
     found = None
     owner, reading = "", False
     for cells in _rows(log):
@@ -74,7 +78,7 @@ def read_path(log: str, size_bytes: int) -> ReadPath | None:
 
 
 def _rows(log: str) -> Iterator[list[str]]:
-    """The cells of every table row."""
+    """Yield the cells of each row of the tables in `log`."""
     for line in log.splitlines():
         _, bar, rest = line.partition("| ")
         if bar and rest.endswith("|"):
@@ -90,6 +94,6 @@ def _covers(sizes: str, size_bytes: int) -> bool:
 
 
 def _bytes(size: str) -> int:
-    """UCX writes multiples of 1024 with a letter."""
+    """Parse one of UCX's sizes, where K, M, G and T are powers of 1024. Return bytes."""
     unit = _UNITS.get(size[-1])
     return int(size) if unit is None else int(size[:-1]) * unit

@@ -1,4 +1,4 @@
-"""The tree of commands; one function per command, which reads options and hands over."""
+"""The tree of commands. One function per command reads the options and calls the code that does the work."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def trace(
     files: Annotated[list[Path], typer.Argument(help="Files that timeline.RecordFile has written.", exists=True)],
     out: Annotated[Path, typer.Option(help="The timeline to write; open it at ui.perfetto.dev.")] = Path("trace.json"),
 ) -> None:
-    """Make one timeline of the records of several engines."""
+    """Make one timeline of the record files of several engines."""
     notes = Console(stderr=True, highlight=False)
     with told("trace", BadRecords, OSError):
         lines = [line for file in files for line in read_records(file)]
@@ -112,7 +112,7 @@ def doctor(
     transfer: Annotated[bool, typer.Option(help="Hand blocks over between two processes.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Find out what keeps kvflow from working or from being fast here. Exit code 1: something is broken."""
+    """Check whether kvflow works and is fast on this machine. Exit code 1: something is broken."""
     notes = Console(stderr=True, highlight=False)
     with told("doctor", ConfigError, exit_code=2):
         config = Config(

@@ -1,4 +1,4 @@
-"""`kvflow bench`: what loads take on this machine, beside NIXL alone."""
+"""`kvflow bench`: measure loads on this machine, beside raw NIXL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvflow.bench.transfer import Speed, measure
 
 @contextlib.contextmanager
 def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
-    """Errors that end a command, as one line that says why, and an exit code."""
+    """Turn `errors` raised in the block into one line on stderr and the end of the command with `exit_code`."""
     try:
         yield
     except errors as error:
@@ -32,7 +32,10 @@ def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """The machine and versions that numbers depend on. The load is taken before we add our own."""
+    """Return the facts of the machine and the versions that results depend on.
+
+    Call this before the bench: the load average should not include the bench's own work.
+    """
     return {
         "cpus": os.cpu_count() or 0,
         "load_average_1m": os.getloadavg()[0],
@@ -62,7 +65,7 @@ def transfer(
         typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
     ] = None,
 ) -> None:
-    """Compare loads between two processes through kvflow, and through NIXL alone at its best."""
+    """Compare loads between two processes through kvflow with the same loads through NIXL alone, at its best."""
     notes, machine = Console(stderr=True, highlight=False), describe_machine()
     notes.print(f"load average {machine['load_average_1m']:.1f} before; others' work is in every number")
     settings = {"sizes": sizes, "pairs": pairs, "rounds": rounds, "layers": layers, "backend": backend}

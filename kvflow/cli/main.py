@@ -1,7 +1,7 @@
-"""Entry point of the `kvflow` command: says what to install when the extra `kvflow[cli]` is missing.
+"""Entry point of the `kvflow` command. Says what to install if the extra `kvflow[cli]` is missing.
 
-Everything that needs typer or rich is imported behind the check, so a bare installation of kvflow gets one clear
-sentence instead of a traceback.
+Modules that need typer or rich are imported after that check, so a kvflow without the extra prints one clear sentence
+and no traceback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`kvflow selftest`: one process offers blocks, another loads them over NIXL, and every byte is compared.
 
-There is no model: what the blocks hold is a pattern. It shows that an installation works. (A model that answers in two
-processes is `python3 dev.py demo`, in a checkout.)
+The test shows that an installation works. The blocks hold a pattern; there is no model. (`python3 dev.py demo`, in a
+checkout, runs a model in two processes.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _SHAPE = CacheShape(layers=8, blocks=BLOCKS_MAX, kv_heads=4, head_size=64)
 
 
 def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
-    """Start both engines, hand the blocks of one prompt over, report. BenchError if bytes differ, or anything fails."""
+    """Start two engines, hand the blocks of one prompt over, and print a report to `console`.
+
+    Raise BenchError if a byte differs or a process fails.
+    """
     (load,) = scattered_loads("selftest", BLOCKS_MAX, [blocks])
     with open_pair(_SHAPE, transport.environment) as (prefill, decode):
         tickets = prefill.run(EngineProducer.offer, [load])

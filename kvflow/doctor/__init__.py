@@ -1,8 +1,10 @@
-"""`kvflow doctor`: checks of this machine, and of the way to a peer, for what keeps kvflow from working or being fast.
+"""`kvflow doctor`: checks whether kvflow works and is fast on this machine, and whether it reaches given peers.
 
-run       gathers everything, in order                findings  what a check says
-host      the machine: what is read, and judged       backends  which of NIXL's start, and what they move
-transfer  NIXL; two processes that hand blocks over   peer      the way to a peer's side channel
+run       runs all checks in order                      findings  the result of a check
+host      facts of the machine, and their checks        backends  a hand-over by each NIXL backend
+transfer  NIXL, and a hand-over between two processes   peer      the side channel of a peer
+pair      a prefill and a decode engine: compatible?    stock     a vLLM engine with its own NixlConnector
+version   installed versions
 
-cuda/     the same of machines with NVIDIA GPUs; others load nothing of it
+cuda/     checks of machines with NVIDIA GPUs; imported only there
 """

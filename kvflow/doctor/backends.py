@@ -1,8 +1,8 @@
-"""NIXL's backends here: each is started, and moves some bytes.
+"""Check of NIXL's backends: each is started and moves some bytes.
 
-Each is started in a process of its own kind, which is begun anew if a backend has ended it: a library that crashes is a
-finding and not our end. Those that reach peers hand blocks over between two runtimes of that process; the one for files
-saves blocks with `kvflow.storage`, and restores them. Every byte is compared.
+All backends run in one child process. If a backend crashes it, that is only a finding, and the rest run in a new one. A
+backend that reaches peers hands blocks over between two runtimes of the child. The backend for files saves and restores
+blocks with `kvflow.storage`. Every byte is compared.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvflow.errors import KVFlowError
 _SHAPE = CacheShape(layers=8, blocks=128)
 _WAIT_S = 30.0
 _FAILED = "!"
-"""Mark of a backend's result that does not work."""
+"""Prefix of the result of a backend that does not work."""
 
 
 def check_backends(plugins: Sequence[str]) -> Finding:
-    """Try each of NIXL's plugins."""
+    """Try each of NIXL's plugins as a backend, and judge the results."""
     found: dict[str, str] = {}
     left = list(plugins)
     while left:
@@ -43,7 +43,10 @@ def check_backends(plugins: Sequence[str]) -> Finding:
 
 
 def judge_backends(found: Mapping[str, str]) -> Finding:
-    """Finding about all backends. `found` has what each moves or, behind a mark, why it does not."""
+    """Return one finding about all backends.
+
+    `found` has by backend what it moves and how fast, or, after the prefix `_FAILED`, why it does not work.
+    """
     moving = [f"{name} moves {what}" for name, what in found.items() if not what.startswith(_FAILED)]
     others = [name for name, what in found.items() if what.startswith(_FAILED)]
     text = "; ".join([*moving, f"not here: {', '.join(others)}"] if others else moving)
@@ -54,7 +57,7 @@ def judge_backends(found: Mapping[str, str]) -> Finding:
 
 
 async def _move(name: str) -> str:
-    """Try a backend. Returns what it moves, and how fast; or why it does not."""
+    """Try a backend. Return what it moves and how fast, or `_FAILED` and the reason."""
     try:
         async with asyncio.timeout(_WAIT_S):
             return await (_to_a_file() if name == STORE_BACKEND else _to_a_peer(name))
@@ -63,7 +66,7 @@ async def _move(name: str) -> str:
 
 
 def _be_silent() -> None:
-    """Silence this process: some plugins greet the world, and --json is for programs."""
+    """Discard this process's output: some plugins print a greeting, which would break the output of --json."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
@@ -92,7 +95,7 @@ async def _to_a_peer(name: str) -> str:
         open_runtime(config_of("doctor-reader", name), cache) as runtime,
     ):
         consumer = EngineConsumer(runtime, cache)
-        for turn in range(2):  # the first connects
+        for turn in range(2):  # the first load connects
             loads = scattered_loads(f"doctor {turn}", _SHAPE.blocks, [_SHAPE.blocks])
             (load,) = await consumer.load(loads, await producer.offer(loads))
         await producer.settle()

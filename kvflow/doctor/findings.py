@@ -1,4 +1,4 @@
-"""Findings of checks: one line that a person can act on. Pure."""
+"""Findings: the result of each check, in one line with a remedy. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 class Status(enum.StrEnum):
     OK = "ok"
     WARN = "warn"
-    """Working, but slower than it could, or not for everybody."""
+    """kvflow works, but slower than it could, or not for every use."""
     FAIL = "fail"
-    """Not working like this."""
+    """kvflow does not work until this is fixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Finding of one check. `fix` says what to do about it; empty where there is nothing to do."""
+    """The result of one check. `fix` is advice for a person; "" if there is nothing to do."""
 
     name: str
     status: Status

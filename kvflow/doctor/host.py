@@ -1,9 +1,7 @@
-"""The machine: `read_host` looks, the checks judge what it saw.
+"""Facts of the machine, read by `read_host`, and the checks that judge them.
 
-Numbers that a kernel or a container sets are read from where the kernel shows them; what cannot be read is None, and a
-check that has nothing to judge says so.
-
-What kvflow needs of open files is in `runtime.open_files`.
+Limits set by the kernel or a container are read where the kernel shows them. A fact that cannot be read is None, and a
+check without its fact says so. How many open files kvflow needs is computed in `runtime.open_files`.
 """
 
 from __future__ import annotations
@@ -27,26 +25,29 @@ _OUR_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Facts of the host. `None` means that it cannot be known here, or does not exist."""
+    """Facts of the machine and of this process. None: not known here, or does not exist, if not said otherwise."""
 
     locked_bytes_max: int | None
-    """Bytes that a process may lock; None is no limit."""
+    """Limit of locked memory of a process, in bytes; None for no limit."""
     open_files_max: int | None
+    """Soft limit of open files of a process, sockets included; None for no limit."""
     open_files_hard_max: int | None
-    """Files, sockets included, that a process may have open, and how far it may raise that; None is no limit."""
+    """Hard limit of open files, up to which a process may raise its soft limit; None for no limit."""
     capabilities: int
-    """The process's effective capabilities, a bit each."""
+    """Effective capabilities of this process, as a bit mask."""
     shared_memory_free_bytes: int | None
+    """Free bytes in /dev/shm."""
     ptrace_scope: int | None
-    """Yama's setting; None if the kernel has no Yama."""
+    """Yama's setting ptrace_scope; None if the kernel has no Yama."""
     huge_pages: str | None
-    """The setting of transparent huge pages: always, madvise or never."""
+    """Setting of transparent huge pages: always, madvise or never."""
     rdma_devices: tuple[str, ...]
     networks: tuple[str, ...]
-    """Interfaces that are up, but for the loopback."""
+    """Network interfaces that are up, without the loopback."""
     gpus: tuple[str, ...]
+    """PCI addresses of the NVIDIA GPUs."""
     environment: Mapping[str, str]
-    """Variables that concern us."""
+    """Environment variables that change how kvflow moves bytes, if set."""
 
     def may(self, capability: int) -> bool:
         return bool(self.capabilities >> capability & 1)
@@ -82,12 +83,15 @@ def read_host() -> Host:
 
 
 def has_gpus(host: Host) -> bool:
-    """True if there is an NVIDIA driver: its devices, or in a container that hides /proc its control file."""
+    """Return True if an NVIDIA driver is loaded: `host` lists GPUs, or /dev/nvidiactl exists.
+
+    The control file counts because some containers hide /proc, where the GPUs are listed.
+    """
     return bool(host.gpus) or os.path.exists("/dev/nvidiactl")
 
 
 def _read(path: str) -> str:
-    """Text of a file; nothing if it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="ascii")
     except OSError:
@@ -95,14 +99,14 @@ def _read(path: str) -> str:
 
 
 def entries(path: str) -> tuple[str, ...]:
-    """Names in a folder; none if it cannot be read."""
+    """Return the names in a folder, sorted; none if it cannot be read."""
     try:
         return tuple(sorted(os.listdir(path)))
     except OSError:
         return ()
 
 
-# --- the checks; each gets its name, and the config says what an engine may need
+# --- the checks: each gets its own name, the facts, and the config of an engine
 
 
 def check_devices(name: str, host: Host, _: Config) -> Finding:
@@ -113,7 +117,7 @@ def check_devices(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
-    """Check the limit of locked memory: RDMA pins what it registers; nothing else does."""
+    """Check the limit of locked memory. Only RDMA needs it: registering memory with an RDMA device pins the memory."""
     if host.locked_bytes_max is None:
         return ok(name, "no limit")
     if host.may(_CAP_IPC_LOCK):
@@ -126,9 +130,9 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_open_files(name: str, host: Host, config: Config) -> Finding:
-    """Check the limit of open files, which an engine started like this process would have, too.
+    """Check this process's limit of open files, which an engine started in the same way would have.
 
-    A runtime raises the soft limit to the hard one when it opens, so the hard one counts.
+    Only the hard limit counts: a runtime raises its soft limit to the hard limit when it opens.
     """
     soft, hard, least = host.open_files_max, host.open_files_hard_max, needed(config)
     if soft is None or soft >= least:
@@ -161,7 +165,7 @@ def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_process_reading(name: str, host: Host, _: Config) -> Finding:
-    """Check the right to trace other processes, which UCX needs for process_vm_readv within a machine."""
+    """Check the permission to trace other processes, which UCX's process_vm_readv needs between two local processes."""
     scope = host.ptrace_scope
     if host.may(_CAP_SYS_PTRACE):
         return ok(name, "allowed (CAP_SYS_PTRACE)")

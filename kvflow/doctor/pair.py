@@ -1,8 +1,8 @@
-"""Check of two running engines: would they hand over, and each rule that says no (`kvflow doctor --pair`).
+"""Check whether a running decode engine could load from a running prefill engine (`kvflow doctor --pair`).
 
-Both are asked, as a reader would ask them, for what they tell readers; then the rules of the handshake are applied to
-what the decode engine tells, in its place. Rank 0 of each is asked. What only the two can find out is whether they
-reach each other: their networks, their CURVE keys, and NIXL's backends between them.
+The doctor asks rank 0 of both engines for their metadata, as a reader does, and applies the rules of the handshake in
+the decode engine's place. Whether the two engines reach each other (network, CURVE keys, NIXL backends) is not checked:
+only the engines themselves can find out.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ _FIX = "make both sides equal in this, or let their router not pair them"
 
 
 _Shown: TypeAlias = tuple[Address, Compatibility, messages.Metadata]
-"""An engine, and what it shows its readers."""
+"""An engine's rank 0: address, compatibility facts, and the metadata that it sends to readers."""
 
 
 class _NotTold(Exception):
-    """Refusal of an engine to tell, in words."""
+    """The engine refused to send facts or metadata. The message is its reason."""
 
 
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
-    """Findings about two engines, each as ENGINE_ID@tcp://host:port. `config` is how we talk to them."""
+    """Ask two engines, each given as ENGINE_ID@tcp://host:port, and judge whether they could hand over.
+
+    `config` has the timeouts and CURVE keys for asking.
+    """
     channel, shown, found = ZmqSideChannel(config, SystemClock().now_s), list[_Shown](), list[Finding]()
     try:
         for name, given in (("prefill engine", prefill), ("decode engine", decode)):
@@ -53,7 +56,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 def _advice(given: str, problem: Exception) -> str:
-    """What to do about an engine that has not told what its readers need, by what has happened."""
+    """Return the advice for an engine, `given` as in `examine_pair`, that did not answer with its metadata."""
     match problem:
         case ConfigError():
             return "give ENGINE_ID@tcp://host:port as tickets name them"
@@ -69,7 +72,11 @@ def _advice(given: str, problem: Exception) -> str:
 
 
 async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
-    """Ask an engine: without a cache, for the facts that have to be equal; then as a reader with those facts."""
+    """Ask an engine twice, and return its facts and metadata.
+
+    The first question has no fingerprint; the engine's refusal shows the compatibility facts. The second question has
+    the fingerprint of these facts, as a compatible reader's, and gets the metadata.
+    """
     engine_id, named, at = given.rpartition("@")
     if not named or not engine_id:
         raise ConfigError("--pair: it names no engine id")
@@ -87,7 +94,10 @@ async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
 
 
 def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
-    """Findings for each rule that says no, in the decode engine's words: "ours" is its own."""
+    """Return a finding for each rule of the handshake that forbids the hand-over.
+
+    The messages are the decode engine's: "ours" is its value, "theirs" the prefill engine's.
+    """
     (at, facts, metadata), (their_at, their_facts, theirs) = decode, prefill
     ours = LocalRank(
         reader=_READER,

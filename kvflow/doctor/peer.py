@@ -1,4 +1,4 @@
-"""The way to a peer's side channel, step by step: its name, a connection, and what answers there."""
+"""Checks of a peer's side channel, step by step: host name, TCP connection, answer (`kvflow doctor --peer`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _NO_FINGERPRINT = bytes(16)
 
 
 async def examine_peer(config: Config, address: str, engine_id: str) -> list[Finding]:
-    """Findings up to the first step that fails. `engine_id` is whom we expect; empty if that is to be found out."""
+    """Check the side channel at `address`. Return the findings up to the first step that fails.
+
+    `engine_id` is the engine expected there; "" for any.
+    """
     try:
         host, port = split_address(address, what="--peer")
     except ConfigError as error:
@@ -52,7 +55,10 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
 
 
 def judge_answer(reply: messages.Reply, engine_id: str) -> Finding:
-    """Judge the answer to a question without a cache: the expected "no" says who is there."""
+    """Judge the peer's answer to a metadata request with an empty fingerprint.
+
+    A kvflow rank is expected to refuse it; the refusal shows the rank's protocol version and cache facts.
+    """
     name = "peer's answer"
     if not isinstance(reply, messages.Refusal):
         return ok(name, f"a kvflow rank: {type(reply).__name__}")

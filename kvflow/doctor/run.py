@@ -1,4 +1,4 @@
-"""The doctor's round, in an order in which later findings can build on earlier ones."""
+"""Runs all checks of `kvflow doctor`. Later checks may depend on the findings of earlier ones."""
 
 from __future__ import annotations
 
@@ -26,8 +26,16 @@ def examine(
     stock: str | None = None,
     pair: tuple[str, str] | None = None,
 ) -> Iterator[Finding]:
-    """All findings, in order. `config` is for talking to peers; `stock` is the address of an engine with vLLM's own
-    connector, `pair` names a prefill and a decode engine.
+    """Run the checks one after another and yield their findings.
+
+    Args:
+        config: Timeouts and CURVE keys for asking peers; also the limits that decide how many open files are needed.
+        peer: Address of a peer's side channel to check; None for none.
+        peer_engine: Engine id expected at `peer`; "" for any.
+        transfer: True to move bytes: by each NIXL backend, between two processes, and on GPUs.
+        note: Called with a line of progress before each slow check.
+        stock: Address of a vLLM engine with its own NixlConnector; None for none.
+        pair: A prefill and a decode engine to compare, each as ENGINE_ID@tcp://host:port; None for none.
     """
     host = read_host()
     yield ok("kvflow", ", ".join(f"{name} {number}" for name, number in versions().items()))
@@ -58,14 +66,14 @@ def examine(
 
 
 def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
-    """Run the checks of a stock engine, loaded only for these."""
+    """Check a stock engine. The modules for stock engines are imported only here."""
     from kvflow.doctor.stock import examine_stock
 
     yield from asyncio.run(examine_stock(address, config.handshake_timeout_s))
 
 
 def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:
-    """Run the checks of GPUs, loaded only where there are any."""
+    """Check the GPUs. The modules for GPUs are imported only here."""
     from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path
     from kvflow.doctor.cuda.facts import read_cuda
 

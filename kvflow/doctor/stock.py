@@ -1,4 +1,4 @@
-"""Checks of a stock engine: its metadata, and whether kvflow reads from it (`kvflow doctor --stock`)."""
+"""Checks of a stock engine (vLLM with its own NixlConnector): its metadata, and whether kvflow can read from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _ENGINE, _CACHE, _READ = "stock engine", "stock cache", "reading it"
 
 
 async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
-    """Ask the engine's listener for rank 0, which every engine has: it dies of questions about others."""
+    """Ask the stock engine's listener for its metadata, and judge it.
+
+    Only rank 0 is asked for: every engine has it, and a question for a missing rank kills the listener.
+    """
     try:
         shown = await ask_rank(address, timeout_s=timeout_s)
     except KVFlowError as error:
@@ -25,7 +28,7 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
 
 
 def judge_stock(shown: Shown) -> list[Finding]:
-    """Findings about an engine's version, hash and cache, and whether kvflow reads from it."""
+    """Return findings about a stock engine's version, compatibility hash and cache, and whether kvflow can read it."""
     metadata, lines = shown.metadata, [line.version for line in LINES]
     like = [line.version for line in LINES if line.metadata == line_that_shows(shown.fields).metadata]
     try:
@@ -52,7 +55,7 @@ def judge_stock(shown: Shown) -> list[Finding]:
 
 
 def geometry(metadata: StockMetadata) -> str:
-    """A cache in one line."""
+    """Describe a stock engine's cache in one line."""
     split = metadata.physical_blocks_per_logical_kv_block
     blocks = f"{counted(metadata.num_blocks, 'block')} of {counted(metadata.block_size, 'token')}"
     kernel = f" ({split} are one of vLLM's)" if split > 1 else ""

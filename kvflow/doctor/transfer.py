@@ -1,6 +1,6 @@
-"""Checks of NIXL, and of a hand-over between two processes: the bench's pair, once and small.
+"""Checks of NIXL, and of a hand-over between two processes, which are those of the bench with a small cache.
 
-Everything happens in processes of its own, so that a library that crashes is a finding and not our end.
+Everything runs in child processes, so a library that crashes is only a finding.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
-    """Start an agent in a child process and wait for the end of both.
+    """Start a NIXL agent in a child process, and see both end.
 
     Returns:
-        The finding about NIXL, and the names of its plugins.
+        The finding about NIXL, and the names of NIXL's plugins.
     """
     try:
         installed = version("nixl")
@@ -45,14 +45,14 @@ def check_nixl() -> tuple[Finding, Sequence[str]]:
 def judge_plugins(
     installed: str, plugins: Sequence[str], problem: str = "", *, verbs: bool = False, exit_code: int | None = 0
 ) -> Finding:
-    """Judge what a process with an agent found.
+    """Judge how a child process with a NIXL agent fared.
 
     Args:
-        installed: NIXL's version.
-        plugins: its plugins.
-        problem: why no agent started.
-        verbs: whether the system's libibverbs was loaded before NIXL.
-        exit_code: how the process ended, as `multiprocessing` says it.
+        installed: Version of NIXL.
+        plugins: Names of NIXL's plugins.
+        problem: Why no agent started; "" if one did.
+        verbs: True if the system's libibverbs was loaded before NIXL.
+        exit_code: Exit code of the process, as of `multiprocessing.Process.exitcode`.
     """
     if problem:
         fix = f"unset UCX_ variables that do not fit this host, or reinstall it: {_INSTALL} --force-reinstall"
@@ -78,9 +78,10 @@ def check_self_transfer(
     where: str = "",
     device: str | None = None,
 ) -> Iterator[Finding]:
-    """Check the speed between two processes of this machine, and the way of the bytes, by `judge_path`.
+    """Hand blocks over between two processes of this machine. Yield findings about the speed and about UCX's path.
 
-    Caches are in host memory, or on a device. UCX settings but for its log are those of the environment.
+    `judge_path(name, path)` judges the path. The caches are in host memory, or on `device`. UCX runs with the settings
+    of the environment, except for its log. `where` is appended to the names of the findings.
     """
     name = f"self-transfer{where}"
     try:
@@ -102,13 +103,16 @@ def check_self_transfer(
 
 
 def _median_s(pair: Pair, count: int) -> float:
-    """Median time of some loads of `count` blocks; the first, which connects, is not counted."""
+    """Return the median seconds of a load of `count` blocks. The first load, which connects, is not counted."""
     turns = [scattered_loads(f"doctor {count} {turn}", _SHAPE.blocks, [count]) for turn in range(_REPEATS + 1)]
     return statistics.median([hand_over(pair, loads)[0].seconds for loads in turns][1:])
 
 
 def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Finding:
-    """Check that two processes of one machine took the way that is best for them."""
+    """Judge the path between two processes with caches in host memory: it should be shared memory.
+
+    tcp is fine if `ucx_tls`, the value of UCX_TLS, is set. `path` is None if UCX did not log it.
+    """
     if path is None:
         return silent(name)
     if path.over.startswith(_SHARED_MEMORY):
@@ -122,5 +126,5 @@ def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Fi
 
 
 def silent(name: str) -> Finding:
-    """Finding that UCX has logged no way of reads."""
+    """Return the finding that UCX did not log which path reads take."""
     return warn(name, "UCX did not say", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")

@@ -1,4 +1,4 @@
-"""Versions installed here: kvflow, and what it stands on. Nothing of that is imported to find out."""
+"""Installed versions of kvflow and of the packages that it depends on, found without importing these packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import kvflow
 
 
 def installed(package: str) -> str:
-    """Installed version of a package, as pip knows it."""
+    """Return the installed version of a distribution package, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -17,7 +17,7 @@ def installed(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions by name, kvflow first."""
+    """Return the versions of kvflow, nixl, torch and Python by name."""
     stands_on = {package: installed(package) for package in ("nixl", "torch")}
     return {"kvflow": kvflow.__version__, **stands_on, "python": platform.python_version()}
 

@@ -1,1 +1,1 @@
-"""Observers that tell metrics and tracing systems what loads and leases did."""
+"""Observers that export loads and leases: Prometheus metrics, OpenTelemetry spans, and timelines from files."""

@@ -1,6 +1,7 @@
-"""Metrics of runtimes, whatever collects them: names, labels and buckets, and what a record adds to each.
+"""The metrics of a runtime for any collector: names, help texts, labels, buckets, and where each value comes from.
 
-Prometheus and Ray Serve have instruments of their own: `prometheus` and `kvflow.ray.metrics` make them from here.
+Prometheus and Ray Serve each have their own classes for instruments; `prometheus` and `kvflow.ray.metrics` make them
+from the tables here.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
 def _counts(now: RuntimeStatistics, part: str) -> Any:
-    """Counts of a part, those inside it after a dot, or the core's own; None where a runtime has no such part."""
+    """Return the statistics named `part`: of a part of the runtime, or the field of `now` with that name.
+
+    "prefix.sharing" names the field `sharing` of part `prefix`. None if the runtime has no part of that name.
+    """
     name, _, inner = part.partition(".")
     found = now.parts.get(name) or getattr(now, name, None)
     return getattr(found, inner, None) if inner else found
 
 
 def _of(part: str, *fields: str, without: float | None = None, **named: str) -> Values:
-    """Fields of a part of the statistics: one alone, several by their names, or by the labels of `named`.
+    """Return a function that reads fields of the statistics named `part` (`_counts`), each by its label value.
 
-    Where a runtime has no such part each is `without`, or there are none.
+    A single field has the label value ""; several have their own names, or the names of `named` (label=field). If the
+    runtime has no such part, every value is `without`; if that is None, there are no values.
     """
     labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
 
@@ -66,7 +71,7 @@ _NEVER_READ = "Engines whose tickets come, and that no load has ever read from."
 _READERS_REFUSED = "New readers that were refused because too few open files were left."
 _LATE_READS = "Reads of stock engines that ended after their lease: the text may be wrong."
 
-# Metrics of `Runtime.statistics()`: name, help, label beside `LABELS`, and the values by that label.
+# Metrics from `Runtime.statistics()`: name, help, label in addition to `LABELS`, function that returns values by label.
 GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _BLOCKS),
     ("kvflow_open_loads", "Loads under way.", "", _of("loading", "open_loads", without=0)),
@@ -112,7 +117,7 @@ RECORD_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kvflow_loads_vouched", "Loads that read, by what vouches for their bytes.", ("freshness", "outcome")),
     ("kvflow_leases", "Leases that have ended.", ("outcome",)),
 )
-"""Counters that records add to: name, help, labels beside `LABELS`."""
+"""Counters increased by records: name, help, labels in addition to `LABELS`."""
 HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_load_seconds", "Duration of successful loads.", (), _SECONDS),
     ("kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", ("phase",), _SECONDS),
@@ -121,13 +126,13 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_lease_grow_seconds", "Time that leases grew, until the last token.", (), _SECONDS),
     ("kvflow_load_grow_seconds", _LOAD_GROW, (), _SECONDS),
 )
-"""Histograms that records add to: name, help, labels beside `LABELS`, buckets."""
+"""Histograms filled by records: name, help, labels in addition to `LABELS`, buckets."""
 Told: TypeAlias = tuple[str, tuple[str, ...], float]
-"""Name of an instrument, the values of all its labels, and the amount."""
+"""One amount for one instrument: the instrument's name, the values of all its labels, the amount."""
 
 
 def told_by(record: LoadRecord | LeaseRecord) -> Iterator[Told]:
-    """Amounts that a record adds to counters and histograms."""
+    """Return the amounts to add to counters and histograms for an ended load or lease."""
     where = (record.engine_id, *map(str, record.rank))
     details = _of_load(record) if isinstance(record, LoadRecord) else _of_lease(record)
     return ((name, (*where, *labels), amount) for name, labels, amount in details)

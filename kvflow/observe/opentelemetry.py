@@ -1,11 +1,11 @@
-"""OpenTelemetry spans of loads and leases, joined by the trace context in the ticket; needs `kvflow[tracing]`.
+"""OpenTelemetry spans of loads and leases, joined by the trace context in the ticket. Needs `kvflow[tracing]`.
 
     lease = runtime.serve_blocks(ServeRequest(..., traceparent=current_traceparent()))       # producer
     async with kvflow.Runtime(config, observers=[OpenTelemetrySpans()]) as runtime: ...      # both sides
 
-The producer's "kvflow.lease" span and the consumer's "kvflow.load" span are children of the span that the ticket names,
-so both engines show up in one trace. Spans are made from records, when a load or lease has ended, with the times that
-they had. A load span links to the span that was current where the load was awaited.
+The producer's "kvflow.lease" span and the consumer's "kvflow.load" span are children of the span named in the ticket,
+so both engines appear in one trace. A span is made when its load or lease has ended, from its record, with start and
+end times in the past. A load span also links to the span that was current where the load was awaited.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NS = 1_000_000_000
 
 
 def current_traceparent() -> str:
-    """The current span as a W3C traceparent, for a ServeRequest.
+    """Return the current span as a W3C traceparent, for `ServeRequest.traceparent`.
 
     Returns:
-        That of a new trace if no span is current.
+        The traceparent of the current span. If no span is current, one of a new trace, marked as sampled.
     """
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
@@ -43,7 +43,7 @@ def current_traceparent() -> str:
 
 
 def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str | int]:
-    """Attributes of every span: a number for each way of splitting an engine among it, and these fields."""
+    """Return a span's attributes: engine id, rank numbers, request id, outcome, blocks, and the fields `names`."""
     return {
         "kvflow.engine": record.engine_id,
         **{f"kvflow.{name}_rank": number for name, number in record.rank._asdict().items()},
@@ -52,20 +52,20 @@ def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str 
 
 
 class OpenTelemetrySpans:
-    """A `kvflow.Observer` that makes spans.
+    """A `kvflow.Observer` that makes an OpenTelemetry span for each ended load and lease.
 
     Args:
-        tracer: makes the spans; None takes the global provider's.
+        tracer: Makes the spans; None for a tracer of the global provider.
     """
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or trace.get_tracer("kvflow")
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Make the spans of a load.
+        """Make the span of a load, with one inside for each phase.
 
         Args:
-            record: of the load, which has just ended.
+            record: Record of the load that has just ended.
         """
         here = trace.get_current_span().get_span_context()
         attributes = _attributes(record, "peer", "bytes", "descriptors", "verification", "freshness")
@@ -75,10 +75,10 @@ class OpenTelemetrySpans:
         self._tell(record, attributes, SpanKind.CLIENT, span_links, failed, landed=record.landed)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Make the spans of a lease.
+        """Make the span of a lease, with one inside for each phase.
 
         Args:
-            record: of the lease, which has just ended.
+            record: Record of the lease that has just ended.
         """
         self._tell(record, _attributes(record, "tokens", "readers"), SpanKind.SERVER, computed=record.computed)
 
@@ -91,7 +91,10 @@ class OpenTelemetrySpans:
         failed: str = "",
         **growth: Sequence[Moment],
     ) -> None:
-        """Span that ends now, with one inside for each phase that took any time, and events of its growth."""
+        """Make a span that ends now, with a child span for each phase that took time.
+
+        Each entry of `growth` becomes events on the span: "kvflow.landed" or "kvflow.computed", with a token count.
+        """
         name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()
         start_ns = end_ns - int(sum(record.seconds.values()) * _NS)

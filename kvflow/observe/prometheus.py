@@ -1,11 +1,12 @@
-"""Prometheus metrics of one or more runtimes; needs the extra `kvflow[metrics]`.
+"""Prometheus metrics of one or more runtimes. Needs the extra `kvflow[metrics]`.
 
     metrics = PrometheusMetrics()
     async with kvflow.Runtime(config, observers=[metrics]) as runtime:
         metrics.watch(runtime)
 
-Counters and histograms come from records, gauges from `Runtime.statistics()` at the moment of a scrape. Every metric
-has the labels `engine`, `dp`, `pp` and `tp`, which say whose it is. docs/operations.md says what to watch.
+Metrics of ended loads and leases come from records; gauges and the other counters come from `Runtime.statistics()` at
+the time of a scrape. Every metric has the labels `engine`, `dp`, `pp` and `tp`, which name the rank. docs/operations.md
+explains the metrics to watch.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _SCRAPE_WAIT_S = 1.0
 
 
 class PrometheusMetrics(Collector):
-    """A `kvflow.Observer` and a collector at once. Several in one process need a registry each.
+    """A `kvflow.Observer` that is also a prometheus_client collector. Two in one process need separate registries.
 
     Args:
-        registry: of prometheus_client, to which all metrics are added.
+        registry: Registry of prometheus_client to add all metrics to.
 
     Raises:
-        ValueError: the registry has them already.
+        ValueError: The registry already has metrics of these names.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
@@ -50,29 +51,29 @@ class PrometheusMetrics(Collector):
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
-        """Show a runtime's gauges; to be called on its loop.
+        """Add the metrics of `runtime.statistics()` to each scrape. Call this on the runtime's event loop.
 
         Args:
-            runtime: one that is open.
+            runtime: An open runtime.
 
         Raises:
-            RuntimeError: no event loop runs here.
+            RuntimeError: No event loop is running in this thread.
         """
         self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Count a load.
+        """Add a load to counters and histograms.
 
         Args:
-            record: what became of it.
+            record: Record of the load that has just ended.
         """
         self._note(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Count a lease.
+        """Add a lease to counters and histograms.
 
         Args:
-            record: what became of it.
+            record: Record of the lease that has just ended.
         """
         self._note(record)
 
@@ -84,19 +85,19 @@ class PrometheusMetrics(Collector):
                 self._histograms[name].labels(*labels).observe(amount)
 
     def describe(self) -> list[Metric]:
-        """Metric families for the registry, when this is added to it.
+        """Return no metric families: none is known before a runtime is watched. The registry calls this.
 
         Returns:
-            Nothing in advance: the gauges are not known before a runtime is watched.
+            An empty list.
         """
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Metric families for the registry, with each scrape; from any thread.
+        """Return the metrics of all watched runtimes. The registry calls this at each scrape, from any thread.
 
         Returns:
-            Gauges and counters of all watched runtimes, as they are now. One whose loop does not answer within a second
-            is shown as it was before.
+            Gauges and counters with their present values. If a runtime's loop does not answer within a second, its
+            values are those of the scrape before.
         """
         snapshots = [(watched.labels, watched.statistics()) for watched in self._watched]
         for kind, shown in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
@@ -109,7 +110,7 @@ class PrometheusMetrics(Collector):
 
 
 class _Watched:
-    """A runtime, and how its statistics are taken from whatever thread scrapes."""
+    """A watched runtime, with a way to take its statistics from any thread."""
 
     def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
         self.labels = [runtime.config.engine_id, *map(str, runtime.rank)]
@@ -118,7 +119,7 @@ class _Watched:
         self._last = runtime.statistics()
 
     def statistics(self) -> RuntimeStatistics:
-        """A snapshot made on the runtime's loop; the one before it if the loop does not answer."""
+        """Return the runtime's statistics, taken on its loop. If the loop does not answer, return the previous ones."""
         if _running_loop() is self._loop:
             self._last = self._runtime.statistics()
         elif self._loop.is_running():

@@ -1,15 +1,15 @@
-"""Records in files, and a timeline of them that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Record files, and a timeline of their loads and leases for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     with RecordFile("decode-0.jsonl") as records:
         async with kvflow.Runtime(config, observers=[records]) as runtime: ...
 
-Each engine writes a file of its own, one JSON object a line; `kvflow trace *.jsonl --out run.json` makes one timeline
-of them. Times are the machine's wall clock, so files of several machines are as well aligned as their clocks are.
+Each engine writes its own file, with one JSON object per line; `kvflow trace *.jsonl --out run.json` makes one timeline
+of all files. Times are wall-clock times, so files of several machines are aligned only as well as the machines' clocks.
 
-The timeline is in the Trace Event Format: an engine's rank is a process, loads and leases are asynchronous slices with
-one slice inside for each phase, and an arrow leads from a lease to each load of the same ticket. A lease that grew and
-its loads have a row of slices more: tokens as they were computed, and as they landed. Where blocks flow while their
-prompt is computed, the one lies under the other.
+The timeline is in the Trace Event Format. Each rank of an engine is a process. Each load and each lease is an
+asynchronous slice, with a slice inside for each phase. An arrow leads from a lease to each load of its ticket. A
+growing lease and its loads have one more row of slices: the tokens as they were computed, and as they landed. Where
+blocks are transferred while their prompt is still computed, these two rows overlap.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _US = 1e6
 
 
 class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a file: what all records have, and as details what only loads or leases have."""
+    """One line of a record file: the fields common to loads and leases. `details` has the fields of only one kind."""
 
     kind: str
     """"load" or "lease"."""
     ended_s: float
-    """Unix time."""
+    """Unix time at which the load or lease ended."""
     engine_id: str
     rank: Rank
     request_id: str
@@ -48,20 +48,20 @@ class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRecords(InvalidInput):
-    """Line of a file that is no record."""
+    """A line of a record file cannot be decoded. The message names file and line."""
 
 
 class RecordFile:
-    """A `kvflow.Observer` that appends to a file. Lines are buffered; closing writes what is left.
+    """A `kvflow.Observer` that appends each ended load and lease to a file. Writes are buffered; `close` flushes them.
 
-    Writing happens on the event loop, some microseconds per record and a write now and then: for diagnosing, not for
-    every day.
+    Meant for diagnosis, not for constant use: the event loop does the writing, some microseconds per record and now and
+    then a write to the file.
 
     Args:
-        path: of the file, which is made if there is none.
+        path: Path of the file, which is created if it does not exist.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: The file cannot be opened.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -74,22 +74,22 @@ class RecordFile:
         self.close()
 
     def close(self) -> None:
-        """Closing twice is fine."""
+        """Write the buffered lines and close the file. Closing twice is fine."""
         self._file.close()
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Write a line.
+        """Append a load.
 
         Args:
-            record: of the load, which has just ended.
+            record: Record of the load that has just ended.
         """
         self._write("load", record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Write a line.
+        """Append a lease.
 
         Args:
-            record: of the lease, which has just ended.
+            record: Record of the lease that has just ended.
         """
         self._write("lease", record)
 
@@ -101,17 +101,17 @@ class RecordFile:
 
 
 def read_records(path: Path) -> Iterator[RecordLine]:
-    """Read a file that `RecordFile` has written.
+    """Read a file written by `RecordFile`.
 
     Args:
-        path: of the file.
+        path: Path of the file.
 
     Returns:
-        Its lines, each read when it is asked for.
+        An iterator over the records, which reads the file line by line.
 
     Raises:
-        BadRecords: a line is no record; its number is named.
-        OSError: the file cannot be read.
+        BadRecords: A line is not a record. The message names its number.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
@@ -123,19 +123,19 @@ def read_records(path: Path) -> Iterator[RecordLine]:
 
 TraceEvent: TypeAlias = dict[str, Any]
 _GROWTH = {"lease": "computed", "load": "landed"}
-"""Details that have the moments at which tokens were there."""
-_Offer: TypeAlias = tuple[str, str]  # engine and its name for the request
-_Moment: TypeAlias = tuple[int, float]  # process of the timeline, Unix time
+"""For each kind of record, the detail that has its growth: the times at which tokens were computed, or had landed."""
+_Offer: TypeAlias = tuple[str, str]  # producer's engine id, producer's request id
+_Moment: TypeAlias = tuple[int, float]  # process number in the timeline, Unix time
 
 
 def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
-    """All records as one trace, for Perfetto.
+    """Make one trace of all records, for Perfetto.
 
     Args:
-        lines: of all engines' files, in any order.
+        lines: Records of all engines' files, in any order.
 
     Returns:
-        A JSON object: dumped to a file, Perfetto opens it.
+        The trace as a JSON object. Dump it to a file and open the file in Perfetto.
     """
     processes: dict[tuple[str, Rank], int] = {}
     leases: dict[_Offer, list[_Moment]] = {}
@@ -160,10 +160,10 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
 
 
 def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
-    """A slice for the record and, inside, one for each phase."""
+    """Yield the events of the record's slice, with a slice inside for each phase that took time."""
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
     name, details = f"{line.kind} {line.request_id}", dict(line.details)
-    details.pop(_GROWTH.get(line.kind, ""), None)  # it has slices of its own
+    details.pop(_GROWTH.get(line.kind, ""), None)  # `_growth` makes slices for it
     yield {**common, "ph": "b", "name": name, "ts": begin_s * _US, "args": {"outcome": line.outcome, **details}}
     at_s = begin_s
     for phase, seconds in line.seconds.items():
@@ -175,7 +175,10 @@ def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
 
 
 def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
-    """A row with a slice for each moment of a lease that grew, or of a load of one: the tokens that came until then."""
+    """Yield the events of a row that shows how a growing lease, or a load of one, grew.
+
+    A slice lasts from one moment of growth to the next, and names the tokens that were added.
+    """
     what, before_s, before = _GROWTH.get(line.kind, ""), 0.0, 0
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
     for seconds, tokens in _moments(line):
@@ -191,14 +194,15 @@ def _moments(line: RecordLine) -> list[Moment]:
 
 
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
-    """Share of each prompt that had landed when its last token was computed, for loads of leases that grew.
+    """Return how much of each prompt had landed when its last token was computed, for loads of growing leases.
+
+    The times of two machines are compared by their wall clocks. Loads without their lease in the files are left out.
 
     Args:
-        lines: of all engines' files, in any order.
+        lines: Records of all engines' files, in any order.
 
     Returns:
-        By request, a share from 0 to 1 of its tokens, by the wall clocks of both machines. Without loads whose lease is
-        in no file.
+        By request id, the share of the prompt's tokens, from 0 to 1.
     """
     computed: dict[_Offer, float] = {}
     loads: list[tuple[_Offer, RecordLine]] = []
@@ -208,7 +212,7 @@ def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
         elif line.kind == "lease" and (moments := _moments(line)):
             end_s = line.ended_s - sum(line.seconds.values()) + moments[-1].seconds
             offer = (line.engine_id, line.request_id)
-            computed[offer] = max(end_s, computed.get(offer, end_s))  # of several ranks the last
+            computed[offer] = max(end_s, computed.get(offer, end_s))  # the latest of several ranks
     found = {}
     for offer, line in loads:
         if offer in computed:
@@ -219,8 +223,10 @@ def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
 
 
 def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment, float]]) -> Iterator[TraceEvent]:
-    """Arrows to each load from the latest lease of what it loads that began before its end: one that asks by name
-    may begin before its lease does, and when a line was written is known less exactly than its phases.
+    """Yield an arrow to each load, from the latest lease of its offer that began before the load ended.
+
+    The load's end counts and not its beginning: a load of a rendezvous may begin before its lease, and a record's time
+    of writing is less exact than its phases.
     """
     for number, (offer, (process, begin_s), ended_s) in enumerate(loads, 1):
         before = [moment for moment in leases.get(offer, []) if moment[1] <= ended_s]

@@ -179,7 +179,7 @@ class Network:
         return self.agents.agents.get(name) or self.agents.closed.get(name)
 
     async def _landed(self, reader: InprocTransport) -> None:
-        """Wait until no read of `reader` is under way, so that no more bytes can land."""
+        """Wait until no read of `reader` is under way, so that no further byte can land."""
         while any(flight.reader is reader for flight in self._flights):
             self._ended = self.loop.create_future()
             await asyncio.shield(self._ended)

@@ -1,5 +1,5 @@
-"""Checks of `kvflow doctor` where there are NVIDIA GPUs; nothing of it is imported anywhere else.
+"""Checks of `kvflow doctor` for machines with NVIDIA GPUs. Imported only on these machines.
 
-nvidia  what nvidia-smi prints, read: pure             facts  everything that was seen, gathered
-checks  what it means for kvflow, and what to set: pure       transfer  two processes that hand blocks over on GPUs
+nvidia  parsers of nvidia-smi's output, pure      facts  all facts of the machine, gathered
+checks  what the facts mean for kvflow, pure
 """

@@ -1,6 +1,6 @@
-"""Checks of a CUDA machine: what its facts mean for loads between GPUs, and what to set. Pure.
+"""Checks of a CUDA machine: whether its facts allow fast loads between GPUs, and which setting to change. Pure.
 
-What UCX and NIXL do with these facts was read in their sources (UCX 1.23 as NIXL 1.5.1 brings it), not measured.
+What UCX and NIXL do with these facts was read in their sources (NIXL 1.5.1 and its UCX 1.23), not measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INSTALL_TORCH = "install a build of torch for a CUDA that the driver runs"
 
 
 def check_driver(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check that the driver, torch's CUDA and the build of NIXL fit each other."""
+    """Check that the driver supports torch's CUDA version, and that NIXL was loaded in the build for that version."""
     driver, probe = cuda.driver, cuda.probe
     if driver is None:
         return fail(name, "nvidia-smi does not answer", "containers: --gpus all, with the NVIDIA container toolkit")
@@ -51,7 +51,7 @@ def major_minor(version: str) -> tuple[int, int]:
 
 
 def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check MIG and compute mode, which may keep processes from each other's memory, or from the device."""
+    """Check compute mode and MIG. Compute mode may keep engines off a shared GPU; MIG instances have no cuda_ipc."""
     gpus = cuda.gpus
     found = "; ".join(
         f"{number}: {gpu.name}, {gpu.memory_mib} MiB, {counted(cuda.nvlinks.get(number, 0), 'NVLink')}"
@@ -69,7 +69,10 @@ def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check torch's allocator: cuda_ipc cannot open expandable segments, nor does their registration follow them."""
+    """Check that torch's allocator makes no expandable segments.
+
+    cuda_ipc cannot open them, and memory that a segment adds later is not registered with NIXL.
+    """
     given = [
         f"{key}={cuda.environment[key]}"
         for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -82,7 +85,7 @@ def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check the environment for settings that keep UCX from GPU memory."""
+    """Check the environment for UCX settings that keep UCX from GPU memory, or make it slow there."""
     given = {key: value for key, value in cuda.environment.items() if key.startswith("UCX_")}
     found = ", ".join(f"{key}={value}" for key, value in given.items()) or "none is set"
     lacking = left_out(given.get("UCX_TLS", ""))
@@ -100,7 +103,7 @@ def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def left_out(tls: str) -> tuple[str, ...]:
-    """Transports of cuda_copy and cuda_ipc that a value of UCX_TLS leaves out; `cuda` and `all` have both."""
+    """Return which of cuda_copy and cuda_ipc the UCX_TLS value `tls` leaves out. `cuda` and `all` include both."""
     if not tls:
         return ()
     words = [word.strip() for word in tls.lstrip("^").split(",")]
@@ -111,9 +114,9 @@ def left_out(tls: str) -> tuple[str, ...]:
 
 
 def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Check the way in which RDMA takes GPU memory: by nvidia_peermem, or by dma-buf.
+    """Check that RDMA can register GPU memory, by nvidia_peermem or by dma-buf.
 
-    gdrcopy is no part of it: the UCX of NIXL's wheels has no gdr_copy, and a read does not need it.
+    gdrcopy is not checked: the UCX in NIXL's wheels is built without gdr_copy, and a read does not need it.
     """
     ways = [
         *(["nvidia_peermem is loaded"] if cuda.peermem else []),
@@ -129,7 +132,10 @@ def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Check BAR1, through which RDMA sees GPU memory: a cache is registered twice, and some drivers count that."""
+    """Check the size of BAR1, the window through which RDMA reaches GPU memory.
+
+    kvflow registers a cache twice; with some drivers both registrations take space in BAR1.
+    """
     gpus = [gpu for gpu in cuda.gpus if gpu.bar1_mib and gpu.memory_mib]
     found = "; ".join(f"{gpu.bar1_mib} MiB for {gpu.memory_mib} MiB of memory" for gpu in gpus) or "unknown"
     if not host.rdma_devices:
@@ -145,7 +151,7 @@ def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_nearness(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Check that each GPU has a NIC behind the same PCIe switch."""
+    """Check that each GPU has an RDMA device reached through PCIe switches only, and that no IOMMU is in the way."""
     if not host.rdma_devices:
         return ok(name, "no RDMA devices")
     best = {gpu: [f"{nic} {how}" for nic, how in nics.items()] for gpu, nics in cuda.nearness.items()}
@@ -161,7 +167,10 @@ def check_nearness(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Check that kernels see what a NIC wrote once the host has seen the end of it, which is when a load ends."""
+    """Check the order of RDMA writes: once the host sees that a read has ended, GPU kernels must see its bytes.
+
+    A load ends at that moment.
+    """
     ordering = cuda.writes_ordering
     if ordering is None:
         return ok(name, "the driver does not say")
@@ -174,7 +183,7 @@ def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_sharing(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check whether processes in different containers can use cuda_ipc."""
+    """Check whether engines in different containers can use cuda_ipc: a shared PID namespace, or an IMEX channel."""
     where = "the machine's own" if cuda.pid_namespace == HOST_PID_NAMESPACE else "a container's"
     found = f"PID namespace: {where}; IMEX channels: {cuda.imex_channels}"
     if cuda.pid_namespace == HOST_PID_NAMESPACE or cuda.imex_channels:
@@ -204,7 +213,10 @@ def check_cuda(host: Host, cuda: Cuda) -> Iterator[Finding]:
 
 
 def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
-    """Judge the way of reads between two processes with caches on one GPU, with reasons if it is a slow one."""
+    """Judge the path that reads took between two processes with caches on one GPU. If it is slow, advise by `reasons`.
+
+    `path` is None if UCX did not log it.
+    """
     if path is None:
         return silent(name)
     if "software emulation" not in path.how and "tcp/" not in path.over:
@@ -213,7 +225,10 @@ def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
 
 
 def reasons(cuda: Cuda) -> list[str]:
-    """Reasons that keep processes in one container from cuda_ipc, the surest first; what to do where nothing helps."""
+    """Return what may keep two processes in one container from cuda_ipc, the surest reason first.
+
+    The last entry is the fallback if no advice helps.
+    """
     found = []
     if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):
         found.append("expandable_segments is on: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False")

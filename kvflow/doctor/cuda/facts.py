@@ -1,6 +1,6 @@
-"""Facts of a CUDA machine: from nvidia-smi, /proc and /sys, and from a child that loads torch and NIXL.
+"""Facts of a CUDA machine: from nvidia-smi, /proc and /sys, and from a child process that loads torch and NIXL.
 
-What concerns the GPUs themselves is asked in processes of their own: a driver that hangs or crashes is a finding.
+Everything that calls the driver runs in another process, so a driver that hangs or crashes is only a finding.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ VARIABLES = (
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY",
     "UCX_MAX_HCA_PER_GPU",
 )
-"""Variables of the environment that say how CUDA memory is made and moved."""
+"""Environment variables that change how CUDA memory is allocated and moved."""
 HOST_PID_NAMESPACE = "pid:[4026531836]"
-"""PID namespace of the machine itself: the number is fixed in Linux (PROC_PID_INIT_INO)."""
+"""Link text of the host's PID namespace. Linux fixes its number (PROC_PID_INIT_INO)."""
 _IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
 _SMI_TIMEOUT_S = 30
 _BUILDS = ("nixl-cu12", "nixl-cu13")
@@ -40,37 +40,47 @@ _BUILDS = ("nixl-cu12", "nixl-cu13")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Findings of a process that has loaded torch and NIXL. `problem` is why it came to nothing."""
+    """Facts from a child process that has loaded torch, NIXL and the CUDA driver."""
 
     torch: str = ""
     torch_cuda: str | None = None
-    """The CUDA that torch is built for; None for a build without."""
+    """CUDA version that torch is built for; None for a build without CUDA."""
     devices: int = 0
     nixl: str = ""
-    """The build of NIXL that was loaded, such as nixl_cu13."""
+    """Build of NIXL that was loaded, for instance "nixl_cu13"."""
     attributes: Mapping[str, int | None] = field(default_factory=dict)
+    """Attributes of the GPU as the driver reports them."""
     problem: str = ""
+    """Why the child failed, or the driver could not be loaded; "" if neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuda:
-    """Facts of the machine. `None` means that it cannot be known here."""
+    """Facts of a CUDA machine. None: not known here."""
 
     driver: str | None
     """Version of the driver."""
     driver_cuda: tuple[int, int] | None
-    """The newest CUDA that the driver runs."""
+    """Newest CUDA version that the driver supports."""
     gpus: tuple[Gpu, ...]
     nvlinks: Mapping[int, int]
+    """Number of active NVLinks by GPU number."""
     nearness: Mapping[str, Mapping[str, str]]
+    """Distance by GPU, then by NIC: PIX, PXB, ... (`nvidia.read_nearness`)."""
     peermem: bool
-    """The kernel's module nvidia_peermem is loaded."""
+    """True if the kernel module nvidia_peermem is loaded."""
     kernel: tuple[int, int] | None
+    """Version of the kernel."""
     iommu: bool
+    """True if an IOMMU is on."""
     pid_namespace: str
+    """Link text of this process's PID namespace; compare with `HOST_PID_NAMESPACE`."""
     imex_channels: int
+    """Number of IMEX channels that this process sees."""
     nixl_builds: tuple[str, ...]
+    """Installed NIXL packages for CUDA."""
     environment: Mapping[str, str]
+    """The `VARIABLES` that are set."""
     probe: Probe
 
     @property
@@ -79,7 +89,10 @@ class Cuda:
 
     @property
     def dmabuf(self) -> bool:
-        """True if RDMA can register this memory without a module of its own: the driver's word, and Linux 5.12."""
+        """True if RDMA can register GPU memory by dma-buf, without nvidia_peermem.
+
+        The driver has to report support, and Linux has to be 5.12 or newer.
+        """
         new_enough = self.kernel is not None and self.kernel >= (5, 12)
         return new_enough and bool(self.probe.attributes.get("DMA-BUF supported"))
 
@@ -109,7 +122,7 @@ def kernel_version(release: str) -> tuple[int, int] | None:
 
 
 def _smi(*arguments: str) -> str:
-    """Output of nvidia-smi; nothing if it is not there or does not end."""
+    """Return the output of `nvidia-smi` with these arguments; "" if it cannot be run or hangs."""
     command = ["nvidia-smi", *arguments]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
@@ -123,7 +136,7 @@ def _link(path: str) -> str:
 
 
 def probe() -> Probe:
-    """Load torch and NIXL in a child and ask them."""
+    """Gather the facts of `Probe` in a child process, which loads torch and NIXL."""
     try:
         return cast(Probe, call_in_child("CUDA", _look))
     except BenchError as error:
@@ -137,7 +150,7 @@ def _look() -> Probe:
 
     from kvflow.transport.nixl.native import import_bindings
 
-    import_bindings()  # loads the build of NIXL that fits torch's CUDA
+    import_bindings()  # loads the NIXL build for torch's CUDA version
     try:
         attributes, problem = load_driver().attributes(), ""
     except DriverError as error:

@@ -1,6 +1,6 @@
-"""Output of nvidia-smi, read: devices (`-q -x`), NVLink (`nvlink --status`), and who is how near to whom (`topo -m`).
+"""Parsers of nvidia-smi's output: devices (`-q -x`), NVLinks (`nvlink --status`), distances to NICs (`topo -m`). Pure.
 
-Pure. What a driver does not print, or prints as "N/A", is None or nothing: the formats differ between releases.
+The formats differ between driver releases. A value that is missing or "N/A" becomes None, or is left out.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ _ACTIVE_LINK = re.compile(r"Link \d+: [\d.]+ GB/s")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _NIC_NAME = re.compile(r"(NIC\d+): (\S+)")
 NEAR = ("PIX", "PXB")
-"""At most PCIe switches between them; NODE, PHB and SYS cross a host bridge or a socket."""
+"""Distances with only PCIe switches between GPU and NIC. PHB, NODE and SYS cross a host bridge or a socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One device. `mig` is None where it has no such mode."""
+    """One GPU. `mig` is True if MIG is enabled, and None if the GPU has no MIG mode."""
 
     name: str
     memory_mib: int | None
     bar1_mib: int | None
-    """The window through which NICs and peers see its memory."""
+    """Size of BAR1, the PCIe window through which NICs and peer GPUs reach the GPU's memory."""
     mig: bool | None
     compute_mode: str
 
 
 def read_devices(xml: str) -> tuple[str | None, tuple[int, int] | None, tuple[Gpu, ...]]:
-    """Read a report of `nvidia-smi -q -x`: the driver's version, the newest CUDA that it runs, and the devices.
+    """Parse a report of `nvidia-smi -q -x`.
 
-    The version is None if the text is no report.
+    Return the driver's version, the newest CUDA version that the driver supports, and the GPUs. If `xml` is not a
+    report, the driver's version is None.
     """
     try:
         root = ElementTree.fromstring(xml)
@@ -71,7 +72,7 @@ def _cuda(text: str) -> tuple[int, int] | None:
 
 
 def read_nvlinks(text: str) -> dict[int, int]:
-    """Links of each device that are up, by `nvidia-smi nvlink --status`; 0 for one that says nothing of links."""
+    """Parse `nvidia-smi nvlink --status`. Return the number of active NVLinks by GPU number, 0 for a GPU without."""
     found: dict[int, int] = {}
     device = -1
     for line in text.splitlines():
@@ -84,7 +85,7 @@ def read_nvlinks(text: str) -> dict[int, int]:
 
 
 def read_nearness(text: str) -> dict[str, dict[str, str]]:
-    """Nearness of each RDMA device to each GPU of the matrix of `nvidia-smi topo -m`, by its name: PIX, PXB, ..."""
+    """Parse the matrix of `nvidia-smi topo -m`. Return by GPU, then by NIC, their distance: PIX, PXB, ..."""
     text = _ESCAPES.sub("", text)
     names = dict(_NIC_NAME.findall(text))
     rows = [line.split("\t") for line in text.splitlines()]
@@ -100,5 +101,5 @@ def read_nearness(text: str) -> dict[str, dict[str, str]]:
 def _nics(row: list[str], columns: Mapping[int, str], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for place, cell in enumerate(row):
         heading = columns.get(place, "")
-        if heading.startswith(("NIC", "mlx5_")):  # older drivers name them in the heading
+        if heading.startswith(("NIC", "mlx5_")):  # older drivers put the device's name in the heading
             yield names.get(heading, heading), cell.strip()
