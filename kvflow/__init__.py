@@ -17,12 +17,10 @@ from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.limits import Limits
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
+from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.part import Part
-from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
-from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 
@@ -52,7 +50,6 @@ __all__ = [
     "CacheLayout",
     "Config",
     "DeviceEvent",
-    "DrainReport",
     "GroupKind",
     "KVStyle",
     "Lease",
@@ -66,8 +63,6 @@ __all__ = [
     "Observer",
     "Part",
     "PeerAddress",
-    "Prewarmed",
-    "Progress",
     "Rank",
     "Runtime",
     "RuntimeState",

@@ -102,7 +102,7 @@ async def test_no_path_of_a_request_lets_it_forge(written: Written) -> None:
         def request(lease: Lease, **more: Any) -> LoadRequest:
             return LoadRequest(f"{FORGED} load", lease.ticket.to_params(), more.pop("block_ids", [0]), **more)
 
-        with pair.reader.observed_by(FailingObserver()), pair.writer.observed_by(FailingObserver()):
+        with pair.reader._observers.one_more(FailingObserver()), pair.writer._observers.one_more(FailingObserver()):
             read = serve("read")
             await pair.reader.load_blocks(request(read))
             await read

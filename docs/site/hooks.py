@@ -38,7 +38,6 @@ _PICTURE = re.compile(
 # What the runtime, and nobody else, calls on what users hold.
 _OWN = {
     "kvflow.Load": ("begin", "end", "follow", "note_progress", "progressed"),
-    "kvflow.Runtime": ("observed_by",),
     "kvflow.prefix.SharedPrefixes": ("answer",),
 }
 

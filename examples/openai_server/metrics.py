@@ -53,9 +53,12 @@ class FrontMetrics:
 class WorkerMetrics:
     """Of a worker. `kvflow` observes its runtime."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.kvflow = PrometheusMetrics(self.registry)
+
+    def show(self, engine: Engine) -> None:
+        """Show the counts of an engine, too."""
         blocks = Gauge("openai_server_blocks", "Blocks of the KV cache", ["state"], registry=self.registry)
         blocks.labels("used").set_function(lambda: engine.statistics().blocks_used)
         blocks.labels("free").set_function(lambda: engine.statistics().blocks_free)

@@ -64,7 +64,8 @@ async def run_worker(name: str, role: Role, listening: socket.socket, checkpoint
     prefixes = Prefixes() if share and role == "prefill" else None
     parts = [] if prefixes is None else [prefixes]
     async with open_engine(name, checkpoint) as engine:
-        metrics = WorkerMetrics(engine)
+        metrics = WorkerMetrics()
+        metrics.show(engine)
         async with registered(config, engine, [metrics.kvflow], parts) as runtime, background_tasks() as start_task:
             metrics.kvflow.watch(runtime)
             app = worker_app(name, engine, runtime)

@@ -81,13 +81,12 @@ class Replica:
 async def _opened(checkpoint: Path, parts: Sequence[Part]) -> AsyncIterator[Opened]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    shown = RayMetrics()
-    replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown], parts=parts)
+    shown, metrics = RayMetrics(), WorkerMetrics()
+    replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown, metrics.kvflow], parts=parts)
     async with open_engine(replica.place.engine_id, checkpoint) as engine:
-        metrics = WorkerMetrics(engine)
-        with replica.runtime.observed_by(metrics.kvflow):
-            async with replica, background_tasks() as start_task:
-                await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
-                start_task(shown.watch(replica.runtime), "metrics")
-                yield Opened(engine=engine, kvflow=replica, start_task=start_task, metrics=metrics)
-                await replica.drain()  # before the tasks end that keep leased blocks
+        metrics.show(engine)
+        async with replica, background_tasks() as start_task:
+            await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
+            start_task(shown.watch(replica.runtime), "metrics")
+            yield Opened(engine=engine, kvflow=replica, start_task=start_task, metrics=metrics)
+            await replica.drain()  # before the tasks end that keep leased blocks

@@ -23,10 +23,8 @@ from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.part import Part
-from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import ServeRequest
 from kvflow.runtime.records import Observer
-from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.world import World
 
@@ -207,7 +205,7 @@ class Runtime:
 
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
-    ) -> tuple[Prewarmed, ...]:
+    ) -> tuple[KVFlowError | None, ...]:
         """Connect to engines before the first load from them: see `kvflow.Runtime.prewarm`.
 
         Args:
@@ -215,7 +213,7 @@ class Runtime:
             timeout_s: how long to wait, in seconds; None waits as long as the handshakes take.
 
         Returns:
-            One result for each, in order, with the error if there was one.
+            For each engine, in order, None if all ranks that loads need are connected, else the error.
 
         Raises:
             TimeoutError: `timeout_s` has passed; handshakes under way go on.
@@ -227,7 +225,7 @@ class Runtime:
         bound_s = 2 * self.config.handshake_timeout_s + self._thread.call_timeout_s
         return self._thread.call(lambda rt: rt.forget_peer(engine_id, address), bound_s)
 
-    def drain(self, deadline_s: float | None = None) -> DrainReport:
+    def drain(self, deadline_s: float | None = None) -> bool:
         """Blocking form of `kvflow.Runtime.drain`."""
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
         bound_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError) + self._closing_s

@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvflow.core.plan.topology import Rank
 from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, told_by
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
@@ -113,7 +114,7 @@ class _Watched:
     """A watched runtime, with a way to take its statistics from any thread."""
 
     def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
-        self.labels = [runtime.config.engine_id, *map(str, runtime.rank)]
+        self.labels = [runtime.config.engine_id, *map(str, Rank.of(runtime.config))]
         self._runtime = runtime
         self._loop = loop
         self._last = runtime.statistics()

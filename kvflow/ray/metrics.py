@@ -14,6 +14,7 @@ import asyncio
 
 from ray.serve import metrics as serve_metrics
 
+from kvflow.core.plan.topology import Rank
 from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, told_by
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
@@ -81,7 +82,7 @@ class RayMetrics:
         Args:
             runtime: the one whose records this observes.
         """
-        where = dict(zip(LABELS, (runtime.config.engine_id, *map(str, runtime.rank)), strict=True))
+        where = dict(zip(LABELS, (runtime.config.engine_id, *map(str, Rank.of(runtime.config))), strict=True))
         while True:
             self._show(runtime.statistics(), where)
             await asyncio.sleep(self._period_s)

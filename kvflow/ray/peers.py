@@ -67,12 +67,10 @@ async def _renewed(
     for gone in known - now:
         await runtime.forget_peer(gone.engine_id)
     come = sorted(now - known, key=lambda peer: peer.engine_id)
-    results = await runtime.prewarm(come)
-    for result in results:
-        if result.error is not None:
-            logger.info("engine %s is not connected yet: %s", result.engine_id, result.error)
-    failed = {peer for peer, result in zip(come, results, strict=True) if result.error is not None}
-    return now - failed
+    failed = {peer: error for peer, error in zip(come, await runtime.prewarm(come), strict=True) if error is not None}
+    for peer, error in failed.items():
+        logger.info("engine %s is not connected yet: %s", peer.engine_id, error)
+    return now - failed.keys()
 
 
 def _peer(entry: Mapping[str, Any]) -> PeerAddress:

@@ -29,13 +29,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from kvflow.core.plan.topology import Rank
 from kvflow.errors import ConfigError, RuntimeBroken
 from kvflow.extras import install_line
 from kvflow.ray import place as places
 from kvflow.ray.place import ReplicaPlace
 from kvflow.runtime.part import Part
 from kvflow.runtime.records import Observer
-from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState
 from kvflow.runtime.world import World
@@ -90,7 +90,7 @@ class ReplicaRuntime:
         """Close the runtime: what was not drained gets Config.drain_timeout_s."""
         await self.runtime.aclose()
 
-    async def drain(self) -> DrainReport:
+    async def drain(self) -> bool:
         """Take no new work, let leases and loads end, and end those that are left at the deadline.
 
         To be called by the replica that goes, before it ends the tasks that hold the leases' blocks. Bounded by
@@ -98,10 +98,10 @@ class ReplicaRuntime:
         Serve does without starting replicas again. Cancelling stops the waiting.
 
         Returns:
-            What became of what was open; not `finished` if the runtime had ended before.
+            True if everything ended before the deadline; False also if the runtime had ended before.
         """
         if self.runtime.state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
-            return DrainReport(finished=False)  # what was open has ended with it
+            return False  # what was open has ended with it
         left_s = places.time_to_drain_s(self._look(), self.runtime.config)
         return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
 
@@ -114,7 +114,7 @@ class ReplicaRuntime:
         Raises:
             RuntimeBroken, RuntimeClosed: as for `Runtime.address`.
         """
-        rank = self.runtime.rank
+        rank = Rank.of(self.runtime.config)
         return {
             "engine_id": self.runtime.config.engine_id,
             "address": self.runtime.address,

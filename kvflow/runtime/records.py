@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -19,13 +18,12 @@ from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.history import Moment
-from kvflow.errors import ConfigError, UsageError
+from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
 
 LOADED, CANCELLED = "loaded", "cancelled"
-_EXPECTED = "expected objects with load_ended and lease_ended"
 
 RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
@@ -135,7 +133,8 @@ class Observers:
     def __init__(self, observers: Sequence[Observer], *, forgiven: bool = True) -> None:
         listed = checks.answer(lambda: tuple(observers))
         if listed is None or not all(map(_listens, listed)):
-            raise ConfigError(f"observers: {_EXPECTED}, got {checks.shown(observers)}")
+            what = "expected objects with load_ended and lease_ended"
+            raise ConfigError(f"observers: {what}, got {checks.shown(observers)}")
         self.all = listed
         self._forgiven = forgiven
         self._failures = Counter[int]()
@@ -143,14 +142,9 @@ class Observers:
         self._error: Exception | None = None
         """The first, if it is not forgiven."""
 
-    def one_more(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tell another observer, too, inside the block. UsageError, at once, if it is none."""
-        if not _listens(observer):
-            raise UsageError(f"observer: {_EXPECTED}, got {checks.shown(observer)}")
-        return self._with(observer)
-
     @contextlib.contextmanager
-    def _with(self, observer: Observer) -> Iterator[None]:
+    def one_more(self, observer: Observer) -> Iterator[None]:
+        """Tell another observer, too, inside the block: for tests."""
         self.all = (*self.all, observer)
         try:
             yield

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvflow.checks import counted
@@ -36,19 +35,6 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 _NAMED_MAX = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainReport:
-    """Outcomes of what was open when draining began; `finished`: all ended by itself, within the deadline."""
-
-    finished: bool
-    leases_read: int = 0
-    leases_expired: int = 0
-    leases_revoked: int = 0
-    loads_succeeded: int = 0
-    loads_failed: int = 0
-    """Loads that failed, were cancelled, or were ended by the deadline."""
 
 
 class Registration:
@@ -106,32 +92,23 @@ class Registration:
         open_now = self.cache.serving.statistics.open_leases or loading.open_loads or loading.quarantines
         return bool(open_now or any(map(open_of, self.parts)))
 
-    async def drain(self, deadline_s: float) -> DrainReport:
+    async def drain(self, deadline_s: float) -> bool:
         """Wait until nothing is open, at most `deadline_s`; then end what is left, and wait for that, too.
 
-        The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the
-        waiting.
+        The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Return whether everything
+        ended within `deadline_s`. Cancelling stops the waiting.
         """
         if self.cache is None:
-            return DrainReport(finished=True)
+            return True
         serving, loader, engine_id = self.cache.serving, self.cache.loader, self._config.engine_id
         serving.news.turn_away(f"engine {engine_id!r} is draining")
-        leases, loads = serving.statistics, loader.statistics
         waits = [serving.drained(), loader.drained(), *(part.drained() for part in self.parts)]
         finished = await _all_within(waits, deadline_s)
         if not finished:
             what = f"leases of {_some(serving.open_requests)}, loads of {_some(loader.open_requests)}"
             logger.warning("engine %r: open after draining for %s s, ended now: %s", engine_id, deadline_s, what)
         await self.end()
-        leases_now, loads_now = serving.statistics, loader.statistics
-        return DrainReport(
-            finished=finished,
-            leases_read=leases_now.read - leases.read,
-            leases_expired=leases_now.expired - leases.expired,
-            leases_revoked=leases_now.revoked - leases.revoked,
-            loads_succeeded=loads_now.succeeded - loads.succeeded,
-            loads_failed=loads_now.failed + loads_now.cancelled - loads.failed - loads.cancelled,
-        )
+        return finished
 
     def stop(self, why: Ending) -> None:
         """Take no more work: revoke leases, and have loads and what parts have under way end soon."""

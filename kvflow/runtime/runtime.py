@@ -19,7 +19,6 @@ from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
-from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RequestError, RuntimeUnavailable, UsageError
@@ -29,10 +28,9 @@ from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.part import Part
-from kvflow.runtime.peers.prewarm import Prewarmed, prewarm
+from kvflow.runtime.peers.prewarm import prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
-from kvflow.runtime.registration import DrainReport
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.tasks import require_loop, seen
@@ -80,10 +78,6 @@ class Runtime:
     @property
     def config(self) -> Config:
         return self._supervisor.config
-
-    @property
-    def rank(self) -> Rank:
-        return self._supervisor.rank
 
     @property
     def state(self) -> RuntimeState:
@@ -345,7 +339,9 @@ class Runtime:
         cache = self._require_cache("keep_leases")
         return self._entered_here(cache.remote_leases.keep_while(cache.resolver.read_ticket(ticket)))
 
-    async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
+    async def prewarm(
+        self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
+    ) -> tuple[KVFlowError | None, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
 
         One bad engine does not keep others from being connected. Takes at most Config.handshake_timeout_s for each
@@ -355,7 +351,7 @@ class Runtime:
             engines: each named by the address of one of its ranks, or by a ticket of it.
 
         Returns:
-            One result for each, in order, with the error if there was one.
+            For each engine, in order, None if all ranks that loads need are connected, else the error.
         """
         cache = self._require_cache("prewarm")
         return await prewarm(cache.own_reach, cache.peers, engines)
@@ -379,7 +375,7 @@ class Runtime:
         cache = self._supervisor.cache
         return cache is None or await cache.peers.forget(engine_id, address)
 
-    async def drain(self, deadline_s: float | None = None) -> DrainReport:
+    async def drain(self, deadline_s: float | None = None) -> bool:
         """Take no new work, and wait until all leases and loads have ended, or until `deadline_s`.
 
         From the first moment `serve_blocks` and `load_blocks` raise RuntimeDraining, and readers that come are refused
@@ -391,25 +387,11 @@ class Runtime:
                 Limits.seal_hold_s, cancel_grace_s and drain_timeout_s more.
 
         Returns:
-            What became of what was open when draining began.
+            True if everything ended before `deadline_s`. `statistics()` counts how leases and loads ended.
         """
         self._require("drain", new_work=False)
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
         return await self._supervisor.drain(checks.seconds(wanted_s, "drain: deadline_s", error=UsageError))
-
-    def observed_by(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tell one more observer how loads and leases end, as in `with runtime.observed_by(observer): ...`.
-
-        Args:
-            observer: gets the records beside those that the runtime was opened with.
-
-        Returns:
-            A context manager; its block is how long the observer is told.
-
-        Raises:
-            UsageError: it is no observer; at once, not on entering the block.
-        """
-        return self._observers.one_more(observer)
 
     def statistics(self) -> RuntimeStatistics:
         """Counts of what is open now and of what has happened so far. Legal in every state.

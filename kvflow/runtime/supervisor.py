@@ -42,7 +42,7 @@ from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
 from kvflow.runtime.part import Ending, Foreign, Part
 from kvflow.runtime.records import Observers
-from kvflow.runtime.registration import DrainReport, Registration
+from kvflow.runtime.registration import Registration
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics, totals
 from kvflow.runtime.tasks import Tasks, require_loop, to_its_end
 from kvflow.runtime.world import World
@@ -169,10 +169,10 @@ class Supervisor:
             self.registration.abandon(wait_s)
         self.copier.abandon(wait_s)
 
-    async def drain(self, deadline_s: float) -> DrainReport:
+    async def drain(self, deadline_s: float) -> bool:
         """See `Runtime.drain`."""
         self.state = RuntimeState.DRAINING
-        return DrainReport(finished=True) if self.registration is None else await self.registration.drain(deadline_s)
+        return self.registration is None or await self.registration.drain(deadline_s)
 
     def statistics(self) -> RuntimeStatistics:
         cache, past, registration = self.held, self._past, self.registration

@@ -208,5 +208,9 @@ def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache |
         return lease
 
     final = checked_at_end(watch.assert_unchanged)
-    with runtime.observed_by(watch), mock.patch.object(runtime, "serve_blocks", serve_watched), final:
+    with (
+        runtime._supervisor.observers.one_more(watch),
+        mock.patch.object(runtime, "serve_blocks", serve_watched),
+        final,
+    ):
         yield watch

@@ -31,7 +31,7 @@ async def late(pair: InprocPair, request: LoadRequest) -> DeadlineExceeded:
 async def test_a_prompt_that_is_never_computed_is_its_producers_fault(staging: str, computed: int) -> None:
     async with pair_of(staging) as pair:
         lease, records = opened(pair), Records()
-        with pair.consumer.runtime.observed_by(records):
+        with pair.consumer.runtime._observers.one_more(records):
             lease.advance(computed)
             error = await late(pair, wanted(pair, lease, deadline_s=2.0))
         assert str(error).endswith(f"deadline exceeded in phase 'compute': {computed} of 16 tokens computed")

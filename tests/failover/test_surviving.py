@@ -174,7 +174,7 @@ async def trio(config: Config = PATIENT, *, warm: bool = False) -> AsyncIterator
         cluster.engine("reader", config=base) as reader,
     ):
         made = Trio(first, second, reader, cluster)
-        with reader.runtime.observed_by(made.records):
+        with reader.runtime._observers.one_more(made.records):
             if warm:
                 await made.warm()
             yield made

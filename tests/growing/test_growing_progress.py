@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvflow import Lease, LeaseOutcome, Load, LoadRequest, Progress, ServeRequest, blocking
+from kvflow import Lease, LeaseOutcome, Load, LoadRequest, ServeRequest, blocking
 from kvflow.errors import LeaseExpired, PrefillFailed, RequestError
+from kvflow.runtime.load.requests import Progress
 from kvflow.testing import (
     CacheSize,
     InprocCluster,

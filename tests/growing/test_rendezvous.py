@@ -617,7 +617,7 @@ async def test_an_incarnation_that_is_no_name_is_refused_unread(incarnation: str
             lease = offer(pair)
             ticket = rendezvous(pair) if met else asked(lease.ticket)
             with (
-                pair.consumer.runtime.observed_by(observer),
+                pair.consumer.runtime._observers.one_more(observer),
                 pytest.raises(ProtocolError, match=r"incarnation") as raised,
             ):
                 await start(pair, ticket)

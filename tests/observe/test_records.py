@@ -110,7 +110,7 @@ async def test_in_a_test_an_observers_error_is_the_tests() -> None:
     cluster = InprocCluster()
     with pytest.raises(ValueError, match="no leases, please"):
         async with cluster.engine("a") as engine:
-            with engine.runtime.observed_by(Saboteur()):
+            with engine.runtime._observers.one_more(Saboteur()):
                 await engine.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
     config = Config(engine_id="b", listen="tcp://127.0.0.1:0")
     runtime = Runtime(config, observers=[Saboteur()], world=cluster.world())

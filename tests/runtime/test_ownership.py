@@ -185,8 +185,8 @@ VERBS: dict[str, Callable[[Runtime, Lease, Load], object]] = {
 """Everything that asks for work or waits, of everything that belongs to a loop."""
 ANYWHERE = {
     *("Runtime.__aenter__", "Runtime.__aexit__"),  # `aclose`; a runtime belongs to no loop before it is open
-    *("Runtime.config", "Runtime.rank", "Runtime.state", "Runtime.address", "Runtime.quarantines"),
-    *("Runtime.statistics", "Runtime.observed_by"),
+    *("Runtime.config", "Runtime.state", "Runtime.address", "Runtime.quarantines"),
+    "Runtime.statistics",
     *("Lease.request_id", "Lease.block_ids", "Lease.block_tables", "Lease.state", "Lease.done", "Lease.readers_done"),
     *("Load.block_ids", "Load.block_tables", "Load.done", "Load.safe"),
     *("Load.follow", "Load.note_progress", "Load.begin", "Load.end"),  # of its loader

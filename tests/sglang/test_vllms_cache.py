@@ -174,7 +174,7 @@ def test_what_keeps_the_two_plugins_apart() -> None:
             lease = vllm.serve_blocks(kvflow.ServeRequest("r", block_ids=[2], num_tokens=20))
             (one,) = await other.prewarm([lease.ticket])
             lease.revoke()
-            return one.error
+            return one
 
     error = asyncio.run(refusal())
     assert isinstance(error, PeerIncompatible)

@@ -132,7 +132,7 @@ async def test_records_and_metrics_tell_what_vouches() -> None:
     metrics, now = PrometheusMetrics(registry), arrival()
     observer = SimpleNamespace(load_ended=records.append, lease_ended=lambda _: None)
     async with stock_producer() as producer, reader() as ours, reader(engine_id="second") as theirs:
-        with ours.runtime.observed_by(metrics), ours.runtime.observed_by(observer):
+        with ours.runtime._observers.one_more(metrics), ours.runtime._observers.one_more(observer):
             await ours.load(producer.offer("fresh", [3], TOKENS), [0])
             late = Arrival(now.machine, now.now_s - 1e6)
             ticket = read_stock(producer.offer("late", [3], TOKENS), arrived=late, lease_s=30.0, block_ids_max=100)

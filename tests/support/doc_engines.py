@@ -62,7 +62,7 @@ async def operations(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> Async
     async with kvflow.Runtime(Config(engine_id="decode-0", listen="tcp://127.0.0.1:0")) as runtime:
         names: Names = {"config": Config(engine_id="prefill-0"), "runtime": runtime}
         yield names
-        assert names["report"].finished
+        assert names["finished"]
 
 
 @asynccontextmanager

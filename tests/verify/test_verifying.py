@@ -105,7 +105,7 @@ async def test_a_flipped_byte_is_read_once_more(pair: EnginePair, caplog: pytest
     records = Records()
     pair.transport.faults.flip_next = 1
     lease = pair.offer([3, 7])
-    with pair.reader.observed_by(records), caplog.at_level("WARNING", "kvflow"):
+    with pair.reader._observers.one_more(records), caplog.at_level("WARNING", "kvflow"):
         report = await pair.load(lease, [0, 1], verify=True)
     pair.assert_loaded([0, 1], [3, 7])
     assert await lease is LeaseOutcome.READ
@@ -122,7 +122,7 @@ async def test_what_differs_twice_is_a_typed_error(pair: EnginePair) -> None:
     records = Records()
     pair.transport.faults.flip_next = 2
     lease = pair.offer([3, 7])
-    with pair.reader.observed_by(records):
+    with pair.reader._observers.one_more(records):
         error = await pair.fails(ChecksumMismatch, lease, [0, 1], verify=True)
     assert not error.retryable
     assert error.quarantine is None
@@ -402,7 +402,7 @@ async def test_a_load_that_ends_while_it_waits_for_digests_gives_its_blocks_back
                 await lease.revoke()
                 held.gate.set()
             case "the reader closes":
-                assert not (await pair.reader.drain(0.01)).finished
+                assert not await pair.reader.drain(0.01)
             case "the producer closes":
                 await pair.writer.aclose()
         with pytest.raises(ENDS[end]) as caught:

@@ -89,12 +89,8 @@ def test_what_does_not_fit_is_said_before_traffic(sides: tuple[Server, Server], 
             if changes.pop("plain", False):
                 layout = kvflow.CacheLayout.infer(tensors, order="HND", block_size=BLOCK)
             await runtime.register_kv_caches(tensors, layout)
-            return [
-                one.error
-                for one in await runtime.prewarm(
-                    [ticket, kvflow.PeerAddress(engine_id=ticket.engine_id, address=ticket.address)]
-                )
-            ]
+            engines = [ticket, kvflow.PeerAddress(engine_id=ticket.engine_id, address=ticket.address)]
+            return list(await runtime.prewarm(engines))
 
     assert asyncio.run(errors()) == [None, None]
     for changes, message in (

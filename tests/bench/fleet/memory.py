@@ -62,9 +62,9 @@ async def _connect(reader: TestEngine, engines: list[TestEngine]) -> None:
     addresses = [
         PeerAddress(engine_id=one.runtime.config.engine_id, address=one.runtime.address or "") for one in engines
     ]
-    for result in await reader.runtime.prewarm(addresses):
-        if result.error is not None:
-            raise result.error
+    for error in await reader.runtime.prewarm(addresses):
+        if error is not None:
+            raise error
 
 
 def _offer(engine: TestEngine, tokens: int) -> Lease:

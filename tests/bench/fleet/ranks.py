@@ -15,7 +15,6 @@ from kvflow.config import Config
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import KVFlowError
 from kvflow.limits import Limits
-from kvflow.runtime.peers.prewarm import Prewarmed
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World
@@ -158,7 +157,7 @@ class FleetRank:
         except KVFlowError:  # it is on its way out
             return None
 
-    async def prewarm(self, others: list[FleetRank]) -> tuple[Prewarmed, ...]:
+    async def prewarm(self, others: list[FleetRank]) -> tuple[KVFlowError | None, ...]:
         """Connect to others; nothing of it is left if the process ends meanwhile."""
         process, runtime = self.process, self.runtime
         assert process is not None
