@@ -1,10 +1,10 @@
 """Prefixes: a part that finds a prompt's beginning in another engine's cache, `Runtime(config, parts=[Prefixes()])`.
 
-prefixes         the part and its verbs               keys            names of prefixes by their contents
-prefix_cache     an engine's own prefix cache         sharing         one that is shared: questions and leases
-prefix_requests  requests, offers, reports, counts    pull, search    a pull; the engines asked for one prefix
-seek             questions to engines                 seek_request    the question on the wire
-load_rates       what loads have taken                testing         a prefix cache for tests
+prefixes         the part and its methods               keys            names of prefixes by their content
+prefix_cache     an engine's own prefix cache           sharing         a shared one: its answers and leases
+prefix_requests  requests, offers, reports, statistics  pull, search    one pull; the answers to one question
+seek             questions to engines                   seek_request    the question on the wire
+load_rates       measured speeds of loads               testing         a prefix cache for tests
 kv_events        KV events of engines, followed and published, and the map that they feed
 """
 

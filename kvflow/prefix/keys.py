@@ -1,11 +1,11 @@
-"""Keys that name a prefix by what is in it, so that two engines can tell that they mean the same one.
+"""Keys that name a prefix by its content, so that engines which hold the same prefix give it the same name.
 
 A key is one digest of 32 bytes over a salt and all tokens before the block's end:
 
     key(t) = BLAKE2b-256( b"kvflow-prefix-1\\0" + u32le(len(salt)) + salt + int64le of each of tokens[0:t] )
 
 So it does not depend on how the tokens are cut into blocks: engines with blocks of 16 and of 32 tokens agree at each
-boundary that both have. Hashes of engines are not translated; whoever has the tokens computes the keys from them.
+boundary that both have. Keys are always computed from the tokens; the hashes that engines use are not translated.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _TOKEN = np.dtype("<i8")
 
 
 def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") -> list[bytes]:
-    """Keys of a prompt's full blocks, by which `PrefixRequest` asks and `PrefixCache.match` is asked.
+    """Return the keys of a prompt's full blocks. `PrefixRequest` and `PrefixCache.match` take such keys.
 
     Args:
-        tokens: The prompt's token ids. What else tells prompts apart, such as an adapter or pictures, changes numbers
-            in it on both sides alike, as in the digest of a ticket.
-        block_tokens: Tokens between two keys. Holder and reader need not agree; they find what both have a key for.
-        salt: Shares prefixes among those who give the same one, such as a tenant's name; 1,024 bytes at most.
+        tokens: token ids of the prompt. Anything else that tells prompts apart, such as an adapter or pictures, must
+            change numbers in it, on both sides alike, as in the digest of a ticket.
+        block_tokens: tokens between two keys. Holder and reader may use different numbers; they find the prefixes for
+            which both have a key.
+        salt: at most 1,024 bytes, such as a tenant's name. Only engines with the same salt share prefixes.
 
     Returns:
         One key of 32 bytes for each full block. Key i is of the first `(i + 1) * block_tokens` tokens.
 
     Raises:
-        RequestError: No token ids, `block_tokens` below 1, or a salt that is no bytes or too long.
+        RequestError: `tokens` are no token ids, `block_tokens` is below 1, or `salt` is not bytes or is too long.
     """
     step = whole(block_tokens, "block_tokens", least=1) * _TOKEN.itemsize
     data = memoryview(token_bytes(tokens, "tokens"))
@@ -49,9 +50,9 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
 
 
 def key_state(salt: bytes) -> hashlib.blake2b:
-    """The running hash of no tokens: updated by those of a block, its digest is the block's key.
+    """Return the running hash of no tokens. Updated with those of a block, it has the block's key as its digest.
 
-    RequestError if the salt is no bytes, or too long.
+    RequestError if `salt` is not bytes, or is too long.
     """
     given = instance(salt, bytes, "salt")
     if len(given) > SALT_BYTES_MAX:
@@ -61,5 +62,5 @@ def key_state(salt: bytes) -> hashlib.blake2b:
 
 
 def token_bytes(tokens: Sequence[int], what: str) -> bytes:
-    """Tokens as a key takes them. RequestError if they are no whole numbers of 64 bits."""
+    """Return tokens as the bytes that keys are made of. RequestError if they are no whole numbers of 64 bits."""
     return whole_numbers(tokens, what).astype(_TOKEN, copy=False).tobytes()

@@ -1,4 +1,4 @@
-"""Rates: seconds that a token of a load has taken, by the engine that it came from."""
+"""Rates of loads: seconds per token, for each engine that was read from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _QUEUED_MOST_S = 1.0
 
 
 class LoadRates:
-    """Rates that loads have had. Of more than a thousand engines those that were read last are remembered."""
+    """Rates that loads have had, by engine. Only the thousand or so engines that were read from last are remembered."""
 
     def __init__(self) -> None:
         self._s_per_token = Latest[str, float](_ENGINES_MAX)
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Note a load of `ticket`, or of several tickets of which this is the first."""
+        """Note the rate of a load of `ticket`. For a load of several tickets, `ticket` is the first."""
         if not report.tokens:
             return
         engine_id, seconds = ticket.engine_id, report.total_s
@@ -29,9 +29,9 @@ class LoadRates:
         self._s_per_token[engine_id] = before + _NEWEST * (newest - before)
 
     def expected_s(self, engine_id: str, tokens: int, queued_tokens: float) -> float | None:
-        """Return the expected seconds of a load; None for an engine that was never read from.
+        """Return the seconds that a load of `tokens` tokens should take; None if the engine was never read from.
 
-        Tokens that other readers have yet to read from the engine delay the load, by a second at most.
+        `queued_tokens`, which other readers have yet to read from the engine, delay the load by at most a second.
         """
         s_per_token = self._s_per_token.get(engine_id)
         if s_per_token is None:

@@ -1,4 +1,4 @@
-"""A prefix cache as its engine shows it to kvflow: `PrefixCache`, and the statistics of one that is shared."""
+"""An engine's prefix cache as kvflow uses it: the protocol `PrefixCache`, and the statistics of a shared cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvflow.core.plan.descriptors import GivenBlockIds
 class PinnedPrefix:
     """Blocks that hold the first `num_tokens` tokens of a prompt, and that their engine has pinned for a reader.
 
-    `block_ids` are as in a `ServeRequest`: in prompt order; for a cache of several groups a list for each. A group with
-    a window gives the last blocks, at least those of the window; one of state the slot that was kept at that token.
+    `block_ids` are as in a `ServeRequest`: in prompt order; for a cache of several groups, one list for each group. A
+    group with a window gives its last blocks, at least those of the window. A group of state gives the slot that was
+    kept at that token.
     """
 
     block_ids: GivenBlockIds
@@ -23,45 +24,47 @@ class PinnedPrefix:
 
 @runtime_checkable
 class PrefixCache(Protocol):
-    """An engine's prefix cache. Both methods are called on the runtime's loop, and must not block it."""
+    """Protocol of an engine's prefix cache. Both methods are called on the runtime's loop, and must not block it."""
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | Awaitable[PinnedPrefix | None] | None:
-        """Find the longest beginning of a prefix that is in the cache now, and pin it.
+        """Find the longest beginning of a prefix that is in the cache now, and pin its blocks.
 
         Args:
-            keys: as `prefix_keys` makes them: number i vouches for the first (i + 1) * `key_tokens` tokens.
-            key_tokens: tokens from one key to the next; the reader chooses, so it need not be this cache's block size.
+            keys: keys made by `prefix_keys`: key i is of the first (i + 1) * `key_tokens` tokens.
+            key_tokens: tokens between two keys. The reader chooses it, so it may differ from the block size of this
+                cache.
 
         Returns:
-            The prefix, of a multiple of `key_tokens` tokens, whose blocks hold these until `unpin`; None if there is
-            none. Or an awaitable of it, for a cache that lives in another thread or process. It may take a second; then
-            it is left to end by itself, and what it gives is unpinned.
+            The pinned prefix, or None if there is none. It has a multiple of `key_tokens` tokens, and its blocks keep
+                them until `unpin`. A cache that lives in another thread or process may return an awaitable of this. If
+                the awaitable takes more than a second, the reader gets a miss; the awaitable is left to end by itself,
+                and its prefix is unpinned.
         """
         ...
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Take a pin off again; called once for each prefix that `match` has given.
+        """Remove the pin from a prefix. Called once for each prefix that `match` has returned.
 
         Args:
-            pinned: the very object.
+            pinned: the object that `match` has returned.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingStatistics:
-    """Prefixes that are leased to readers now, and questions so far by their outcome."""
+    """Prefixes that are leased to readers now, and counts of questions by outcome."""
 
     prefixes: int
     pinned_blocks: int
-    """Blocks of these prefixes, each counted once."""
+    """Blocks of the leased prefixes, each counted once."""
     found: int
-    """Questions that were answered with a prefix."""
+    """Questions answered with a prefix."""
     missed: int
-    """Questions for prefixes that the cache does not have."""
+    """Questions for a prefix that the cache does not have."""
     busy: int
-    """Questions for a prefix that is there, while too many blocks were pinned already, or too many questions waited."""
+    """Questions answered with a miss because too much was pinned or waiting, or because the cache took too long."""
     failed: int
-    """Questions on which the cache has raised, or given a prefix that cannot be right."""
+    """Questions on which the cache has raised, or has returned an invalid prefix."""
     reclaimed: int
-    """Prefixes whose leases were ended because their owner needed the blocks."""
+    """Prefixes taken back from their readers because the engine needed the blocks."""

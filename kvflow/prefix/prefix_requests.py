@@ -1,4 +1,4 @@
-"""Pulls of prefixes as their caller sees them: the request, what holders offer, the report, and the counts of all."""
+"""Requests for prefixes, offers of holders, reports of pulls, and statistics."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ GivenPeer: TypeAlias = "PeerAddress | Ticket | Mapping[str, Any] | str"
 
 @dataclass(frozen=True, slots=True)
 class PrefixRequest:
-    """Fill `block_ids` with as much of a prefix as one of `peers` has in its cache.
+    """Request to fill `block_ids` with as much of a prefix as one of `peers` has in its cache.
 
-    `keys` are `prefix_keys` of the prompt, one for each `key_tokens` tokens: best the block size of the cache
-    that is filled. Each peer is the address of one of its ranks ("tcp://host:port"), a `PeerAddress`, or any ticket of
-    the engine; at most 64 are asked, side by side.
+    `keys` are `prefix_keys` of the prompt, one for each `key_tokens` tokens; the best `key_tokens` is the block size of
+    the cache that is filled. A peer is the address of one of its ranks ("tcp://host:port"), a `PeerAddress`, or any
+    ticket of the engine. At most 64 peers are asked, side by side.
 
-    `block_ids` are the local blocks for the tokens from `cached_tokens` on, in prompt order, as many as the keys are
-    for: RequestError with both numbers if there are fewer or more. For a cache of several groups they are a list for
-    each: one with a window has a block for every place of the prompt, too, and those at the end of what is found are
-    filled; one of state has its slot.
+    `block_ids` are the local blocks for the tokens from `cached_tokens` on, in prompt order, exactly as many as the
+    tokens of all keys take; otherwise RequestError gives both numbers. For a cache of several groups they are one list
+    for each group. A group with a window also has a block for every position of the prompt, and the blocks at the end
+    of the prefix are filled. A group of state has its slot.
     """
 
     request_id: str
@@ -48,109 +48,111 @@ class PrefixRequest:
     block_ids: GivenBlockIds
     peers: Peers
     cached_tokens: Count = 0
-    """Tokens that are in the caller's cache already: full blocks of it. What holders have of them is not read."""
+    """Tokens that are in the local cache already, in full blocks. They are not read from a holder."""
     deadline_s: Seconds | None = None
     """Seconds for questions and bytes together; Config.load_deadline_s if None."""
     answer_within_s: Seconds = 0.25
-    """Time in which a holder has to answer; who answers later is left out."""
+    """Seconds in which a holder has to answer; a later answer is not used."""
     priority: int = 0
     after: GivenEvent = None
-    """Event as in a `LoadRequest`: without it the local blocks have to be at rest."""
+    """Event as in a `LoadRequest`. Without one, the device must not be using the local blocks."""
     recompute_s_per_token: Seconds | None = None
-    """Seconds that computing a token takes here. With it no prefix is pulled that is computed sooner, by the measured
-    rate of its holder; None pulls any."""
+    """Seconds that computing one token takes here. If given, a prefix is not pulled if computing it should be faster,
+    by the measured rate of its holder; a holder that was never read from is tried. None: any prefix is pulled.
+    """
     rest: Ticket | Mapping[str, Any] | None = None
-    """A ticket of the whole prompt, whose engine gives what the prefix has not: both are read side by side, and what
-    fails of the prefix is read from there as well. `block_ids` are then those of all tokens, windows and state as for a
-    load of that ticket."""
+    """Ticket of the whole prompt. Its engine supplies the tokens behind the prefix, which are read side by side with
+    the prefix; if the prefix cannot be read, its tokens are read from that engine, too. `block_ids` are then those of
+    all tokens, with windows and state as for a load of that ticket.
+    """
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt, to be compared with `rest` as `LoadRequest.prompt` is."""
+    """Token ids of the prompt, compared with `rest` as `LoadRequest.prompt` is."""
     every_rank: bool = False
     """True if the tickets of `Prefixes.seek` are for other ranks of this engine, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOffer:
-    """The offer of one holder, under a lease: load its ticket, or give it back by `Runtime.release_blocks`.
+    """Offer of one holder, under a lease: load its ticket, or give it back by `Runtime.release_blocks`.
 
-    Who loads the ticket tells `Prefixes.learn` how long that took.
+    After a load of the ticket, pass its report to `Prefixes.learn`.
     """
 
     peer: str
-    """Engine that offers it, and where it was asked."""
+    """Name of the engine, and the address at which it was asked."""
     ticket: Ticket
     num_tokens: int
     queued_bytes: int
     """Bytes that the holder has leased to other readers of prefixes."""
     round_trip_s: float
-    """Seconds that the question took."""
+    """Seconds from the question to the answer."""
     pull_s: float | None = None
-    """Seconds that pulling is expected to take, by the measured rate of the holder; None if it was never read from."""
+    """Expected seconds of pulling, by the measured rate of the holder; None if it was never read from."""
     compute_s: float | None = None
-    """Seconds that computing as many tokens takes, by `PrefixRequest.recompute_s_per_token`; None without that."""
+    """Seconds of computing the same tokens, by `PrefixRequest.recompute_s_per_token`; None without that."""
 
     @property
     def pays(self) -> bool:
-        """False if computing is expected to be faster than pulling."""
+        """False if computing should be faster than pulling."""
         return self.pull_s is None or self.compute_s is None or self.pull_s <= self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAnswer:
-    """The outcome of asking, and reading from, one peer."""
+    """Outcome of asking one peer, and of reading from it."""
 
     peer: str
     num_tokens: int
-    """Tokens that it has offered."""
+    """Tokens that the peer has offered."""
     why: str
-    """The reason why they were not taken; "" if they were."""
+    """Reason why its offer was not read; "" if it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixReport:
-    """Result of a pull: the local blocks hold the prompt's first `num_tokens` tokens."""
+    """Report of a pull: the local blocks hold the prompt's first `num_tokens` tokens."""
 
     request_id: str
     num_tokens: int
-    """Tokens of the prompt that are there, `cached_tokens` included; 0 if nothing was found and nothing cached."""
+    """Tokens of the prompt that are in the local blocks, including `cached_tokens`; 0 if none were found or cached."""
     pulled_tokens: int
-    """Tokens that came from the holder of the prefix."""
+    """Tokens that were read from the holder of the prefix."""
     bytes: int
     source: str
-    """Holder that they came from; "" if none."""
+    """Holder that the tokens were read from; "" if none were."""
     answers: tuple[PrefixAnswer, ...]
     loads: tuple[LoadReport, ...]
     """Reports of the loads that have filled the blocks: of the prefix, and of `PrefixRequest.rest`."""
     pull_s: float | None
-    """Seconds that pulling the prefix was expected to take, by the measured rate of that holder; None if none was."""
+    """Expected seconds of pulling the prefix, by the measured rate of its holder; None if the holder had no rate."""
     compute_s: float | None
-    """Seconds that computing the prefix was said to take."""
+    """Expected seconds of computing the prefix, by `PrefixRequest.recompute_s_per_token`; None without that."""
 
     @property
     def payload(self) -> builtins.bytes:
-        """Payload that came with the end of the lease of `PrefixRequest.rest`."""
+        """Payload with which the lease of `PrefixRequest.rest` ended."""
         return self.loads[-1].payload if self.loads else b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStatistics(PartStatistics):
-    """Pulls of prefixes so far, by their outcome, and the tokens that they have saved."""
+    """Counts of pulls by outcome, and of the tokens read by them."""
 
     pulls: int
     hits: int
-    """Pulls that have brought tokens."""
+    """Pulls that have read tokens."""
     tokens: int
     bytes: int
     failed_sources: int
-    """Holders that have offered, and whose bytes did not come or were not fresh."""
+    """Holders with an offer that could not be read, or was not fresh."""
     declined: int
-    """Offers that were not taken, since computing was expected to be faster."""
+    """Offers that were not taken because computing was expected to be faster."""
     sharing: SharingStatistics | None
-    """Counts of what is shared, anew with each `Prefixes.share`; None if nothing is."""
+    """Statistics of the shared prefix cache, which begin at 0 with each `Prefixes.share`; None if none is shared."""
 
 
 def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRequest:
-    """Check a request, and give it with its numbers and texts as Python's own. RequestError names the problem."""
+    """Check a request, and return it with its numbers and texts as Python's own. RequestError names the problem."""
     plain = checks.settled_request(given, PrefixRequest, verb, limits.block_ids_max)
     if plain.cached_tokens > (tokens := len(plain.keys) * plain.key_tokens):
         cached = f"cached_tokens is {plain.cached_tokens}, beyond its keys"
@@ -159,10 +161,10 @@ def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRe
 
 
 def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> None:
-    """Raise RequestError unless the local blocks are for just the tokens from `cached_tokens` on.
+    """Raise RequestError unless `tables` have exactly the blocks for the tokens from `cached_tokens` on.
 
-    Without `rest` these are the tokens of all keys. With it they are those that it offers; the blocks of windows and
-    state are then its load's to check, as are all blocks of a rendezvous.
+    Without `rest` these are the tokens of all keys. With `rest` they are the tokens that it offers: then its load
+    checks the blocks of windows and state, and, if it is a rendezvous, all blocks.
     """
     rest, cached = request.rest, request.cached_tokens
     tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"
@@ -187,7 +189,7 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
 
 
 def token_size_bytes(local: LocalRank) -> int:
-    """Return the bytes of one token of a prompt in this rank's cache, in layers that keep all of it."""
+    """Return the bytes of one token of a prompt in this rank's cache, over the layers that keep all tokens."""
     size = 0
     for share, regions in zip(local.cache_shares, local.regions, strict=True):
         if local.groups[share.group].whole:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class Prefixes(Part):
-    """Shares prefixes of prompts with other engines, and pulls theirs: `Runtime(config, parts=[Prefixes()])`.
+    """Part of a runtime that shares prefixes and reads them from peers: `Runtime(config, parts=[Prefixes()])`.
 
-    An engine whose runtime has no such part answers no question for a prefix.
+    A runtime without this part refuses questions for prefixes.
     """
 
     name = "prefix"
@@ -52,22 +52,22 @@ class Prefixes(Part):
         return "<kvflow.prefix.Prefixes>"
 
     def share(self, cache: PrefixCache, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
-        """Answer peers that look for a prefix by what an engine's prefix cache has, until the KV cache is unregistered.
+        """Answer questions of peers for prefixes from an engine's prefix cache, until the KV cache is unregistered.
 
-        A peer's question is answered in one turn of the loop, by an ordinary lease on the longest prefix that is there.
+        A question is answered in one turn of the loop, by an ordinary lease on the longest prefix in the cache.
 
         Args:
-            cache: the prefix cache; it is asked on the runtime's loop.
-            pinned_blocks_max: blocks that may be pinned for readers at once; a quarter of the KV cache if None.
-                Questions for more are answered with a miss.
+            cache: the prefix cache; it is called on the runtime's loop.
+            pinned_blocks_max: most blocks that may be pinned for readers at once; a quarter of the KV cache if None. A
+                question that needs more is answered with a miss.
 
         Returns:
-            What is shared, to take blocks back (`SharedPrefixes.reclaim`), or to end it.
+            A handle that takes blocks back (`SharedPrefixes.reclaim`) or ends the sharing (`SharedPrefixes.close`).
 
         Raises:
-            UsageError: it is no PrefixCache, the runtime is a consumer or shares one already, no runtime with a
-                registered KV cache has this part, or this is not its loop.
-            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache just now.
+            UsageError: `cache` is no PrefixCache, the runtime is a consumer or shares a cache already, no runtime with
+                a registered KV cache has this part, or this is not the runtime's event loop.
+            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
         """
         registered = self._owner.require("share")
         engine_id = registered.config.engine_id
@@ -79,21 +79,23 @@ class Prefixes(Part):
         return self._shared
 
     async def seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """Ask peers for a prefix, side by side, and read nothing: for engines that make room once they know how much.
+        """Ask peers for a prefix, side by side, and read nothing. For engines that allocate blocks once they know how
+        many.
 
-        Each offer is a lease: load its ticket within some seconds, or keep it (`Runtime.keep_leases`), and give those
-        back that are not used (`Runtime.release_blocks`), or they run out. Cancelling gives back what was offered.
+        Each offer is a lease. Load its ticket within a few seconds, or keep it by `Runtime.keep_leases`. Give offers
+        that you do not use back by `Runtime.release_blocks`; otherwise they expire. Cancelling gives all offers back.
 
         Args:
-            request: whom to ask, and for what. Local blocks need not be named.
+            request: the keys, and the peers to ask. `block_ids` may be empty.
 
         Returns:
-            What is offered, the longest first, then the least busy; none if nobody has it, or can be asked.
+            The offers, the longest first, then those of the least busy engine; empty if no peer has the prefix or can
+                be asked.
 
         Raises:
-            RequestError: it cannot be right.
-            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache just now.
-            UsageError: no runtime with a registered KV cache has this part, or this is not its loop.
+            RequestError: the request is invalid.
+            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
+            UsageError: no runtime with a registered KV cache has this part, or this is not the runtime's event loop.
         """
         cache, questions = self._require("seek")
         checked = checked_prefix_request(request, "seek", cache.config.limits)
@@ -103,23 +105,23 @@ class Prefixes(Part):
         return tuple(one.offer for one in found)
 
     async def pull(self, request: PrefixRequest) -> PrefixReport:
-        """Fill local blocks with as much of a prefix as some peer has: see `PrefixRequest`.
+        """Fill local blocks with as much of a prefix as a peer has: see `PrefixRequest`.
 
-        Peers are asked side by side, and the longest prefix is loaded. If a source fails the next one is read into the
-        same blocks once no byte of the first can land any more, within the same deadline. That nothing is found, or
-        nothing could be read, is no error: then it has to be computed. Cancelling returns within
-        Config.cancel_grace_s; if bytes may still land then, the load is in `Runtime.quarantines`.
+        Peers are asked side by side, and the longest prefix is loaded. If a source fails, the next one is read into the
+        same blocks, within the same deadline, once no byte of the first can land. If nothing is found or can be read,
+        that is no error: the prefix has to be computed. If cancelled, this returns within Config.cancel_grace_s; if
+        bytes may still land then, the load is in `Runtime.quarantines`.
 
         Args:
-            request: the prompt's keys, the local blocks, and whom to ask.
+            request: the keys of the prompt, the local blocks, and the peers to ask.
 
         Returns:
-            How many tokens are there now, and from whom; what the others said.
+            The number of tokens in the local blocks, the holder that they came from, and the answers of all peers.
 
         Raises:
-            RequestError: it cannot be right; BlocksBusy.
-            PeerError, LoadError: a source has failed, and bytes may still land in the blocks: its `quarantine` is the
-                load. With `PrefixRequest.rest`, what a load of that raises.
+            RequestError: the request is invalid; BlocksBusy.
+            PeerError, LoadError: a source has failed, and bytes may still land in the blocks: `quarantine` of the error
+                is the load. With `PrefixRequest.rest`, also any error of a load of that ticket.
             RuntimeUnavailable, RuntimeBroken: as for loads.
             UsageError: as for `seek`.
         """
@@ -134,16 +136,16 @@ class Prefixes(Part):
             made.over.set()
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Note how long a load of an offer took: what an engine that loads offers of `seek` itself tells.
+        """Note how long the load of an offer took, as a base for `PrefixOffer.pull_s`.
 
-        `PrefixOffer.pull_s` is made from it. Loads of `pull` are noted anyway.
+        For engines that load the offers of `seek` themselves; `pull` notes its own loads.
 
         Args:
-            ticket: of the load, the first one if there were several. A load of no prefix is passed over.
-            report: of the load.
+            ticket: ticket of the load; the first if there were several. A ticket that is not of a prefix is ignored.
+            report: report of the load.
 
         Raises:
-            RequestError: it is no ticket, or no report.
+            RequestError: `ticket` is no Ticket, or `report` no LoadReport.
         """
         checks.instance(ticket, Ticket, "learn: ticket")
         checks.instance(report, LoadReport, "learn: report")
@@ -152,7 +154,7 @@ class Prefixes(Part):
 
     @property
     def statistics(self) -> PrefixStatistics | None:
-        """Counts since the KV cache was registered; None without one."""
+        """Counts since the KV cache was registered; None if none is registered."""
         if self._questions is None or not self._owner.registered:
             return None
         sharing = None if self._shared is None or self._shared.closed else self._shared.statistics
@@ -177,7 +179,7 @@ class Prefixes(Part):
 
     async def drained(self) -> None:
         """Only for the runtime: see `Part`."""
-        for one in tuple(self._under_way):  # searches end by themselves, and hold nothing
+        for one in tuple(self._under_way):  # a search ends by itself, and holds nothing
             await one.over.wait()
 
     async def closed(self, timeout_s: float) -> str:

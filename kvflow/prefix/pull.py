@@ -1,10 +1,10 @@
-"""A pull: seek a prefix, then load it from the holders that have most of it.
+"""A pull: ask for a prefix, then load it from the holders that have most of it.
 
-The load is an ordinary one, of as many tickets as there are holders with the same number of tokens, so it goes on with
-the next holder if one fails. If all of them fail, the holders that have fewer tokens are loaded from.
+All holders with the same number of tokens are tickets of one ordinary load, which goes on with the next ticket if one
+fails. If all of them fail, holders with fewer tokens are loaded from.
 
-A load of a prefix proves as much as any load: that the lease covered the whole read. That the blocks hold what their
-keys stand for is the holder's word, as with any offer.
+A load of a prefix proves as much as any load: that the lease covered the whole read. That the blocks hold the tokens of
+their keys, only the holder vouches for, as with any offer.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Pull:
     def __init__(
         self, cache: RegisteredCache, rates: LoadRates, counts: dict[str, int], request: PrefixRequest
     ) -> None:
-        """Check the request, which was settled. RequestError if its `rest` or its blocks cannot be right.
+        """Take a request from `checked_prefix_request`. RequestError if its `rest` or its blocks cannot be right.
 
-        `counts` are those of `PrefixStatistics`.
+        `counts`: the counts of `PrefixStatistics`, which the pull adds to.
         """
         self._groups = cache.local.groups
         self._loader = cache.loader
@@ -62,15 +62,15 @@ class Pull:
         """Set by `run`."""
         self._tried: list[Holder] = []
         self._taken: Holder | None = None
-        """The holder of the prefix that was read."""
+        """The holder that the prefix was read from."""
         self._told: Sequence[Holder] = ()
-        """Holders of the load that has succeeded, which gives back the leases that it has not used."""
+        """Holders of the load that has succeeded. That load gives back the leases that it has not used."""
         self.over = asyncio.Event()
         self._there = 0
-        """Tokens of the prompt that were found, and are in the local blocks."""
+        """Tokens of the prompt that loads have put into the local blocks, including cached ones."""
 
     async def run(self, questions: PrefixQuestions) -> PrefixReport:
-        """Ask, and load what is found. Raises, and ends if it is cancelled, as `Prefixes.pull` does."""
+        """Ask the peers, load the prefix, and return the report. Errors and cancellation are as for `Prefixes.pull`."""
         self._counts["pulls"] += 1
         self._search = await questions.ask(self._request, self._answers_s)
         try:
@@ -80,17 +80,18 @@ class Pull:
         return self._report(loads)
 
     def _left_s(self) -> float:
-        """Return the time until its deadline; not above 0 once that has passed."""
+        """Return the seconds until the deadline; 0 or less once it has passed."""
         return self._ends_s - asyncio.get_running_loop().time()
 
     async def _load_prefix(self) -> list[LoadReport]:
-        """Load the prefix from the holders that have most of it; if they fail, from those that have less.
+        """Load the prefix from the holders with most tokens; if they fail, from those with fewer.
 
-        No load begins after the deadline: a load has `cancel_grace_s` to end in, and a pull has that once.
+        No load begins after the deadline: a load may take `cancel_grace_s` to end, and a pull may take that only once.
         """
         with ExitStack() as kept:
             for spare in self._search.holders:
-                if spare.offer.num_tokens < self._search.holders[0].offer.num_tokens:  # the load keeps the others
+                # The load itself renews the leases of holders with most tokens.
+                if spare.offer.num_tokens < self._search.holders[0].offer.num_tokens:
                     kept.enter_context(self._remote_leases.keep_while(spare.offer.ticket))
             while self._left_s() > 0 and (holders := await self._best()):
                 tokens = holders[0].offer.num_tokens
@@ -102,7 +103,7 @@ class Pull:
         return []
 
     async def _best(self) -> list[Holder]:
-        """Return the holders to load from next, the best first: all have as many tokens, and pulling from each pays."""
+        """Return the holders to load from next, best first. All have equally many tokens, and each pays."""
         while alike := await self._search.best(self._tried, self._answers_end_s):
             del alike[TICKETS_MAX:]
             self._tried += alike
@@ -111,7 +112,7 @@ class Pull:
         return []
 
     async def _load_both(self) -> list[LoadReport]:
-        """Read the prefix and, side by side, the rest from the engine that has the whole prompt, in one outcome."""
+        """Load the prefix and, side by side, the rest from the engine that has the whole prompt."""
         cached = self._request.cached_tokens
         if holders := await self._best():
             heads, tails = _divided(self._groups, self._tables, cached, holders[0].offer.num_tokens)
@@ -134,7 +135,7 @@ class Pull:
             report, end = await self._outcome(holders, prefix), await rest
             if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
                 if self._left_s() <= 0:
-                    await prefix  # raises why it failed: the time to read its blocks from elsewhere is over
+                    await prefix  # raises its error: no time is left to read elsewhere
                 rest = self._start_rest(self._tables, self._request.cached_tokens)
                 loads.append(rest)
                 end = await rest
@@ -160,14 +161,14 @@ class Pull:
         tokens: int | None = None,
         keep_offer: bool = False,
     ) -> Load:
-        """Start a load into `tables`, which begin at token `cached_tokens` (the request's, if None)."""
+        """Start a load into `tables`, which begin at token `cached_tokens` (that of the request, if None)."""
         request = self._request
         return self._loader.start(
             LoadRequest(
                 request_id=request.request_id + part,
                 ticket=ticket,
                 block_ids=_given(tables),
-                deadline_s=max(self._left_s(), 1e-6),  # a moment at least, in which it finds out that it is over
+                deadline_s=max(self._left_s(), 1e-6),  # positive: a load that starts late fails by its deadline
                 priority=request.priority,
                 after=request.after,
                 prompt=request.prompt,
@@ -180,11 +181,12 @@ class Pull:
     def _start_rest(self, tables: Sequence[BlockIds], cached_tokens: int, *, keep_offer: bool = True) -> Load:
         rest = self._request.rest
         assert isinstance(rest, Ticket), "it was parsed"
-        tokens = rest.offered_tokens if rest.has_blocks and not rest.awaited else None  # the blocks are for this ticket
+        # The blocks were given for this ticket; without an offer yet, its number of tokens is not known.
+        tokens = rest.offered_tokens if rest.has_blocks and not rest.awaited else None
         return self._start(rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
     async def _outcome(self, holders: Sequence[Holder], load: Load) -> LoadReport | None:
-        """Await a load from holders. None if it fails and its blocks are safe, to be filled from elsewhere."""
+        """Await a load from `holders`. Return None if it failed and its blocks are safe to be filled from elsewhere."""
         try:
             report = await load
         except (PeerError, LoadError) as error:
@@ -197,7 +199,7 @@ class Pull:
         return report
 
     def _note(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
-        """Note for each holder that had its turn why it has failed. Return the one that had the last turn."""
+        """Note for each holder that was tried why it failed. Return the holder that was tried last."""
         assert load.work is not None, "it was started"
         last, attempts = holders[0], load.work.attempts or ()
         last.why = error
@@ -208,7 +210,7 @@ class Pull:
         return last
 
     def _pays(self, one: Holder) -> bool:
-        """Return True if pulling is expected to be faster than computing, or nothing is known; else note why not."""
+        """Return False, and note why, if computing should be faster than pulling from a holder."""
         offer = one.offer
         if not offer.pays:
             one.why = f"it takes {offer.pull_s:.3g} s from there, and {offer.compute_s:.3g} s to compute"
@@ -216,6 +218,7 @@ class Pull:
         return offer.pays
 
     def _report(self, loads: Sequence[LoadReport]) -> PrefixReport:
+        """Return the report of the pull, and add to the counts."""
         request, taken = self._request, self._taken
         judged = taken or (self._tried[-1] if self._tried else None)
         pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
@@ -241,7 +244,7 @@ def _tickets(holders: Sequence[Holder]) -> list[Ticket]:
 
 
 async def _settled(load: Load, within_s: float) -> bool:
-    """Wait until no byte can land in the blocks of a load that has failed. False if the time is over before."""
+    """Wait until no byte can land in the blocks of a failed load. Return False if that is not so within `within_s`."""
     if load.safe:
         return True
     try:
@@ -253,14 +256,14 @@ async def _settled(load: Load, within_s: float) -> bool:
 
 
 def _quarantine(loads: Sequence[Load]) -> Quarantine | None:
-    """The quarantine of those loads whose bytes may still land."""
+    """Return the quarantine of the loads with blocks in which bytes may still land; None if all are safe."""
     unsafe = [load for load in loads if not load.safe]
     return _Unsafe(unsafe) if len(unsafe) > 1 else next(iter(unsafe), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsafe:
-    """The `quarantine` of an error of several loads, side by side."""
+    """The `quarantine` of an error of several loads that ran side by side."""
 
     loads: Sequence[Load]
 
@@ -282,13 +285,13 @@ class _Unsafe:
 
 
 def _offered(load: Load) -> int:
-    """Tokens that the offer of a load has: they are there once it has succeeded."""
+    """Return the tokens that the ticket of a load offers. They are in the local blocks once the load has succeeded."""
     assert load.work is not None, "it was started"
     return load.work.ticket.offered_tokens
 
 
 def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> PrefixRequest:
-    """Cut the request so that the prefix ends where local blocks do: the tokens behind it come from elsewhere."""
+    """Cut a request so that its prefix ends at the end of a local block: the tokens behind it come from elsewhere."""
     whole = [(group.block_size, len(ids)) for group, ids in zip(groups, tables, strict=True) if group.whole]
     unit = math.lcm(request.key_tokens, *(size for size, _ in whole))
     most = min((request.cached_tokens // size + count) * size for size, count in whole) if whole else 0
@@ -298,12 +301,12 @@ def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], table
 
 
 def _given(tables: Sequence[BlockIds]) -> Any:
-    """Block ids as requests have them."""
+    """Return block ids in the form that requests have."""
     return tables[0].tolist() if len(tables) == 1 else [ids.tolist() for ids in tables]
 
 
 def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int) -> list[BlockIds]:
-    """The local blocks that a prefix of so many tokens fills, of tables that begin behind what is cached."""
+    """Return the local blocks that a prefix of `tokens` tokens fills. `tables` begin behind the `cached` tokens."""
     filled = []
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
@@ -320,7 +323,7 @@ def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: in
 def _divided(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> tuple[list[BlockIds], list[BlockIds]]:
-    """Divide the local blocks: those that a prefix fills, and those of the rest, which has windows and state."""
+    """Divide the local blocks into those that the prefix fills, and those of the rest, with all windows and state."""
     heads, tails = [], []
     for group, ids in zip(groups, tables, strict=True):
         at = tokens // group.block_size - cached // group.block_size if group.whole else 0

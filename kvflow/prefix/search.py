@@ -1,4 +1,4 @@
-"""A search: one prefix that several engines are asked for, and what has come of it so far."""
+"""A search: one prefix that several engines are asked for, and their answers so far."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class Holder:
 
     offer: PrefixOffer
     why: str = "another one was taken"
-    """The reason why nothing is read from it; "" if the prefix is."""
+    """Reason why nothing was read from the engine; "" if the prefix was."""
 
     def worth(self) -> tuple[int, int]:
-        """Sort key among holders: the longest prefix first, then the least busy engine."""
+        """Return the sort key of the holder: the longest prefix first, then the least busy engine."""
         return -self.offer.num_tokens, self.offer.queued_bytes
 
     def is_at(self, engine_id: str, address: str) -> bool:
-        """Return True if its ticket names that engine, and that address first."""
+        """Return True if the ticket of the holder names engine `engine_id`, with `address` as its first address."""
         return (self.offer.ticket.engine_id, self.offer.ticket.address) == (engine_id, address)
 
 
 class Search:
-    """The engines that are asked for one prefix. They may answer until it is over."""
+    """The engines that are asked for one prefix, and their answers, which are accepted until `give_back`."""
 
     def __init__(self, peers: Iterable[str], release: Callable[[Ticket], None]) -> None:
-        """`release` gives an offer back, soon."""
+        """`peers`: the peers, as the request names them. `release`: gives a ticket's lease back, without waiting."""
         self._answers: dict[str, Holder | PrefixAnswer] = {}
-        """Answers by the peers as they were given; a PrefixAnswer of an engine that has offered nothing."""
+        """Answers by peer, as the request names it: a Holder if the peer has made an offer, else a PrefixAnswer."""
         self.tasks: list[asyncio.Task[None]] = []
-        """Questions, one for each engine that was asked."""
+        """Tasks of the questions, one for each engine that is asked."""
         self._release = release
         self._over = False
         for peer in peers:
@@ -45,12 +45,12 @@ class Search:
 
     @property
     def holders(self) -> list[Holder]:
-        """Engines with an offer: after `order` the best first, but for those that have answered since."""
+        """Engines with an offer. After `order` the best is first; engines that answer later are not sorted."""
         return [answer for answer in self._answers.values() if isinstance(answer, Holder)]
 
     @property
     def answers(self) -> tuple[PrefixAnswer, ...]:
-        """The answer of each engine, for the report."""
+        """The answers of all engines, for the report."""
         return tuple(
             PrefixAnswer(peer=one.offer.peer, num_tokens=one.offer.num_tokens, why=one.why)
             if isinstance(one, Holder)
@@ -59,18 +59,24 @@ class Search:
         )
 
     def refuse(self, given: str, peer: str, why: str = _SILENT) -> None:
-        """Note the name of an engine, and why it has no offer so far."""
+        """Note that an engine has no offer so far, and why.
+
+        `given`: the peer, as the request names it. `peer`: name of the engine in the report.
+        """
         self._answers[given] = PrefixAnswer(peer=peer, num_tokens=0, why=why)
 
     def take(self, given: str, offer: PrefixOffer) -> None:
-        """Take an engine's offer. An offer that comes too late is given back."""
+        """Note the offer of an engine. If the search has ended, give the offer back."""
         if self._over:
             self._release(offer.ticket)
         else:
             self._answers[given] = Holder(offer)
 
     def order(self, turn: int) -> None:
-        """Put holders first, by their worth. Of equals one begins that `turn` draws: not all readers read from one."""
+        """Sort the engines: holders first, by their worth. `turn` chooses which of equal holders is first.
+
+        `turn` differs between readers, so that not all read from the same holder.
+        """
         asked = list(self._answers.items())
         at = turn % max(len(asked), 1)
 
@@ -80,10 +86,10 @@ class Search:
         self._answers = dict(sorted(asked[at:] + asked[:at], key=place))
 
     async def best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
-        """Return the holders of most tokens that were not tried, the least busy first.
+        """Return the holders that are not in `tried` and have most tokens, the least busy first.
 
-        They are among those that have answered by now; if there is none, the first answer until `until_s` is waited
-        for.
+        If all holders were tried, wait for further answers, until the loop's time `until_s` at the latest. Return an
+        empty list if no further offer arrives.
         """
         while True:
             left = [one for one in self.holders if one not in tried]
@@ -97,7 +103,7 @@ class Search:
             await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def give_back(self, but: Collection[Holder] = ()) -> None:
-        """End the search. Offers are given back, soon, also those that are still to come."""
+        """End the search: give back all offers except those of `but`, including offers that arrive later."""
         self._over = True
         for one in self.holders:
             if one not in but:

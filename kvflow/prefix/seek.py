@@ -1,6 +1,6 @@
-"""Questions for prefixes: how much of one each of several engines has.
+"""Questions for prefixes: how much of a prefix each of several engines has.
 
-Each engine is asked by a task of its own. The task goes on if nobody waits for it: an offer that comes too late is
+Each engine is asked by a task of its own. The task goes on if nothing waits for it: an offer that comes too late is
 given back.
 """
 
@@ -42,15 +42,16 @@ class _Engine(NamedTuple):
     """The ranks of an engine that may have a prefix."""
 
     asked: list[Address]
+    """Ranks to ask."""
     others: list[RankLease]
-    """Ranks that have no blocks for us, which a ticket names, too."""
+    """Ranks without blocks for this reader, which the ticket names, too."""
     connection: Connection
-    """The connection to one of the ranks that are asked."""
+    """Connection to one of the ranks in `asked`."""
     fixed_ports: bool
 
 
 _Offered: TypeAlias = tuple[Address, messages.Offer, RankLease]
-"""A rank, what it has of a prefix, and its lease of that."""
+"""A rank, its offer of a prefix, and the lease of that offer."""
 
 
 class PrefixQuestions:
@@ -68,21 +69,22 @@ class PrefixQuestions:
         self._names: Latest[str, PeerAddress] = Latest(_NAMES_MAX)
         """Engines by the addresses at which they were found."""
         self._unanswered: dict[str, tuple[float, float]] = {}
-        """The oldest question that each peer, as it was given, has not answered: when it was put, and the seconds that
-        the peer had for it."""
+        """The oldest unanswered question of each peer: when it was asked, and how many seconds the peer had for it."""
 
     def close(self) -> None:
-        """Ask nobody any more. Engines that have not answered count as those that are late."""
+        """Cancel all questions. An engine that has not answered counts as late."""
         for task in self._asking:
             task.cancel()
 
     async def ask(self, request: PrefixRequest, within_s: float) -> Search:
-        """Ask all peers of a request. Returns the search, with the best holders first.
+        """Ask all peers of a request for its prefix. Return the search, with the best holders first.
 
-        Waits until all have answered or `within_s` has passed; once one has the whole prefix, only for as much time
-        again. Peers that have not answered by then still may, until `Search.give_back`. Cancelling gives offers back.
-        A peer is not asked if it has left an earlier question unanswered for as long as that one allowed, and this one
-        does.
+        Waits until all peers have answered, or `within_s` has passed. After the first full match, waits for others at
+        most as long again as that match took. Later answers are still accepted, until `Search.give_back`. Cancelling
+        gives the offers back.
+
+        A peer is not asked if it has an unanswered question that is older than both the time allowed for it and
+        `within_s`.
         """
         loop, question_id = asyncio.get_running_loop(), self._cache.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
@@ -104,7 +106,7 @@ class PrefixQuestions:
                 _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if any(one.offer.num_tokens >= most for one in search.holders):
                     ends_s = min(ends_s, begun_s + 2 * (loop.time() - begun_s))
-                    most = math.inf  # only the first one shortens the wait
+                    most = math.inf  # only the first full match shortens the wait
         except BaseException:
             search.give_back()
             raise
@@ -112,7 +114,7 @@ class PrefixQuestions:
         return search
 
     async def _ask(self, search: Search, given: str, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
-        """Body of a task: ask one engine.
+        """Body of a task: ask one engine, and note its answer in `search`.
 
         Task `kvflow-seek <request>`: begun by a search, for each engine that it asks. Ends with the answer.
         """
@@ -135,7 +137,7 @@ class PrefixQuestions:
     async def _ask_engine(
         self, engine: _Engine, name: str, request: PrefixRequest, question_id: str
     ) -> PrefixOffer | str:
-        """Ask one engine: its offer, or the reason why it has none."""
+        """Ask the ranks of one engine. Return its offer, or the reason why it has none."""
         ranks = engine.asked
         begun_s = asyncio.get_running_loop().time()
         every = max(-(-len(request.keys) // KEYS_MAX), 1)
@@ -151,7 +153,7 @@ class PrefixQuestions:
                 alone=not request.every_rank,
             )
             answer = await self._peers.find_lease(self._peers.get(at), question)
-            if answer.state is messages.Told.FAILED:  # it cannot be told what it has
+            if answer.state is messages.Told.FAILED:  # the rank cannot say what it has
                 raise at.failure(PeerRefused, words(answer.reason))
             if answer.offer is None or answer.lease is None:
                 return None
@@ -189,7 +191,7 @@ class PrefixQuestions:
         )
 
     async def _connected_again(self, engine: _Engine, offers: Sequence[_Offered]) -> _Engine:
-        """Connect again to ranks that have restarted, or registered again, since we were connected."""
+        """Connect again to ranks that have restarted or registered again. Return the engine with its new connection."""
         connection = engine.connection
         for at, _, lease in offers:
             peer = self._peers.get(at)
@@ -198,13 +200,13 @@ class PrefixQuestions:
         return engine._replace(connection=connection)
 
     def _check(self, ticket: Ticket, at: Address) -> None:
-        """ProtocolError if the offer of a rank that we read from cannot be right."""
+        """Raise ProtocolError if the offer of a rank that is read from cannot be right."""
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.current is not None and lease is not None:
             self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
 
     async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
-        """Find the ranks of an engine that are to be asked. Raises a KVFlowError if they cannot be known."""
+        """Find the ranks of an engine to ask. Raise a KVFlowError if they cannot be found."""
         if isinstance(peer, str):
             peer = self._names.get(peer) or await self._who(peer)
         fixed = isinstance(peer, PeerAddress)
@@ -233,7 +235,7 @@ class PrefixQuestions:
         return _Engine(wanted, others, first, fixed)
 
     async def _who(self, given: str) -> PeerAddress:
-        """Ask which engine listens at an address."""
+        """Ask which engine listens at an address, and return its PeerAddress."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
         address = PeerAddress(engine_id="unknown", address=address).address
         nobody = messages.Target("unknown", 0, 0, 0)
@@ -251,6 +253,7 @@ class PrefixQuestions:
 
 
 def _named(peer: GivenPeer) -> str:
+    """Return the name of a peer in answers and messages."""
     if isinstance(peer, PeerAddress | Ticket):
         return f"{peer.engine_id} at {peer.address}"
     if isinstance(peer, Mapping):
@@ -259,7 +262,7 @@ def _named(peer: GivenPeer) -> str:
 
 
 def _within(question: SeekRequest, offered: _Offered) -> _Offered:
-    """Return an offer if it is of tokens that were asked for; ProtocolError else."""
+    """Return an offer if the question asked for its tokens; otherwise raise ProtocolError."""
     at, offer, _ = offered
     keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
     if not 0 < offer.num_tokens <= keys * key_tokens or offer.num_tokens % key_tokens:
@@ -269,10 +272,11 @@ def _within(question: SeekRequest, offered: _Offered) -> _Offered:
 
 
 def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block_ids_max: int) -> Ticket | None:
-    """The ticket of these ranks' offers: as many tokens as all have. None if they have none in common.
+    """Make the ticket of the offers of several ranks, with as many tokens as all ranks have. None if they share none.
 
-    ProtocolError if a rank offers more or fewer blocks than these tokens take. Ranks may have a prefix in different
-    blocks. A window, or state, is of one length only.
+    Ranks may have a prefix in different blocks. The blocks of a window or state fit one number of tokens only, so ranks
+    with windows or state must offer equally many tokens. ProtocolError if a rank offers more or fewer blocks than the
+    tokens take.
     """
     if not offers:
         return None

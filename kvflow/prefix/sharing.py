@@ -1,7 +1,7 @@
-"""A shared prefix cache: questions for prefixes are answered by ordinary leases on blocks that it has pinned.
+"""A shared prefix cache: answers questions for prefixes by ordinary leases on blocks that the cache has pinned.
 
-The lease of a prefix has no hold (`core.protocol.proof`): its readers look at the seal after the last byte. So its
-blocks are the owner's again the moment it ends, and `reclaim` waits for no reader.
+The lease of a prefix has no hold (`core.protocol.proof`): its readers look at the seal after the last byte. So the
+blocks are the owner's again the moment the lease ends, and `reclaim` waits for no reader.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-_TTL_S = 5.0  # readers begin at once, and renew
+_TTL_S = 5.0  # readers begin at once, and renew the lease
 _LEASES_MAX = 1 << 10
-_ASKED_AT_ONCE_MAX = 256  # questions to a cache that has to be waited for
+_ASKED_AT_ONCE_MAX = 256  # questions that wait for an asynchronous `match`
 _CACHE_WITHIN_S = 1.0
 _SHARE_OF_CACHE = 4
 
 
 class SharedPrefixes:
-    """A prefix cache that is shared with peers, until `close`; what `Prefixes.share` returns."""
+    """Handle of a prefix cache that is shared with peers until `close`. `Prefixes.share` returns it."""
 
     def __init__(self, registered: RegisteredCache, cache: PrefixCache, pinned_blocks_max: int | None) -> None:
-        """UsageError if `cache` is no prefix cache, or `pinned_blocks_max` no number of blocks."""
+        """UsageError if `cache` is no PrefixCache, or `pinned_blocks_max` is no number of blocks."""
         if not checks.answer(lambda: isinstance(cache, PrefixCache)):
             raise UsageError(f"share: expected a PrefixCache, with match and unpin, got {checks.shown(cache)}")
         num_blocks = registered.ledger.counts().total
@@ -59,45 +59,46 @@ class SharedPrefixes:
         self._groups = registered.local.groups
         self._token_bytes = token_size_bytes(registered.local)
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        """Number of leases that pin each block, by its ledger entry."""
+        """Number of leases that pin each block, by ledger entry."""
         self._pinned = self._leased_tokens = 0
         self._leased: dict[OpenLease, PinnedPrefix] = {}
         """Pinned prefixes by their leases, the oldest first."""
         self._asked: dict[asyncio.Future[messages.Reply], asyncio.Future[object]] = {}
-        """Replies that the cache has to look for, and what it will have found."""
+        """Replies that wait for an asynchronous `match`, each with the future of the `match`."""
         self._counts = dict.fromkeys(("found", "missed", "busy", "failed", "reclaimed"), 0)
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """True once it is closed, or the KV cache is being unregistered."""
+        """True once sharing has ended, by `close` or because the KV cache is being unregistered."""
         return self._closed
 
     @property
     def pinned_blocks(self) -> int:
-        """Blocks that are pinned for readers now, each counted once."""
+        """Number of blocks that are pinned for readers now, each counted once."""
         return self._pinned
 
     @property
     def statistics(self) -> SharingStatistics:
-        """Counts of prefixes that are leased now, and of questions so far."""
+        """Number of prefixes and blocks leased now, and counts of questions so far."""
         return SharingStatistics(prefixes=len(self._leased), pinned_blocks=self._pinned, **self._counts)
 
     def reclaim(self, blocks: int) -> int:
-        """End the oldest leases at once, until as many blocks are free that were pinned: their owner needs them.
+        """End the oldest leases at once, until `blocks` pinned blocks are free. For an engine that needs the blocks.
 
-        `PrefixCache.unpin` is called for each lease before this returns. Readers see a miss, whatever they have read.
-        Where the KV cache goes through host buffers, blocks that are being copied are free once that copy has ended.
+        `PrefixCache.unpin` is called for each lease before this returns. The readers see a miss, even if they have read
+        all bytes. If the KV cache goes through host buffers, a block that is being copied is free once its copy has
+        ended.
 
         Args:
-            blocks: how many; more than are pinned frees all.
+            blocks: number of blocks to free; if fewer are pinned, all are freed.
 
         Returns:
-            How many are free that were pinned.
+            Number of blocks that were pinned and are free now.
 
         Raises:
-            RequestError: it is no number.
-            UsageError: off the runtime's loop.
+            RequestError: `blocks` is no number of blocks.
+            UsageError: this is not the runtime's event loop.
         """
         require_loop(self._loop, "reclaim()")
         wanted, before = checks.whole(blocks, "reclaim: blocks", least=0), self._pinned
@@ -109,14 +110,14 @@ class SharedPrefixes:
         return before - self._pinned
 
     def end(self, pinned: PinnedPrefix) -> None:
-        """End the leases of a pinned prefix at once, as by `reclaim`: its owner is about to reuse its blocks.
+        """End all leases of a pinned prefix at once, as `reclaim` does. Call it before the engine reuses the blocks.
 
         Args:
-            pinned: the very object that `PrefixCache.match` has given, once or several times. No effect if its leases
-                have ended.
+            pinned: the object that `PrefixCache.match` has returned, once or several times. If all of its leases have
+                ended, this does nothing.
 
         Raises:
-            UsageError: off the runtime's loop.
+            UsageError: this is not the runtime's event loop.
         """
         require_loop(self._loop, "end()")
         for opened, leased in list(self._leased.items()):
@@ -125,12 +126,12 @@ class SharedPrefixes:
                 self._end(opened)
 
     def close(self) -> None:
-        """Share no more: leases end, as by `reclaim`, and questions are answered with a miss.
+        """Stop sharing: end all leases, as `reclaim` does, and answer waiting and later questions with a miss.
 
         Closing twice is fine.
 
         Raises:
-            UsageError: off the runtime's loop.
+            UsageError: this is not the runtime's event loop.
         """
         require_loop(self._loop, "close()")
         if not self._closed:
@@ -142,12 +143,13 @@ class SharedPrefixes:
                 self._end(opened)
 
     def _end(self, opened: OpenLease) -> None:
+        """Revoke a lease. If that has ended it, unpin its prefix now."""
         self._serving.revoke(opened.entry)
         if opened.outcome.done():
             self._over(opened)
 
     def _over(self, opened: OpenLease) -> None:
-        """Unpin the prefix of a lease, once: the lease has ended, and nothing reads its blocks."""
+        """Unpin the prefix of a lease that has ended, so that nothing reads its blocks. A second call does nothing."""
         pinned = self._leased.pop(opened, None)
         if pinned is None:
             return
@@ -164,10 +166,10 @@ class SharedPrefixes:
             logger.exception("the prefix cache failed to unpin %s", counted(pinned.num_tokens, "token"))
 
     def answer(self, question: SeekRequest) -> Answered:
-        """Only for the runtime: answer a reader in this turn of the loop, or when the cache has.
+        """Only for the runtime: answer a question in this turn of the loop or, if `match` is asynchronous, after it.
 
         Args:
-            question: the keys of a prefix.
+            question: the question, with the keys of a prefix.
 
         Returns:
             A reply, or a future of one.
@@ -179,7 +181,7 @@ class SharedPrefixes:
         if self._closed:
             return messages.NOTHING_YET
         if self._serving.open_lease(PREFIX_OF + question.request_id) is not None:
-            return refusal("this question has an offer already")  # it came by another address of this engine
+            return refusal("this question has an offer already")  # asked at another address of this engine
         most = self._tokens_in(self._pinned_max) // question.key_tokens
         if most < 1 or len(self._leased) >= _LEASES_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
             return self._counted("busy")
@@ -199,7 +201,7 @@ class SharedPrefixes:
         return self._offered(question, keys, found)
 
     def _late(self, reply: asyncio.Future[messages.Reply]) -> None:
-        """Callback of a timer: the cache takes too long."""
+        """Callback of a timer: the cache takes too long, so answer with a miss."""
         if not reply.done():
             reply.set_result(self._counted("busy"))
 
@@ -211,7 +213,7 @@ class SharedPrefixes:
         timer: asyncio.TimerHandle,
         looked: asyncio.Future[object],
     ) -> None:
-        """Callback of a cache that had to be waited for: it has looked."""
+        """Callback of an asynchronous `match`: answer the question or, if that was done, unpin the prefix."""
         timer.cancel()
         del self._asked[reply]
         error = None if looked.cancelled() else looked.exception()
@@ -223,12 +225,12 @@ class SharedPrefixes:
             reply.set_result(self._offered(question, keys, looked.result()) if found else self._failed(question, error))
 
     def _too_late(self, pinned: object) -> None:
-        """Unpin what was found for a reader that has had its answer."""
+        """Unpin a prefix that was found after its question had been answered."""
         if isinstance(pinned, PinnedPrefix):
             self._unpin(pinned)
 
     def _offered(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
-        """Lease what the cache has found, and offer it."""
+        """Lease the prefix that the cache has found, and return the reply that offers it; a miss if that fails."""
         if pinned is None:
             return self._counted("missed")
         if not isinstance(pinned, PinnedPrefix):
@@ -237,7 +239,7 @@ class SharedPrefixes:
             )
         request_id = PREFIX_OF + question.request_id
         try:
-            if self._closed or self._serving.news.turned_away:  # since the cache was asked
+            if self._closed or self._serving.news.turned_away:  # either may have changed since the cache was asked
                 raise RequestError(self._serving.news.turned_away or "it is shared no more")
             self._check(pinned, len(keys), question.key_tokens)
             request = ServeRequest(request_id, pinned.block_ids, pinned.num_tokens, ttl_s=self._ttl_s)
@@ -249,7 +251,7 @@ class SharedPrefixes:
             self._unpin(pinned)
             return self._failed(question, error)
         opened = self._serving.open_lease(request_id)
-        if opened is None:  # it has no blocks
+        if opened is None:  # the prefix has no blocks, so there is no lease
             self._unpin(pinned)
             return self._counted("missed")
         queued = self._leased_tokens * self._token_bytes
@@ -275,23 +277,28 @@ class SharedPrefixes:
         self._over(opened)
 
     def _tokens_in(self, blocks: int) -> int:
-        """Tokens of a prefix that surely has no more blocks than that, in all groups."""
+        """Return a number of tokens for which a prefix surely takes no more than `blocks` blocks, over all groups."""
         whole = [group.block_size for group in self._groups if group.whole] or [1]
         rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)
         return max(blocks - rest, 0) * min(whole) // len(whole)
 
     def _check(self, pinned: PinnedPrefix, keys: int, key_tokens: int) -> None:
+        """RequestError if the prefix has more tokens than the question asked for, or no multiple of `key_tokens`."""
         tokens = checks.whole(pinned.num_tokens, "a PrefixCache's match: num_tokens", least=1)
         if tokens % key_tokens or tokens > keys * key_tokens:
             up_to = f"up to {keys} x {key_tokens}"
             raise RequestError(f"a PrefixCache's match: {counted(tokens, 'token')}, expected {up_to}")
 
     def _counted(self, what: str) -> messages.Reply:
+        """Count the outcome of a question, and return a miss."""
         self._counts[what] += 1
         return messages.NOTHING_YET
 
     def _failed(self, question: SeekRequest, error: BaseException | None) -> messages.Reply:
-        """Answer with a miss, since the cache has failed: a bug of its engine, or a block that is being written."""
+        """Log and count a failure of the cache, and return a miss.
+
+        The cause is a bug of the engine, or a block that is being written.
+        """
         why = "it was cancelled" if error is None else checks.said(error)
         logger.error(
             "prefix question %s: what the prefix cache has found could not be leased: %s", question.request_id, why

@@ -1,4 +1,4 @@
-"""Prefix cache for tests: the blocks that hold tokens of prompts, and their pins."""
+"""Prefix cache for tests: it knows the blocks that hold the tokens of prompts, and counts pins."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ class FakePrefixCache:
     """A `PrefixCache` of one group of layers, filled and emptied by a test.
 
     Args:
-        block_tokens: Tokens in a block of the cache.
+        block_tokens: tokens in a block of the cache.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._blocks_of: dict[bytes, tuple[int, ...]] = {}
-        """The blocks of a prefix, by the key of its end."""
+        """Blocks of a prefix, by its last key."""
         self.pins: Counter[int] = Counter()
-        """Pins of each block for readers."""
+        """Number of pins of each block."""
         self.asked = 0
-        """Questions so far."""
+        """Number of calls of `match` so far."""
 
     def put(self, tokens: Sequence[int], block_ids: Sequence[int], *, salt: bytes = b"") -> None:
         """Add the full blocks of a prompt.
 
         Args:
-            tokens: Of the prompt, from the first one on.
-            block_ids: In prompt order.
-            salt: As for `prefix_keys`.
+            tokens: token ids of the prompt, from the first one on.
+            block_ids: ids of the blocks that hold them, one for each full block, in prompt order.
+            salt: as for `prefix_keys`.
         """
         keys = prefix_keys(tokens, self._block_tokens, salt=salt)
         for at, (key, _) in enumerate(zip(keys, block_ids, strict=True)):
             self._blocks_of[key] = tuple(block_ids[: at + 1])
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Remove blocks, as before they are used for other tokens.
+        """Remove blocks from the cache, as an engine does before it reuses them.
 
         Args:
-            block_ids: None of them pinned.
+            block_ids: blocks to remove.
 
         Raises:
-            AssertionError: One is pinned.
+            AssertionError: a block is pinned; none was removed.
         """
         gone = set(block_ids)
         pinned = sorted(block_id for block_id in gone if self.pins[block_id])
@@ -54,14 +54,14 @@ class FakePrefixCache:
         self._blocks_of = {key: ids for key, ids in self._blocks_of.items() if not gone & set(ids)}
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
-        """Find the longest beginning of a prefix: see `PrefixCache.match`.
+        """Find the longest beginning of a prefix, and pin it: see `PrefixCache.match`.
 
         Args:
-            keys: One for each `key_tokens` tokens.
-            key_tokens: A multiple of this cache's block size, or nothing is found.
+            keys: one key for each `key_tokens` tokens.
+            key_tokens: tokens between two keys. If it is no multiple of this cache's block size, nothing is found.
 
         Returns:
-            The prefix, pinned; None if its first block is not there.
+            The pinned prefix; None if its first block is not in the cache.
         """
         self.asked += 1
         found: tuple[int, ...] = ()
@@ -73,10 +73,10 @@ class FakePrefixCache:
         return PinnedPrefix(found, len(found) * self._block_tokens) if found else None
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Take a pin off.
+        """Remove the pin from a prefix.
 
         Args:
-            pinned: As `match` has given it.
+            pinned: the object that `match` has returned.
         """
         ids = [block_id for block_id in pinned.block_ids if isinstance(block_id, int)]
         self.pins.subtract(ids)

@@ -1,7 +1,7 @@
-"""KV events: follow the contents of engines' prefix caches, to know whom to ask for a prefix, and publish one's own.
+"""KV events: follow the prefix caches of engines, to know which engines to ask for a prefix, and publish your own.
 
-vLLM and SGLang publish such events (`--kv-events-config`); an engine of one's own does so by a `Publisher`. A
-`Subscriber` feeds a `PrefixMap` with the events of many engines.
+vLLM and SGLang publish these events (`--kv-events-config`); your own engine does so by a `Publisher`. A `Subscriber`
+feeds a `PrefixMap` with the events of many engines.
 """
 
 from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockRemoved, BlockStored

@@ -1,11 +1,11 @@
-"""KV events as vLLM and SGLang publish them: batches of what an engine's prefix cache has stored and removed.
+"""KV events as vLLM and SGLang publish them: batches of changes to the blocks in an engine's prefix cache.
 
-A batch is msgpack: an array of time, events, and the data parallel rank. An event is a map with its class's name under
-`type`, as vLLM writes since 0.26 and SGLang since 0.5.23, or an array that begins with that name, as before. In place 7
-of such an array vLLM has an adapter's name, SGLang 0.5.18 to 0.5.22 a map of what are fields later. What is
-absent has its default; keys and entries that are not known here are passed over, and so are events of a type or form
-that is not. What a batch may cost is bounded by its bytes and by the counts below, which are judged before their
-entries are read.
+A batch is msgpack: an array of time, events and data parallel rank. An event is a map with its class name under `type`
+(vLLM since 0.26, SGLang since 0.5.23), or an array that begins with that name (earlier versions). At index 7 of the
+array vLLM has the name of an adapter, SGLang 0.5.18 to 0.5.22 a map of fields that later versions have by name.
+
+Missing fields get their defaults. Unknown keys and entries are skipped, and so are events of an unknown type or form.
+The cost of a batch is bounded by its bytes and by the limits below, which are checked before the entries are read.
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from kvflow.errors import ProtocolError, RequestError
 
 BATCH_BYTES_MAX = 4 << 20
 EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
-"""Longest list of events in a batch, and of blocks in an event."""
+"""Most events in a batch, and most blocks in an event."""
 TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
 _SAID_CHARS = 200
 
 BlockHash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
-"""An engine's own name for a block: bytes, their low 64 bits (vLLM), or 64 bits with a sign (SGLang)."""
+"""An engine's own name for a block: bytes, the low 64 bits of the bytes (vLLM), or a signed 64-bit number (SGLang)."""
 _Hashes: TypeAlias = Annotated[list[BlockHash], Meta(max_length=BLOCKS_MAX)]
 _ExtraKeys: TypeAlias = Annotated[list[str | tuple[str, int]], Meta(max_length=1 << 10)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks that a prefix cache holds from now on: they follow each other, the first one follows the parent."""
+    """Consecutive blocks that a prefix cache has stored; the first one follows the parent block."""
 
     block_hashes: _Hashes
-    """The engine's names for the blocks, as ints of 64 bits or bytes."""
+    """The engine's names of the blocks, as ints of 64 bits or bytes."""
     parent_block_hash: BlockHash | None = None
-    """The name of the block before the first; None if that is a prompt's first."""
+    """Name of the block before the first one; None if the first one begins a prompt."""
     token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
-    """The blocks' tokens, `block_size` for each."""
+    """Tokens of the blocks, `block_size` for each block."""
     block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
-    """Tokens of a block."""
+    """Tokens in a block."""
     lora_id: int | None = None
-    """An adapter's number, if the blocks were computed with one."""
+    """Number of the adapter that the blocks were computed with, if any."""
     medium: str | None = None
-    """Medium they are on: "GPU" is the cache that the engine computes with, also on CPU."""
+    """Medium that the blocks are on: "GPU" is the cache that the engine computes with, also on a CPU."""
     lora_name: str | None = None
-    """An adapter's name."""
+    """Name of the adapter that the blocks were computed with, if any."""
     extra_keys: Annotated[list[_ExtraKeys | None], Meta(max_length=BLOCKS_MAX)] | None = None
-    """Further keys of the blocks, a list or None for each: a cache salt as text, a picture as (identifier, offset
-    from the block's beginning)."""
+    """Further keys of each block, a list or None: a cache salt as text, a picture as (identifier, offset from the
+    beginning of the block).
+    """
     group_idx: int | None = None
-    """The cache group, where a cache has several."""
+    """Index of the cache group, if the cache has several."""
     kv_cache_spec_kind: str | None = None
-    """The group's kind, such as "full_attention" or "sliding_window"."""
+    """Kind of the group, such as "full_attention" or "sliding_window"."""
     cache_salt: str | None = None
-    """SGLang's salt of the request."""
+    """Salt of the request, in SGLang."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks that a prefix cache does not hold any more, of one medium and one group."""
+    """Blocks that a prefix cache has removed from one medium and one group."""
 
     block_hashes: _Hashes
     medium: str | None = None
@@ -68,14 +69,14 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Clearing of the whole prefix cache, or of all its blocks on one medium."""
+    """Removal of all blocks from a prefix cache, or of all its blocks on one medium."""
 
     medium: str | None = None
-    """The medium that was cleared; None if all were."""
+    """Medium that was cleared; None if all were."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_ARRAY_FIELDS = 10  # in which the arrays of both engines agree
+_ARRAY_FIELDS = 10  # fields for which the arrays of both engines agree
 _PLACES_MAX = 256
 _NOT_VLLMS = {"BlockStored": ("cache_salt",), "AllBlocksCleared": ("medium",)}
 
@@ -96,17 +97,17 @@ _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
-    """The events of a batch in their order, each read when it is asked for; those that are not known are left out.
+    """Return the events of a batch, in order. Each is decoded when the iterator reaches it; unknown ones are left out.
 
     Args:
-        payload: The last frame of a message.
-        peer: Who has sent it, for the error.
+        payload: the last frame of a message.
+        peer: name of the sender, for the error.
 
     Returns:
-        An iterator, which raises nothing.
+        An iterator over the events, which raises nothing.
 
     Raises:
-        ProtocolError: The bytes are no batch, or one that is too large.
+        ProtocolError: the bytes are no batch, or the batch is too large.
     """
     if len(payload) > BATCH_BYTES_MAX:
         raise ProtocolError(
@@ -123,6 +124,7 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
 
 
 def _event_of(raw: msgspec.Raw) -> KVEvent | None:
+    """Return the event that `raw` encodes; None if its type or form is unknown."""
     kind = memoryview(raw)[0]
     is_array = 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)
     try:
@@ -133,7 +135,7 @@ def _event_of(raw: msgspec.Raw) -> KVEvent | None:
 
 
 def _by_names(raw: msgspec.Raw) -> bytes:
-    """Return an event that has its fields by their places as one that has them by their names."""
+    """Convert an event from an array of fields to a map of fields by name."""
     tag, *values = _array.decode(raw)
     kind = _name.decode(tag)
     names = _KINDS[kind].__struct_fields__ if kind in _KINDS else ()
@@ -145,18 +147,18 @@ def _by_names(raw: msgspec.Raw) -> bytes:
 
 
 def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: int | None = None) -> bytes:
-    """A batch as engines publish it.
+    """Encode a batch as engines publish it.
 
     Args:
-        events: In their order.
-        ts: Seconds since the epoch.
-        data_parallel_rank: The engine's, where there are several.
+        events: events in the order in which they happened.
+        ts: time in seconds since the epoch.
+        data_parallel_rank: data parallel rank of the engine, if there are several.
 
     Returns:
         The last frame of a message.
 
     Raises:
-        RequestError: A value that is no event, or that no message can carry.
+        RequestError: a value is no event, or cannot be encoded.
     """
     told = [instance(event, msgspec.Struct, "events") for event in events]
     try:
@@ -166,7 +168,7 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
 
 
 def _by_name(event: msgspec.Struct) -> dict[str, Any]:
-    """Return an event as vLLM writes it: its router refuses a batch with a key that vLLM does not have, even null."""
+    """Return an event as a map, as vLLM writes it: vLLM's router refuses a batch with an unknown key, even if null."""
     kind = type(event).__name__
     left_out = {name for name in _NOT_VLLMS.get(kind, ()) if getattr(event, name) is None}
     return {"type": kind} | {

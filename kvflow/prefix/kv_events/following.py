@@ -1,10 +1,10 @@
-"""Follows the KV events of engines into a `PrefixMap`, whatever gets lost on the way.
+"""Follows the KV events of engines into a `PrefixMap`, and recovers from lost events.
 
-One task for each engine owns its sockets and all that is known of it. Sequence numbers show which events were missed.
-They are replayed; if they cannot be, all that the engine has told is forgotten, since they may have taken it back. A
-connection that breaks, or numbers that begin again, mean another life of the publisher: all that the former one told is
-forgotten, and whatever the new one still has is replayed. Batches are worked off in pieces, between which the loop goes
-on.
+One task for each engine owns its sockets and all that is known of the engine. Sequence numbers show which events were
+missed, and these are replayed. If they cannot be replayed, all blocks of the engine are forgotten, since a missed event
+may have removed them. A broken connection, or sequence numbers that begin again, mean that the publisher may have
+restarted: all blocks of the engine are forgotten, and the events that the publisher still keeps are replayed. Batches
+are applied in pieces, between which other tasks of the loop run.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from kvflow.runtime.channel.lookups import Lookups
 logger = logger_of(__name__)
 
 WAITING_MAX = 256
-"""Batches that wait to be read. Any beyond them are missed, and replayed."""
+"""Most batches that wait in a socket. Further ones are missed, and replayed."""
 REPLAYED_WAITING_MAX = 1000
 REPLAY_S = 5.0
-"""Time that each answer of a replay may take."""
+"""Seconds that each answer of a replay may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSource:
-    """One publisher of KV events: an engine, or one of its data parallel ranks, whose ports count up.
+    """A publisher of KV events: an engine, or one of its data parallel ranks, which have consecutive ports.
 
     Args:
-        holder: Its name for `PrefixMap.holders`, such as the address of its side channel.
-        endpoint: Where it publishes, `tcp://host:port`.
-        replay_endpoint: Where it replays. Without one, missed events make all that it has told forgotten, and blocks
-            that an engine held before it was followed stay unknown.
-        topic: The topic of its events; "" for any.
+        holder: name of the publisher in `PrefixMap.holders`, such as the address of its side channel.
+        endpoint: address at which it publishes, `tcp://host:port`.
+        replay_endpoint: address at which it replays events. Without one, a missed event makes the map forget all blocks
+            of the holder, and blocks that the engine stored before it was followed stay unknown.
+        topic: topic of its events; "" for any.
 
     Raises:
-        ConfigError: A field that is no text.
+        ConfigError: a field is no text.
     """
 
     holder: str
@@ -73,10 +73,10 @@ class EventSource:
 
 @dataclass(slots=True, kw_only=True)
 class SourceStatistics:
-    """Counts of one source so far: `sequence` is the last batch's number, -1 before the first.
+    """Counts of one source so far. `sequence` is the number of the last batch, -1 before the first.
 
-    `replays` counts those that were asked for, `forgotten` how often all that it had told was given up, `refused`
-    messages that were no batch of events: of the first there is a warning.
+    `replays` counts replays that were asked for, `forgotten` how often all blocks of the source were forgotten, and
+    `refused` messages that were no batch of events; the first refused message logs a warning.
     """
 
     connected: bool = False
@@ -88,13 +88,13 @@ class SourceStatistics:
 
 
 class _Follower:
-    """One source, and the sockets that hear it."""
+    """One source, and the sockets that receive its events."""
 
     def __init__(self, source: EventSource, known: PrefixMap) -> None:
         self.source, self.statistics = source, SourceStatistics()
         self._map, self._context = known, zmq.asyncio.Context.instance()
         self._v6 = False
-        self._heard = -1  # the last number that came live
+        self._heard = -1  # the last sequence number of a live message
         self._socket = self._context.socket(zmq.SUB)
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
@@ -112,25 +112,26 @@ class _Follower:
         self._socket.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
         self._socket.connect(self._endpoint)
         if self.source.replay_endpoint is not None:
-            with self._context.socket(zmq.DEALER) as socket:  # it connects to nobody before it is used
+            with self._context.socket(zmq.DEALER) as socket:  # only to check the endpoint
                 found = prepare(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
                 socket.connect(found)
 
     def silence(self) -> None:
-        """In a forked child, hear nothing more."""
+        """In a forked child, receive nothing more."""
         for socket in (self._monitor, self._socket):
             forks.silence(socket)
 
     def close(self) -> None:
+        """Close all sockets."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
 
     async def follow(self) -> None:
-        """Follow until cancelled.
+        """Follow the source until cancelled.
 
-        Task `kvflow-kv-events <holder>`: one for each source of a `Subscriber`, to the end of its block,
-        which raises its error.
+        Task `kvflow-kv-events <holder>`: one for each source of a `Subscriber`, until the `async with` block ends. The
+        block raises its error.
         """
         await self._choose_version()
         poller = zmq.asyncio.Poller()
@@ -138,18 +139,18 @@ class _Follower:
             poller.register(socket, zmq.POLLIN)
         while True:
             ready = dict(await poller.poll())
-            if self._monitor in ready:  # first: what comes over a new connection is of another life
+            if self._monitor in ready:  # first: a message of a new connection may be of a restarted publisher
                 await self._on_connection(parse_monitor_message(await self._monitor.recv_multipart())["event"])
             else:
                 await self._on_message(await self._socket.recv_multipart())
 
     async def _choose_version(self) -> None:
-        """Connect again by IPv6 if the source's host has nothing else: ZeroMQ looks names up in one version only."""
+        """Connect again by IPv6 if the host has no IPv4 address: ZeroMQ looks names up in one version only."""
         host = host_in(self._endpoint)
         try:
             if not host or is_v6(host) or not is_v6(await Lookups().find(host)):
                 return
-        except (OSError, ValueError):  # it is not there yet
+        except (OSError, ValueError):  # the host has no address yet
             return
         self._v6 = True
         self._socket.disconnect(self._endpoint)
@@ -157,6 +158,7 @@ class _Follower:
         self._socket.connect(self._endpoint)
 
     async def _on_connection(self, event: int) -> None:
+        """If the connection was made, replay what was missed. If it broke, forget the source."""
         self.statistics.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
         if self.statistics.connected:
             await self._catch_up()
@@ -164,6 +166,7 @@ class _Follower:
             await self._begin_anew("its connection broke")
 
     async def _on_message(self, frames: Sequence[bytes]) -> None:
+        """Apply a live message to the map, after a replay of the batches missed before it."""
         message = read_message(frames, LIVE)
         if message is None or message[0] == END:
             self._refuse(f"a message without a sequence number, bytes of its frames: {_sizes(frames)}")
@@ -182,9 +185,11 @@ class _Follower:
 
     @property
     def _next(self) -> int:
+        """Sequence number of the next batch to apply."""
         return self.statistics.sequence + 1
 
     async def _take(self, number: int, payload: bytes) -> None:
+        """Apply a batch to the map, in pieces, and count it."""
         try:
             for event in decode_batch(payload, peer=self.source.endpoint):
                 for _ in self._map.steps(self.source.holder, event):
@@ -198,7 +203,7 @@ class _Follower:
         await asyncio.sleep(0)
 
     def _refuse(self, why: str) -> None:
-        """Count a message that is no batch of events; warn of the first."""
+        """Count a message that is no batch of events; log a warning for the first."""
         self.statistics.refused += 1
         if self.statistics.refused == 1:
             logger.warning(
@@ -208,10 +213,12 @@ class _Follower:
             )
 
     async def _begin_anew(self, why: str) -> None:
+        """Forget the source, and expect its sequence numbers to begin again."""
         await self._forget(why)
         self.statistics.sequence = self._heard = -1
 
     async def _forget(self, why: str) -> None:
+        """Forget all blocks of the source, if a batch of it was applied."""
         if self.statistics.sequence >= 0:
             logger.info("KV events of %s: %s; what it has told is forgotten", self.source.holder, why)
             self.statistics.forgotten += 1
@@ -219,7 +226,7 @@ class _Follower:
                 await asyncio.sleep(0)
 
     async def _catch_up(self) -> None:
-        """Replay what was missed, as far as the publisher still has it, asking again for what gets lost underway."""
+        """Replay the missed batches that the publisher still keeps. If batches get lost on the way, ask again."""
         before = -2
         while self.source.replay_endpoint is not None and before < self.statistics.sequence:
             before = self.statistics.sequence
@@ -231,7 +238,7 @@ class _Follower:
                 logger.info("KV events of %s: no replay: %r", self.source.holder, error)
 
     async def _replay(self, endpoint: str) -> bool:
-        """Ask for a replay: True if all came that there was."""
+        """Ask for a replay, and apply its batches. Return True if all batches that the publisher keeps have arrived."""
         with self._context.socket(zmq.DEALER) as socket:
             limits = {"messages_max": REPLAYED_WAITING_MAX, "bytes_max": BATCH_BYTES_MAX}
             socket.connect(prepare(socket, endpoint, **limits, v6=self._v6))
@@ -260,17 +267,17 @@ def _sizes(frames: Sequence[bytes]) -> str:
 
 
 class Subscriber:
-    """Follows the KV events of engines into a map, from `async with Subscriber(...)` on until its end.
+    """Follows the KV events of engines into a map, from the beginning of an `async with` block to its end.
 
-    The map is used by one event loop only; between two awaits it is whole. Cancelling the block ends all tasks.
+    Use the map in this event loop only; between two awaits it is consistent. Cancelling the block ends all tasks.
 
     Args:
-        prefix_map: Fed with all events.
-        sources: Whom to follow.
+        prefix_map: map that all events are applied to.
+        sources: publishers to follow.
 
     Raises:
-        ConfigError: A source that cannot be, such as an endpoint that is no address.
-        UsageError: It was entered twice.
+        ConfigError: a source is invalid, such as by an endpoint that is no address.
+        UsageError: the Subscriber was entered twice.
     """
 
     def __init__(self, prefix_map: PrefixMap, sources: Sequence[EventSource]) -> None:
@@ -309,7 +316,7 @@ class Subscriber:
             task.cancel()
         cancelled = kind is not None and issubclass(
             kind, asyncio.CancelledError
-        )  # by a task that failed, or from outside
+        )  # because a task has failed, or from outside
         try:
             await self._group.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
@@ -326,9 +333,9 @@ class Subscriber:
             follower.close()
 
     def statistics(self) -> dict[str, SourceStatistics]:
-        """Counts of each source so far.
+        """Return the counts of each source so far.
 
         Returns:
-            One entry for each holder's name.
+            Counts by the holder's name.
         """
         return {follower.source.holder: replace(follower.statistics) for follower in self._followers}

@@ -1,10 +1,10 @@
-"""Map of prefixes to engines that have them, as their KV events tell: a hint, which may be wrong.
+"""Map of prefixes to the engines that have them, built from their KV events: a hint, which may be wrong.
 
 Events name blocks by the engine's own hashes and carry the tokens, so kvflow's keys are computed here. A block's key
-takes all tokens before it, so a block with an unknown parent is passed over. So is a block whose keys depend on more
-than its event tells: an adapter, whose path is missing, embeddings, SGLang's salt. vLLM's cache salt and pictures are
-`marked` as in the prompts of its requests. Only cache groups that keep all of a prompt count; blocks of a window or
-with state say less about what is there.
+takes all tokens before the block's end, so a block with an unknown parent is skipped. A block is also skipped if its
+key depends on more than its event says: an adapter, for which the path is missing, embeddings, or SGLang's salt. vLLM's
+cache salt and pictures are marked in the tokens, as in the prompts of vLLM's requests. Only cache groups that keep all
+of a prompt count; blocks of a window or of state say less about the cache.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockHash, BlockRe
 
 BLOCKS_MAX = 100_000
 KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
-"""vLLM's kinds of groups that keep all of a prompt; None where an event names no kind."""
+"""Kinds of vLLM's cache groups that keep all of a prompt; None for an event that names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
-"""Tokens and blocks that are taken in at once, about."""
+"""About how many tokens, and blocks, are processed in one piece."""
 _DEVICE = "GPU"
-"""The medium of events that name none: the cache that the engine computes with."""
+"""Medium of events that name none: the cache that the engine computes with."""
 _PLACES_MAX = 16
-"""Names of one block: one in each group of a cache."""
+"""Most places of one block: one in each group of a cache."""
 
-_Place: TypeAlias = tuple[str, int | None, BlockHash]  # medium, group, the engine's name
+_Place: TypeAlias = tuple[str, int | None, BlockHash]  # medium, group, the engine's name of the block
 
 
 class _Block:
-    """A block that its engine has, in one place or more, and the hash of all tokens up to its end."""
+    """A block that its engine has, in one or more places, and the running hash of all tokens up to its end."""
 
     __slots__ = ("children", "end", "key", "parent", "places", "start", "state")
 
@@ -52,8 +52,9 @@ class _Block:
 class _Cached:
     """The blocks of one engine.
 
-    An engine may hold a block several times, and tells of each copy that it stores or removes: `copies` counts those of
-    places with more than one. `leaves` are the blocks that no other follows, the oldest first.
+    An engine may hold several copies of a block in one place, and publishes an event for each copy that it stores or
+    removes. `copies` counts the copies in places with more than one. `leaves` are the blocks that no other block
+    follows, the oldest first.
     """
 
     def __init__(self, media: Collection[str | None]) -> None:
@@ -65,6 +66,7 @@ class _Cached:
         self.block_tokens = 1
 
     def store(self, state: blake2b, place: _Place, parent: _Block | None, tokens: int) -> _Block:
+        """Add a block of `tokens` tokens in a place, behind `parent`, and return it. `state`: its running hash."""
         key = state.digest()
         block = self.blocks.get(key)
         if block is None:
@@ -80,13 +82,14 @@ class _Cached:
         if place in block.places:
             self.copies[place] = self.copies.get(place, 1) + 1
         else:
-            self._leave(place)  # the name was another block's
+            self._leave(place)  # the engine may have used the name for another block
             if len(block.places) < _PLACES_MAX:
                 self.places[place] = block
                 block.places += (place,)
         return block
 
     def _leave(self, place: _Place) -> None:
+        """Remove a place from its block, and the block if that was its last place."""
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
@@ -95,7 +98,7 @@ class _Cached:
                 self._drop(block)
 
     def removing(self, event: BlockRemoved) -> Iterator[None]:
-        """Remove one copy of each block that is named; with the last copy a block is not there any more."""
+        """Remove one copy of each block that an event names, one at a time. A place without a copy is removed."""
         for name in event.block_hashes:
             place = (_medium_of(event), event.group_idx, name)
             copies = self.copies.pop(place, 1) - 1
@@ -106,12 +109,13 @@ class _Cached:
             yield
 
     def clearing(self, medium: str) -> Iterator[None]:
+        """Remove all places on a medium, one at a time."""
         for place in [place for place in self.places if place[0] == medium]:
             self._leave(place)
             yield
 
     def parent(self, event: BlockStored) -> _Block | None:
-        """Return the block before the event's first one, on its medium or, for a part that was moved, on another."""
+        """Return the block before the event's first block: on the same medium or, if a part was moved, on another."""
         group, name = event.group_idx, event.parent_block_hash
         if name is None:
             return None
@@ -119,23 +123,24 @@ class _Cached:
         return next((self.places[place] for place in places if place in self.places), None)
 
     def forget_oldest(self) -> None:
-        """Forget the leaf that was stored first; the block before it may become a leaf."""
+        """Forget the leaf that was stored longest ago; the block before it may become a leaf."""
         key = next(iter(self.leaves), None) or next(reversed(self.blocks))
         for place in self.blocks[key].places:
             self._leave(place)
 
     def _drop(self, block: _Block) -> None:
+        """Remove a block. If no other block follows its parent, the parent becomes the oldest leaf."""
         del self.blocks[block.key]
         self.leaves.pop(block.key, None)
         parent = self.blocks.get(block.parent)
         if parent is not None:
             parent.children -= 1
-            if parent.children <= 0:  # below, if it was removed and stored again while others followed it
+            if parent.children <= 0:  # negative if the parent was removed and stored again meanwhile
                 self.leaves[parent.key] = None
                 self.leaves.move_to_end(parent.key, last=False)
 
     def tokens(self, keys: Sequence[bytes], key_tokens: int) -> int:
-        """Tokens up to the last key for which this and every earlier block is there."""
+        """Return the number of tokens up to the last key for which its block and every earlier block are known."""
         have, stride = 0, math.lcm(key_tokens, self.block_tokens)
         for end, key in enumerate(keys, 1):
             block = self.blocks.get(key)
@@ -153,16 +158,16 @@ class _Cached:
 
 
 class PrefixMap:
-    """Map of engines to how much of a prefix they have, fed by their KV events. It may be wrong, and asks nobody.
+    """Map of prefixes to the engines that have them, fed by KV events. It asks no engine, and may be wrong.
 
     Args:
-        salt: That of the keys that it is asked for: a map answers for one salt.
-        blocks_max: Blocks that are remembered of all holders together. Beyond that the holder with the most of them
-            loses the one that it has not stored for the longest time and that no other follows.
-        media: Media whose blocks count; what an engine has moved elsewhere is not in its cache.
+        salt: salt of the keys that are looked up; a map answers for one salt.
+        blocks_max: most blocks that are remembered, over all holders. Beyond that, the holder with most blocks loses,
+            of its blocks that no other follows, the one that it stored longest ago.
+        media: media with blocks that count. A block that an engine has moved to another medium is not in its cache.
 
     Raises:
-        RequestError: A salt that is no bytes or too long, `blocks_max` below 1, or media that are no list of texts.
+        RequestError: `salt` is not bytes or is too long, `blocks_max` is below 1, or `media` are no list of texts.
     """
 
     def __init__(
@@ -180,14 +185,14 @@ class PrefixMap:
         return sum(len(cached.blocks) for cached in self._holders.values())
 
     def holders(self, keys: Sequence[bytes], key_tokens: int) -> list[tuple[str, int]]:
-        """Holders of the prefix, as far as is known.
+        """Return the engines that have a beginning of a prefix, as far as the map knows.
 
         Args:
-            keys: Those of `prefix_keys`, by the map's salt.
-            key_tokens: The `block_tokens` that they were made with.
+            keys: keys of the prefix, by `prefix_keys` with the map's salt.
+            key_tokens: the `block_tokens` that the keys were made with.
 
         Returns:
-            Holders and how many tokens each has, the most first.
+            Holders, and how many tokens each has, the holder with most tokens first.
 
         Raises:
             RequestError: `keys` are no list of bytes, or `key_tokens` is below 1.
@@ -199,30 +204,30 @@ class PrefixMap:
         return sorted((one for one in found if one[1]), key=lambda one: -one[1])
 
     def apply(self, holder: str, event: KVEvent) -> None:
-        """Take in an event.
+        """Apply an event to the map.
 
         Args:
-            holder: Whose it is, in the words that `holders` is to answer in, such as its address.
-            event: A `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
+            holder: name of the engine, as `holders` is to return it, such as its address.
+            event: a `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
 
         Raises:
-            RequestError: It is none of these.
+            RequestError: `event` is none of these.
         """
         for _ in self.steps(holder, event):
             pass
 
     def steps(self, holder: str, event: KVEvent) -> Iterator[None]:
-        """Take in an event piece by piece, one for each item: an event can be of many blocks.
+        """Apply an event in pieces, one for each item of the iterator, since an event may be of many blocks.
 
         Args:
-            holder: As for `apply`.
-            event: As for `apply`.
+            holder: as for `apply`.
+            event: as for `apply`.
 
         Returns:
-            An iterator to be used up before the holder's next event.
+            An iterator, to be exhausted before the holder's next event.
 
         Raises:
-            RequestError: As `apply`, by the iterator.
+            RequestError: as for `apply`; raised by the iterator.
         """
         if not isinstance(event, KVEvent):
             raise RequestError(f"event: expected one of a prefix cache's, got {shown(event)}")
@@ -242,22 +247,23 @@ class PrefixMap:
                 yield
 
     def forget(self, holder: str) -> None:
-        """Forget all blocks of a holder: it is gone, or its events were lost.
+        """Forget all blocks of a holder, because the holder is gone or its events were lost.
 
         Args:
-            holder: As for `apply`; one that is not known is nothing.
+            holder: as for `apply`; an unknown holder is ignored.
         """
         for _ in self.forgetting(holder):
             pass
 
     def forgetting(self, holder: str) -> Iterator[None]:
-        """Forget a holder in pieces: it has nothing from the first on, and its memory is given back with the last.
+        """Forget all blocks of a holder in pieces. The first item removes them from the map, the last frees their
+        memory.
 
         Args:
-            holder: As for `apply`.
+            holder: as for `apply`.
 
         Returns:
-            An iterator to be used up before the holder's next event.
+            An iterator, to be exhausted before the holder's next event.
         """
         known = self._holders.pop(holder, None)
         while known is not None and known.places:
@@ -266,7 +272,7 @@ class PrefixMap:
             yield
 
     def _storing(self, cached: _Cached, event: BlockStored) -> Iterator[None]:
-        """Take in blocks one by one; stop where their chain, which may be cut meanwhile, does not go on."""
+        """Add the blocks of an event one by one. Stop if a block has no known key, or its parent has been removed."""
         size, place = event.block_size, (_medium_of(event), event.group_idx)
         parent = cached.parent(event)
         if not _tells_all(event) or (parent is None and event.parent_block_hash is not None):
@@ -282,17 +288,19 @@ class PrefixMap:
             yield
 
     def _make_room(self) -> None:
+        """Forget as many blocks as there are above `blocks_max`, each of the holder with most blocks."""
         over = self.blocks - self._blocks_max
         for _ in range(over):
             max(self._holders.values(), key=lambda cached: len(cached.blocks)).forget_oldest()
 
 
 def _medium_of(event: KVEvent) -> str:
+    """Return the medium of an event."""
     return _DEVICE if event.medium is None else event.medium
 
 
 def _tells_all(event: BlockStored) -> bool:
-    """True if the keys of the event's blocks can be computed, and prove that the blocks are there."""
+    """Return True if the event says all that its blocks' keys depend on, and its group keeps all of a prompt."""
     names, told = len(event.block_hashes), event.extra_keys
     return (
         event.kv_cache_spec_kind in KEEP_ALL
@@ -303,7 +311,7 @@ def _tells_all(event: BlockStored) -> bool:
 
 
 def _tokens_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
-    """A block's tokens as its key takes them; None if its extra keys are unknown."""
+    """Return a block's tokens as its key takes them; None if it has extra keys of an unknown form."""
     prompt = tokens
     if extra:
         keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)
@@ -312,12 +320,12 @@ def _tokens_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None,
                 case str() if first:
                     keys[0].append(("cache_salt", found))
                 case str(identifier), int(offset) if offset < len(tokens):
-                    if offset >= 0:  # else it has begun, and was marked, in a block before
+                    if offset >= 0:  # a negative offset was marked in the block in which the picture begins
                         keys[offset].append(("mm", identifier))
                 case _:
                     return None
         prompt = marked_by_keys(tokens, keys)
     try:
         return struct.pack(f"<{len(prompt)}q", *prompt)
-    except struct.error:  # above 64 bits with a sign
+    except struct.error:  # a number beyond 64 signed bits
         return None

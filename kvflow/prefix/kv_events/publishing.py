@@ -1,4 +1,4 @@
-"""Publishes KV events of an engine of one's own, as vLLM does, so that whoever follows vLLM follows it."""
+"""Publishes the KV events of your own engine as vLLM does, so that a subscriber to vLLM's events understands them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _AT_ONCE = 16
 
 
 class Publisher:
-    """Publishes events from `async with Publisher(...)` on until its end; it has one task, which answers replays.
+    """Publishes KV events, from the beginning of an `async with` block to its end. One task answers replays.
 
     Args:
-        endpoint: Where to publish, such as `tcp://*:5557`; of port 0 the system chooses one.
-        replay_endpoint: Where to answer those who have missed batches; None for nowhere.
-        topic: The topic of the messages.
-        batches_max: Batches that are kept for replays.
-        bytes_max: Bytes of batches that are kept for replays.
-        data_parallel_rank: Told in each batch.
+        endpoint: address to publish at, such as `tcp://*:5557`; for port 0 the system chooses a port.
+        replay_endpoint: address at which subscribers ask for missed batches; None for no replays.
+        topic: topic of the messages.
+        batches_max: most batches that are kept for replays.
+        bytes_max: most bytes of batches that are kept for replays.
+        data_parallel_rank: rank that each batch names.
 
     Raises:
-        ConfigError: A value that cannot be, or an endpoint that cannot be bound.
-        UsageError: It was entered twice.
+        ConfigError: a value is invalid, or an endpoint cannot be bound.
+        UsageError: the Publisher was entered twice.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Publisher:
 
     @property
     def endpoint(self) -> str:
-        """Address at which it publishes, with the port that it has."""
+        """Address at which events are published, with the port in use."""
         return self._endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Address at which it answers replays, with the port that it has."""
+        """Address at which replays are answered, with the port in use; None without replays."""
         return self._replay_endpoint
 
     async def __aenter__(self) -> Self:
@@ -96,7 +96,8 @@ class Publisher:
         self._socket = self._replays = self._task = None
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
-        # A replay that finds no room is lost silently, so there is room for one as a whole.
+        # ZeroMQ drops messages silently if its queue is full, so the queue has room for a whole replay.
+        """Bind a socket, and return its address with the port in use."""
         most = self._batches_max + 1000
         socket.bind(prepare(socket, endpoint, messages_max=most, bytes_max=_QUESTION_BYTES_MAX))
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -119,17 +120,17 @@ class Publisher:
         self._socket = self._replays = None
 
     def publish(self, events: Iterable[KVEvent]) -> int:
-        """Publish a batch; it waits for nobody.
+        """Publish a batch of events, without waiting for subscribers.
 
         Args:
-            events: In the order in which they happened.
+            events: events in the order in which they happened.
 
         Returns:
-            The batch's sequence number.
+            The sequence number of the batch.
 
         Raises:
-            UsageError: The publisher is not open.
-            RequestError: A value that is no event, or a batch larger than subscribers take; nothing was published.
+            UsageError: the Publisher is not open.
+            RequestError: a value is no event, or the batch is larger than subscribers accept; nothing was published.
         """
         if self._socket is None:
             raise UsageError("the Publisher is not open")
@@ -146,10 +147,10 @@ class Publisher:
         return number
 
     async def _answer(self, socket: zmq.asyncio.Socket) -> None:
-        """Answer followers that ask for batches which they have missed.
+        """Answer subscribers that ask for missed batches.
 
-        Task `kvflow-kv-events-replays`: begun by a `Publisher`, to the end of its block. If it dies replays are no
-        longer answered.
+        Task `kvflow-kv-events-replays`: begun by a `Publisher`, until the `async with` block ends. If it dies, replays
+        are not answered.
         """
         while True:
             match await socket.recv_multipart():
@@ -159,6 +160,7 @@ class Publisher:
                     await asyncio.sleep(0)
 
     async def _replay(self, socket: zmq.asyncio.Socket, client: bytes, start: int) -> None:
+        """Send a subscriber all kept batches from number `start` on, and the end of the replay."""
         for at, (number, payload) in enumerate([batch for batch in self._kept if batch[0] >= start]):
             await socket.send_multipart([client, b"", self._topic, sequence_bytes(number), payload])
             if at % _AT_ONCE == _AT_ONCE - 1:

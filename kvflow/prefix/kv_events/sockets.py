@@ -1,7 +1,7 @@
-"""Frames and sockets of KV events: topic, sequence number of 8 bytes (big endian), batch.
+"""Frames and sockets of KV events. A message has three frames: topic, sequence number (8 bytes, big endian), batch.
 
-A replay is asked for with a first sequence number and answered with batches in the same frames, behind an empty one;
-older SGLang leaves the topic out. It ends with sequence -1.
+A subscriber asks for a replay with the first sequence number that it needs. The answers are batches in the same frames,
+behind an empty one; older SGLang leaves the topic out. The replay ends with sequence number -1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from kvflow.hosts import ANY, bracketed, plain_host
 SEQUENCE_BYTES = 8
 END = -1
 LIVE, REPLAYED = (3,), (3, 4)
-"""Frames of a message, and of a replay's answer, which begins with an empty one and may lack the topic."""
+"""Numbers of frames that a live message and a replayed one may have. A replayed one begins with an empty frame and may
+lack the topic.
+"""
 
 
 def read_message(frames: Sequence[bytes], forms: Sequence[int]) -> tuple[int, bytes] | None:
-    """Return sequence number and batch of a message in as many frames as one of `forms`; None if it is no such."""
+    """Return the sequence number and the batch of a message; None if it is malformed.
+
+    `forms`: numbers of frames that the message may have.
+    """
     if len(frames) not in forms or len(frames[-2]) != SEQUENCE_BYTES:
         return None
     sequence = int.from_bytes(frames[-2], "big", signed=True)
@@ -28,17 +33,19 @@ def read_message(frames: Sequence[bytes], forms: Sequence[int]) -> tuple[int, by
 
 
 def sequence_bytes(sequence: int) -> bytes:
+    """Return the frame of a sequence number."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
 def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int, v6: bool = False) -> str:
-    """Limit a socket: nothing lingers, and nobody sends it more than that. Return the endpoint as ZeroMQ takes it.
+    """Limit a socket, and return the endpoint in the form that ZeroMQ takes.
 
-    With `v6` names of hosts are looked up as IPv6 addresses. A wildcard is bound for both versions.
+    The socket queues at most `messages_max` messages each way, receives none above `bytes_max`, and drops unsent ones
+    when it closes. With `v6`, host names are looked up as IPv6 addresses. A wildcard is bound for both IP versions.
     """
     endpoint = bracketed(endpoint)
     if endpoint.startswith("tcp://[::]:"):
-        endpoint = endpoint.replace("[::]", ANY, 1)  # which is bound for version 4 alone where there is no other
+        endpoint = endpoint.replace("[::]", ANY, 1)  # ANY is bound for IPv4 alone where there is no IPv6
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, messages_max)
     socket.setsockopt(zmq.SNDHWM, messages_max)
@@ -48,6 +55,6 @@ def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_
 
 
 def host_in(endpoint: str) -> str:
-    """Return the host of a TCP endpoint in its one form; "" of others."""
+    """Return the host of a TCP endpoint in its canonical form; "" for another endpoint."""
     scheme, _, rest = bracketed(endpoint).partition("://")
     return (plain_host(rest.rpartition(":")[0]) or "") if scheme == "tcp" else ""
