@@ -229,12 +229,12 @@ class ConsumerBook:
         if request is None:
             return
         if num_external_tokens == 0:
-            self._fire(request, ConsumerEvent.SKIP)
+            self._fire(request, "skip")
             return
         offered, refused, missing = request.offered_tokens, request.refusal is not None, self._groups.no_blocks
         if not refused:
             missing = self._groups.missing(block_ids, offered, num_external_tokens, f"request {request_id!r}")
-        self._fire(request, ConsumerEvent.RECEIVE)
+        self._fire(request, "receive")
         told = max(offered, *(ticket.num_tokens for ticket in request.tickets))  # what digests are of
         prompt = None if request.prompt is None else request.prompt[:told]
         receive = Receive(
@@ -261,15 +261,15 @@ class ConsumerBook:
         """Take the ends of loads, good or bad. Ids that nobody waits for change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
-            if request is not None and knows(CONSUMER_TABLE, request.state, ConsumerEvent.RECEIVED):
-                self._fire(request, ConsumerEvent.RECEIVED)
+            if request is not None and knows(CONSUMER_TABLE, request.state, "received"):
+                self._fire(request, "received")
 
     def finish(self, request_id: str) -> bool:
         """Take the end of a request. True if its blocks must stay, as a load may still write into them."""
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._fire(request, ConsumerEvent.END)
+        self._fire(request, "end")
         if request.state is ConsumerState.ABANDONED:
             self._next.abandon.append(request_id)
         return request_blocks_held(request.state)

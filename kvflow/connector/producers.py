@@ -131,8 +131,8 @@ class ProducerBook:
         """Take the ends of leases. Ids that nobody waits for change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
-            if request is not None and knows(PRODUCER_TABLE, request.state, ProducerEvent.SENT):
-                self._fire(request, ProducerEvent.SENT)
+            if request is not None and knows(PRODUCER_TABLE, request.state, "sent"):
+                self._fire(request, "sent")
 
     def finish(self, request_id: str, *, completed: bool, block_ids: GivenTables | None) -> Finished:
         """Take the end of a request; see `ConnectorScheduler.request_finished`."""
@@ -154,7 +154,7 @@ class ProducerBook:
         if any(save.block_tables):
             self._send(request)
         else:
-            self._fire(request, ProducerEvent.END)  # nothing to read, so nothing to wait for
+            self._fire(request, "end")  # nothing to read, so nothing to wait for
         return Finished(request_blocks_held(request.state), self._dialect.params_of(ticket))
 
     def withdraw_all(self) -> None:
@@ -167,7 +167,7 @@ class ProducerBook:
         )
 
     def _send(self, request: _Producer) -> None:
-        self._fire(request, ProducerEvent.SEND)
+        self._fire(request, "send")
         self._next.send.append(request.request_id)
 
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
@@ -180,7 +180,7 @@ class ProducerBook:
             self._send(request)
             self._next.withdraw.append(request.request_id)
         else:
-            self._fire(request, ProducerEvent.END)
+            self._fire(request, "end")
             self._withdraw(request)
             self._decline(request, "the request has ended before its prompt was computed")
 
@@ -200,7 +200,7 @@ class ProducerBook:
         """End the lease of a prompt that flows, and that readers may be at. Computed once more it is for nobody of
         those who wait now.
         """
-        self._fire(request, ProducerEvent.PREEMPT)
+        self._fire(request, "preempt")
         self._next.recall.append(request.request_id)
         request.saved = request.serve_id = None
 
@@ -210,7 +210,7 @@ class ProducerBook:
             return
         request.num_computed_tokens = 0
         if request.state is ProducerState.SAVED:
-            self._fire(request, ProducerEvent.PREEMPT)
+            self._fire(request, "preempt")
             self._withdraw(request)
         elif request.state is ProducerState.FLOWING:
             self._recall(request)
@@ -267,7 +267,7 @@ class ProducerBook:
             prompt=None if prompt is None else tuple(prompt),
             marks=marks_of(prompt),
         )
-        self._fire(request, ProducerEvent.FLOW if flows else ProducerEvent.SAVE)
+        self._fire(request, "flow" if flows else "save")
         if flows or any(save.block_tables):
             self._next.save.append(save)
 

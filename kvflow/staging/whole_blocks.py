@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvflow.core.cache.regions import Device, Regions
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, Int64Array, regions_of
+from kvflow.core.plan.block_map import BlockMap, Int64Array, regions_of
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
+from kvflow.core.plan.topology import HeadSource
 
 
 class PathCosts(NamedTuple):
@@ -49,7 +50,7 @@ class WholeBlocks:
     In scratch memory a block has `tokens` and `heads` in the peer's order for each region.
     """
 
-    def __init__(self, remote: Regions, heads: HeadSlice, layers: Sequence[int]) -> None:
+    def __init__(self, remote: Regions, heads: HeadSource, layers: Sequence[int]) -> None:
         """`layers` are positions among the remote regions' layers, in the order in which they are wanted."""
         block = remote.block
         index = regions_of(layers, len(remote.parts))
@@ -97,7 +98,7 @@ def prefer_scratch(
     Both estimates are in seconds; all terms are linear, so only their ratio matters. `near`: the peer is on this host.
     """
     costs = COSTS.get((block_map.local.device.kind, near), COSTS["cpu", near])
-    groups = block_map.groups[block_map.chunk_tokens]
+    groups = block_map.groups(block_map.chunk_tokens)
     pieces = chunks * sum(group.pieces for group in groups)
     size_bytes = chunks * sum(group.chunk_size_bytes for group in groups)
     direct_s = pieces * costs.descriptor_s + size_bytes * costs.byte_s

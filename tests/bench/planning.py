@@ -20,9 +20,10 @@ from kvflow.bench.cache import ITEMSIZE, PARTS
 from kvflow.bench.loads import MIB, scattered
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
+from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import check_block_ids, match_chunks
 from kvflow.core.plan.slices import plan_slices
+from kvflow.core.plan.topology import HeadSource
 from kvflow.limits import Limits, by_device
 from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from tests.bench.targets import Spread, at_most
@@ -178,8 +179,8 @@ def _pair_ranks(case: PlanCase) -> list[BlockMap]:
             _regions(count, heads, base + (first << 36), case.pool_blocks)
             for heads, base in ((case.kv_heads, 1 << 44), (case.remote_kv_heads, 1 << 45))
         )
-        heads, layers = HeadSlice(0, case.remote_kv_heads - case.kv_heads, case.kv_heads), range(count)
-        found.append(BlockMap(local, remote, heads=heads, layers=LayersOf(layers, layers)))
+        heads, layers = HeadSource(0, 0, case.remote_kv_heads - case.kv_heads, case.kv_heads, 1), range(count)
+        found.append(BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers))
         first += count
     return found
 

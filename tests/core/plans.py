@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, Span, map_regions
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
+from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, match_chunks
-from kvflow.core.plan.topology import CacheShare
+from kvflow.core.plan.topology import CacheShare, HeadSource
 from tests.core.caches import Cache, Recipe, Sides, sides
 
 CPU = Device("cpu", 0)
@@ -45,11 +45,16 @@ def regions_of(cache: Cache) -> Regions:
     return map_regions(cache.infer(), cache.tensors)
 
 
+def heads_at(local_start: int, remote_start: int, heads: int) -> HeadSource:
+    """The heads to read from one rank: as many `heads` from `remote_start` on there to `local_start` on here."""
+    return HeadSource(0, local_start, remote_start, heads, 1)
+
+
 def pair_whole(local: Regions, remote: Regions) -> BlockMap:
     """All heads and all regions, in order: two ranks that hold the same."""
     layers = range(len(local) // len(local.parts))
-    heads = HeadSlice(0, 0, local.block.heads)
-    return BlockMap(local, remote, heads=heads, layers=LayersOf(layers, layers))
+    heads = heads_at(0, 0, local.block.heads)
+    return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
 
 
 def pair(local: Cache, remote: Cache) -> BlockMap:
@@ -61,8 +66,9 @@ def pair_sides(case: Sides, local: Cache, remote: Cache) -> BlockMap:
     return BlockMap(
         regions_of(local),
         regions_of(remote),
-        heads=HeadSlice(case.local_start, case.remote_start, case.heads),
-        layers=LayersOf(local.infer().layer_indices, remote.infer().layer_indices),
+        heads=heads_at(case.local_start, case.remote_start, case.heads),
+        local_layers=local.infer().layer_indices,
+        remote_layers=remote.infer().layer_indices,
     )
 
 

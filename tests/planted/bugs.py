@@ -284,8 +284,8 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "a preempted prompt stays offered": Bug(
-        "            self._fire(request, ProducerEvent.PREEMPT)\n            self._withdraw(request)\n",
-        "            self._fire(request, ProducerEvent.PREEMPT)\n",
+        '            self._fire(request, "preempt")\n            self._withdraw(request)\n',
+        '            self._fire(request, "preempt")\n',
         (
             "tests/connector/test_scheduler.py::test_preempted_after_its_prompt_the_lease_is_withdrawn_and_the_next_has_a_secret_of_its_own",
         ),

@@ -16,7 +16,7 @@ from tests_support import PATIENT, altered, in_virtual_time, limited, small_cach
 
 from kvflow import Config, LeaseOutcome, LoadReport, PeerAddress, Runtime, ServeRequest, Ticket
 from kvflow.core.plan.topology import Rank
-from kvflow.core.policy.states import PeerEvent, PeerState
+from kvflow.core.policy.states import PeerState
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.errors import (
@@ -423,7 +423,7 @@ async def test_peers_that_were_lost_make_room_before_those_that_are_connected() 
         await pair.load(there)
         peers = cache_of(pair.reader).peers
         gone = peers.get(Address("producer", Rank(0, 0, 0), there.address))
-        peers._disconnect(gone, PeerEvent.BREAK, "scripted")
+        peers._disconnect(gone, "break", "scripted")
         assert await meet_nobody(pair, lease.ticket, 1) == [str(lease.ticket.first.port), "1"]
 
 

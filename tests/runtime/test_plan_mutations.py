@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvflow.core.cache.state import StatePart
-from kvflow.core.plan import block_map
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, RegionMap
+from kvflow.core.plan import block_map, topology
+from kvflow.core.plan.block_map import BlockMap, RegionMap
 from kvflow.core.plan.descriptors import Chunks, match_chunks
 from kvflow.errors import KVFlowError
 from kvflow.runtime.load import plan
-from kvflow.runtime.peers import handshake
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
 from tests.runtime import test_groups, test_state, test_topologies
@@ -25,13 +24,24 @@ from tests.support import hand_overs
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
+def change_heads(patch: pytest.MonkeyPatch, **starts: int) -> None:
+    """As if the heads of every source began elsewhere."""
+    real = topology.source_at
+
+    def changed(ours: topology.CacheShare, theirs: topology.CacheShare) -> topology.HeadSource | None:
+        source = real(ours, theirs)
+        return None if source is None else source._replace(**starts)
+
+    patch.setattr(topology, "source_at", changed)
+
+
 def read_the_first_heads(patch: pytest.MonkeyPatch) -> None:
     """Whatever part of the heads a rank needs."""
-    patch.setattr(handshake, "HeadSlice", lambda local, remote, heads: HeadSlice(local, 0, heads))
+    change_heads(patch, remote_start=0)
 
 
 def write_the_first_heads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(handshake, "HeadSlice", lambda local, remote, heads: HeadSlice(0, remote, heads))
+    change_heads(patch, local_start=0)
 
 
 def match_layers_by_position(patch: pytest.MonkeyPatch) -> None:

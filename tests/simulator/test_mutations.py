@@ -18,7 +18,7 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.queue import Permit
-from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
+from kvflow.core.policy.states import TRANSFER_TABLE, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
 from kvflow.failover.several_tickets import Course
@@ -118,7 +118,7 @@ def forget_notifications(*_: Any, **__: Any) -> None:
 async def release_on_cancel(_: Any, self: Flight, grace_s: float) -> bool:
     """Blocks of a load that ends early are given back without waiting for its reads."""
     if self.state in (TransferState.PENDING, TransferState.READING):
-        self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.ABANDON)
+        self.state = fire(TRANSFER_TABLE, self.state, "abandon")
         self._give_back()
     return True
 

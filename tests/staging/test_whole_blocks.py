@@ -7,8 +7,9 @@ import pytest
 
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
+from kvflow.core.plan.block_map import BlockMap
 from kvflow.staging.whole_blocks import COSTS, WholeBlocks, prefer_scratch
+from tests.core.plans import heads_at
 from tests.support.tests_support import each
 
 TOKENS, LAYERS = 16, 4
@@ -32,9 +33,8 @@ def scratch_pays(kind: str, near: bool, run: int, batches: int = 1) -> bool:
     """For 1,024 blocks of half of the peer's heads."""
     heads = 4
     remote = regions(2 * heads, run, kind)
-    block_map = BlockMap(
-        regions(heads, run, kind), remote, heads=HeadSlice(0, 0, heads), layers=LayersOf(range(LAYERS), range(LAYERS))
-    )
+    ours, layers = regions(heads, run, kind), range(LAYERS)
+    block_map = BlockMap(ours, remote, heads=heads_at(0, 0, heads), local_layers=layers, remote_layers=layers)
     whole = WholeBlocks(remote, block_map.heads, range(LAYERS))
     return prefer_scratch(block_map, whole, chunks=1024, blocks=1024, batches=batches, near=near)
 

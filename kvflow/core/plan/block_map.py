@@ -10,44 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.plan.topology import HeadSource
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 _TAILS_MAX = 64  # lengths of partly filled chunks that a block map remembers
 _ROWS_KEPT_MAX = 1 << 7
-
-
-class HeadSlice(NamedTuple):
-    """The KV heads to read: as many `heads` from `remote_start` on there to `local_start` on here."""
-
-    local_start: int
-    remote_start: int
-    heads: int
-
-
-class LayersOf(NamedTuple):
-    """The layers of two sets, in the order of their regions."""
-
-    local: Sequence[int]
-    remote: Sequence[int]
-
-
-class SetPair(NamedTuple):
-    """One set of our layers, theirs that it is read from, and the groups whose block ids say where the blocks are."""
-
-    local_set: int
-    local_group: int
-    remote_group: int
-
-
-ONE_SET = SetPair(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,24 +75,13 @@ class RegionMap:
         return rows
 
 
-class _Groups(dict[int, tuple[RegionMap, ...]]):
-    """The region maps for chunks of so many tokens, each made when it is first asked for."""
-
-    def __init__(self, make: Callable[[int], tuple[RegionMap, ...]]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, tokens: int) -> tuple[RegionMap, ...]:
-        if len(self) > _TAILS_MAX:
-            self.clear()
-        found = self[tokens] = self._make(tokens)
-        return found
-
-
 class BlockMap:
-    """The pieces to read from one peer. `groups[tokens]` are the region maps for the first `tokens` tokens of chunks.
+    """The pieces to read from one peer. `groups(tokens)` are the region maps for the first `tokens` tokens of chunks.
 
-    `opaque` blocks mean more than values at strides: they are equal on both sides and always read whole.
+    `local_layers` and `remote_layers` are those of the regions of both sides, in order, `heads` says which heads come
+    from that peer. `opaque` blocks mean more than values at strides: they are equal on both sides and always read
+    whole. `local_set` is the index of our set of layers; `of_groups` are the groups, ours and theirs, whose block ids
+    are taken.
     """
 
     def __init__(
@@ -124,18 +89,19 @@ class BlockMap:
         local: Regions,
         remote: Regions,
         *,
-        heads: HeadSlice,
-        layers: LayersOf,
+        heads: HeadSource,
+        local_layers: Sequence[int],
+        remote_layers: Sequence[int],
         opaque: bool = False,
-        of: SetPair = ONE_SET,
+        local_set: int = 0,
+        local_group: int = 0,
+        remote_group: int = 0,
     ) -> None:
         ours, theirs = _same_parts(local, remote)
-        self.local_set, self.local_group, self.remote_group = of
-        self.of_groups = of[1:]
-        """Groups whose block ids are taken, ours and theirs."""
+        self.local_set, self.local_group, self.remote_group = local_set, local_group, remote_group
+        self.of_groups = (local_group, remote_group)
         self.remote_whole = remote
         """Regions of the peer as they are, with K and V of a fused cache together."""
-        local_layers, remote_layers = layers
         positions = {layer: index for index, layer in enumerate(remote_layers)}
         wanted = set(local.distinct_layers)
         self.places = tuple(
@@ -150,7 +116,7 @@ class BlockMap:
         self.local, self.remote = ours, theirs
         self.chunk_tokens = min(ours.block.tokens, theirs.block.tokens)
         self._rows = _rows(ours, theirs, heads, self.places)
-        self.groups = _Groups(self._make_groups)
+        self.groups: Callable[[int], tuple[RegionMap, ...]] = lru_cache(_TAILS_MAX)(self._make_groups)
 
     @property
     def token_size_bytes(self) -> int:
@@ -159,7 +125,7 @@ class BlockMap:
 
     def _make_groups(self, tokens: int) -> tuple[RegionMap, ...]:
         if self.opaque and tokens != self.chunk_tokens:
-            return self.groups[self.chunk_tokens]
+            return self.groups(self.chunk_tokens)
         ours, theirs = self.local.block, self.remote.block
         local_offsets, remote_offsets, size = _pieces(ours, theirs, tokens, self.heads.heads)
         rows = self._rows
@@ -219,7 +185,7 @@ def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
     return found
 
 
-def _rows(local: Regions, remote: Regions, heads: HeadSlice, places: Sequence[tuple[int, int]]) -> Int64Array:
+def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[tuple[int, int]]) -> Int64Array:
     """(our base, our stride, their base, their stride) of each pair of regions, in the order of our memory.
 
     Layers may share a part of their tensors, such as K alone: it is read for the first of them.

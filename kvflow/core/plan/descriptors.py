@@ -293,7 +293,7 @@ def alike(block_map: BlockMap) -> RegionMap | None:
     """The one map of regions where blocks of both sides are of one size, and each is one piece in each region."""
     if block_map.local.block.tokens != block_map.remote.block.tokens:
         return None
-    pairs = block_map.groups[block_map.chunk_tokens]
+    pairs = block_map.groups(block_map.chunk_tokens)
     usual = len(pairs) == 1 and len(pairs[0].local_offsets) == 1 and pairs[0].first_rows is not None
     return pairs[0] if usual else None
 

@@ -162,7 +162,7 @@ class LeaseBook:
             return Counted.DUPLICATE, None
         entry.readers[reader] = Fraction(part, whole)
         all_read = sum(entry.readers.values()) >= entry.terms.reader_count
-        return Counted.NOTED, entry if all_read and self.end(entry, LeaseEvent.ALL_READ, now_s) else None
+        return Counted.NOTED, entry if all_read and self.end(entry, "all_read", now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
         """End a lease. True if it was open."""
@@ -186,7 +186,7 @@ class LeaseBook:
             _, _, entry = heapq.heappop(self._expiring)
             if entry.is_open and entry.expires_s > now_s:
                 heapq.heappush(self._expiring, (entry.expires_s, next(self._numbers), entry))
-            elif self.end(entry, LeaseEvent.EXPIRE, now_s):
+            elif self.end(entry, "expire", now_s):
                 yield entry
 
     def release(self, now_s: float) -> list[LeaseEntry]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 StateT = TypeVar("StateT", bound=enum.StrEnum)
-EventT = TypeVar("EventT", bound=enum.StrEnum)
+EventT = TypeVar("EventT", bound=str)
 Table: TypeAlias = Mapping[tuple[StateT, EventT], StateT]
 
 
@@ -44,29 +44,23 @@ class PeerState(enum.StrEnum):
     CLOSED = "closed"
 
 
-class PeerEvent(enum.StrEnum):
-    CONNECT = "connect"  # also while connected, if a ticket is of another incarnation of the peer
-    CONNECTED = "connected"
-    POSTPONE = "postpone"
-    BACK_OFF = "back_off"
-    BREAK = "break"
-    CLOSE = "close"
-
+PeerEvent: TypeAlias = Literal["connect", "connected", "postpone", "back_off", "break", "close"]
+"""Event of a peer; "connect" also while connected, if a ticket is of another incarnation of it."""
 
 PEER_TABLE: Table[PeerState, PeerEvent] = {
-    (PeerState.UNKNOWN, PeerEvent.CONNECT): PeerState.CONNECTING,
-    (PeerState.UNKNOWN, PeerEvent.CLOSE): PeerState.CLOSED,
-    (PeerState.CONNECTING, PeerEvent.CONNECTED): PeerState.READY,
-    (PeerState.CONNECTING, PeerEvent.POSTPONE): PeerState.UNKNOWN,
-    (PeerState.CONNECTING, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
-    (PeerState.READY, PeerEvent.CONNECT): PeerState.CONNECTING,
-    (PeerState.READY, PeerEvent.BREAK): PeerState.BROKEN,
-    (PeerState.READY, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
-    (PeerState.READY, PeerEvent.CLOSE): PeerState.CLOSED,
-    (PeerState.BROKEN, PeerEvent.CONNECT): PeerState.CONNECTING,
-    (PeerState.BROKEN, PeerEvent.CLOSE): PeerState.CLOSED,
-    (PeerState.BACKING_OFF, PeerEvent.CONNECT): PeerState.CONNECTING,
-    (PeerState.BACKING_OFF, PeerEvent.CLOSE): PeerState.CLOSED,
+    (PeerState.UNKNOWN, "connect"): PeerState.CONNECTING,
+    (PeerState.UNKNOWN, "close"): PeerState.CLOSED,
+    (PeerState.CONNECTING, "connected"): PeerState.READY,
+    (PeerState.CONNECTING, "postpone"): PeerState.UNKNOWN,
+    (PeerState.CONNECTING, "back_off"): PeerState.BACKING_OFF,
+    (PeerState.READY, "connect"): PeerState.CONNECTING,
+    (PeerState.READY, "break"): PeerState.BROKEN,
+    (PeerState.READY, "back_off"): PeerState.BACKING_OFF,
+    (PeerState.READY, "close"): PeerState.CLOSED,
+    (PeerState.BROKEN, "connect"): PeerState.CONNECTING,
+    (PeerState.BROKEN, "close"): PeerState.CLOSED,
+    (PeerState.BACKING_OFF, "connect"): PeerState.CONNECTING,
+    (PeerState.BACKING_OFF, "close"): PeerState.CLOSED,
 }
 
 
@@ -80,18 +74,13 @@ class LeaseState(enum.StrEnum):
     FAILED = "failed"  # its prompt will never be computed
 
 
-class LeaseEvent(enum.StrEnum):
-    ALL_READ = "all_read"
-    EXPIRE = "expire"
-    REVOKE = "revoke"
-    FAIL = "fail"
-
+LeaseEvent: TypeAlias = Literal["all_read", "expire", "revoke", "fail"]
 
 LEASE_TABLE: Table[LeaseState, LeaseEvent] = {
-    (LeaseState.OFFERED, LeaseEvent.ALL_READ): LeaseState.READ,
-    (LeaseState.OFFERED, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
-    (LeaseState.OFFERED, LeaseEvent.REVOKE): LeaseState.REVOKED,
-    (LeaseState.OFFERED, LeaseEvent.FAIL): LeaseState.FAILED,
+    (LeaseState.OFFERED, "all_read"): LeaseState.READ,
+    (LeaseState.OFFERED, "expire"): LeaseState.EXPIRED,
+    (LeaseState.OFFERED, "revoke"): LeaseState.REVOKED,
+    (LeaseState.OFFERED, "fail"): LeaseState.FAILED,
 }
 
 
@@ -106,22 +95,16 @@ class TransferState(enum.StrEnum):
     STOPPED = "stopped"  # ended early, and no byte can arrive any more
 
 
-class TransferEvent(enum.StrEnum):
-    POST = "post"
-    LAND = "land"
-    ABANDON = "abandon"
-    OVERDUE = "overdue"
-    LAST_STOPPED = "last_stopped"
-
+TransferEvent: TypeAlias = Literal["post", "land", "abandon", "overdue", "last_stopped"]
 
 TRANSFER_TABLE: Table[TransferState, TransferEvent] = {
-    (TransferState.PENDING, TransferEvent.POST): TransferState.READING,
-    (TransferState.PENDING, TransferEvent.ABANDON): TransferState.STOPPED,
-    (TransferState.READING, TransferEvent.LAND): TransferState.LANDED,
-    (TransferState.READING, TransferEvent.ABANDON): TransferState.STOPPING,
-    (TransferState.STOPPING, TransferEvent.LAST_STOPPED): TransferState.STOPPED,
-    (TransferState.STOPPING, TransferEvent.OVERDUE): TransferState.QUARANTINED,
-    (TransferState.QUARANTINED, TransferEvent.LAST_STOPPED): TransferState.STOPPED,
+    (TransferState.PENDING, "post"): TransferState.READING,
+    (TransferState.PENDING, "abandon"): TransferState.STOPPED,
+    (TransferState.READING, "land"): TransferState.LANDED,
+    (TransferState.READING, "abandon"): TransferState.STOPPING,
+    (TransferState.STOPPING, "last_stopped"): TransferState.STOPPED,
+    (TransferState.STOPPING, "overdue"): TransferState.QUARANTINED,
+    (TransferState.QUARANTINED, "last_stopped"): TransferState.STOPPED,
 }
 
 
@@ -140,21 +123,16 @@ class ConsumerState(enum.StrEnum):
     ENDED = "ended"
 
 
-class ConsumerEvent(enum.StrEnum):
-    RECEIVE = "receive"
-    SKIP = "skip"
-    RECEIVED = "received"
-    END = "end"
-
+ConsumerEvent: TypeAlias = Literal["receive", "skip", "received", "end"]
 
 CONSUMER_TABLE: Table[ConsumerState, ConsumerEvent] = {
-    (ConsumerState.EXPECTED, ConsumerEvent.RECEIVE): ConsumerState.RECEIVING,
-    (ConsumerState.EXPECTED, ConsumerEvent.SKIP): ConsumerState.LOCAL,
-    (ConsumerState.EXPECTED, ConsumerEvent.END): ConsumerState.ENDED,
-    (ConsumerState.RECEIVING, ConsumerEvent.RECEIVED): ConsumerState.LOCAL,
-    (ConsumerState.RECEIVING, ConsumerEvent.END): ConsumerState.ABANDONED,
-    (ConsumerState.ABANDONED, ConsumerEvent.RECEIVED): ConsumerState.ENDED,
-    (ConsumerState.LOCAL, ConsumerEvent.END): ConsumerState.ENDED,
+    (ConsumerState.EXPECTED, "receive"): ConsumerState.RECEIVING,
+    (ConsumerState.EXPECTED, "skip"): ConsumerState.LOCAL,
+    (ConsumerState.EXPECTED, "end"): ConsumerState.ENDED,
+    (ConsumerState.RECEIVING, "received"): ConsumerState.LOCAL,
+    (ConsumerState.RECEIVING, "end"): ConsumerState.ABANDONED,
+    (ConsumerState.ABANDONED, "received"): ConsumerState.ENDED,
+    (ConsumerState.LOCAL, "end"): ConsumerState.ENDED,
 }
 
 
@@ -168,25 +146,18 @@ class ProducerState(enum.StrEnum):
     ENDED = "ended"
 
 
-class ProducerEvent(enum.StrEnum):
-    FLOW = "flow"
-    SAVE = "save"
-    PREEMPT = "preempt"
-    SEND = "send"
-    SENT = "sent"
-    END = "end"
-
+ProducerEvent: TypeAlias = Literal["flow", "save", "preempt", "send", "sent", "end"]
 
 PRODUCER_TABLE: Table[ProducerState, ProducerEvent] = {
-    (ProducerState.COMPUTING, ProducerEvent.FLOW): ProducerState.FLOWING,
-    (ProducerState.COMPUTING, ProducerEvent.SAVE): ProducerState.SAVED,
-    (ProducerState.COMPUTING, ProducerEvent.END): ProducerState.ENDED,
-    (ProducerState.FLOWING, ProducerEvent.PREEMPT): ProducerState.COMPUTING,
-    (ProducerState.FLOWING, ProducerEvent.SEND): ProducerState.SENDING,
-    (ProducerState.SAVED, ProducerEvent.PREEMPT): ProducerState.COMPUTING,
-    (ProducerState.SAVED, ProducerEvent.SEND): ProducerState.SENDING,
-    (ProducerState.SAVED, ProducerEvent.END): ProducerState.ENDED,
-    (ProducerState.SENDING, ProducerEvent.SENT): ProducerState.ENDED,
+    (ProducerState.COMPUTING, "flow"): ProducerState.FLOWING,
+    (ProducerState.COMPUTING, "save"): ProducerState.SAVED,
+    (ProducerState.COMPUTING, "end"): ProducerState.ENDED,
+    (ProducerState.FLOWING, "preempt"): ProducerState.COMPUTING,
+    (ProducerState.FLOWING, "send"): ProducerState.SENDING,
+    (ProducerState.SAVED, "preempt"): ProducerState.COMPUTING,
+    (ProducerState.SAVED, "send"): ProducerState.SENDING,
+    (ProducerState.SAVED, "end"): ProducerState.ENDED,
+    (ProducerState.SENDING, "sent"): ProducerState.ENDED,
 }
 
 

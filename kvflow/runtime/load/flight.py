@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
 from kvflow.core.policy.queue import Permit, PermitState
-from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
+from kvflow.core.policy.states import TRANSFER_TABLE, TransferState, fire, transfer_blocks_safe
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
 from kvflow.errors import BlocksBusy, RuntimeBroken
 from kvflow.runtime.copy_thread import CopyFailed
@@ -60,8 +60,8 @@ class CopyGroup(NamedTuple):
 
 
 # Steps that each load goes through, looked up once.
-_READING = fire(TRANSFER_TABLE, TransferState.PENDING, TransferEvent.POST)
-_LANDED = fire(TRANSFER_TABLE, TransferState.READING, TransferEvent.LAND)
+_READING = fire(TRANSFER_TABLE, TransferState.PENDING, "post")
+_LANDED = fire(TRANSFER_TABLE, TransferState.READING, "land")
 
 
 @dataclass(slots=True, eq=False)
@@ -206,14 +206,14 @@ class Flight:
         """
         cancelled = False
         if self.state in (TransferState.PENDING, TransferState.READING):
-            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.ABANDON)
+            self.state = fire(TRANSFER_TABLE, self.state, "abandon")
             if self.state is TransferState.STOPPED:
                 self._give_back()
         if self.state is TransferState.STOPPING:
             self.nudge()
             cancelled = await self._hold(grace_s)
         if self.state is TransferState.STOPPING:
-            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.OVERDUE)
+            self.state = fire(TRANSFER_TABLE, self.state, "overdue")
             self._resources.ledger.quarantine(self._ids)
         if cancelled:
             raise asyncio.CancelledError
@@ -254,7 +254,7 @@ class Flight:
             self._progress.set_result(None)
         stopping = self.state is TransferState.STOPPING or self.state is TransferState.QUARANTINED
         if stopping and not self._under_way and not (self._end is not None and self._end.done()):
-            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.LAST_STOPPED)
+            self.state = fire(TRANSFER_TABLE, self.state, "last_stopped")
             self._give_back()
 
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:

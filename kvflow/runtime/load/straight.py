@@ -65,7 +65,7 @@ class Straight:
         """Return whether it may be better to read a peer's blocks whole, through scratch memory, than in pieces."""
         if block_map.opaque or not self.scratch:
             return False
-        pieces = len(block_map.groups[block_map.chunk_tokens][0].local_offsets)
+        pieces = len(block_map.groups(block_map.chunk_tokens)[0].local_offsets)
         return pieces > 1 or self._config.scratch == "always"
 
     def reads(self, sources: Sequence[Source], head_of: HeadOf | None) -> Iterator[Read]:

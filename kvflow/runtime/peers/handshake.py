@@ -15,7 +15,7 @@ from kvflow.checks import counted, is_name
 from kvflow.core.cache.backends import heads_are_apart
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, SetPair
+from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address, agent_name
@@ -278,10 +278,13 @@ def block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[R
             found = BlockMap(
                 ours.regions[at],
                 regions[where],
-                heads=HeadSlice(source.local_start, source.remote_start, source.heads),
-                layers=LayersOf(mine.layers, theirs.layers),
+                heads=source,
+                local_layers=mine.layers,
+                remote_layers=theirs.layers,
                 opaque=not mine.plain,
-                of=SetPair(at, mine.group, theirs.group),
+                local_set=at,
+                local_group=mine.group,
+                remote_group=theirs.group,
             )
             if found.places:
                 yield found

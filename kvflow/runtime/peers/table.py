@@ -263,14 +263,14 @@ class Peers:
             waits = self._counted(peer, after_failed_read) > 0
             peer.last_kind = PeerUnreachable
             peer.note_error(why)
-            self._disconnect(peer, PeerEvent.BACK_OFF if waits else PeerEvent.BREAK, why)
+            self._disconnect(peer, "back_off" if waits else "break", why)
 
     def said_goodbye(self, goodbye: messages.Goodbye) -> None:
         """Drop the connection to a peer that closes, if it is to that very incarnation."""
         for peer in self.known.values():
             connection = peer.current
             if peer.at.target == goodbye.sender and connection and connection.incarnation == goodbye.incarnation:
-                self._disconnect(peer, PeerEvent.BREAK, "it closes")
+                self._disconnect(peer, "break", "it closes")
 
     async def forget(self, engine_id: str, address: str | None) -> bool:
         """See `Runtime.forget_peer`."""
@@ -307,7 +307,7 @@ class Peers:
             )
         )
         peer.handshake = handshake
-        peer.fire(PeerEvent.CONNECT)
+        peer.fire("connect")
         if incarnation is not None:
             peer.tried_incarnations.add(incarnation)
         return handshake
@@ -387,7 +387,7 @@ class Peers:
         before, past = peer.current, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
         past.extend(other for other in others if other is not None and other not in past)
-        peer.fire(PeerEvent.CONNECTED)
+        peer.fire("connected")
         peer.current = connection
         peer.met = True
         peer.tried_incarnations = {connection.incarnation}
@@ -399,9 +399,9 @@ class Peers:
 
     def _not_connected(self, peer: Peer, error: KVFlowError) -> None:
         """Note a failed handshake. It counts if it is the peer's own fault."""
-        event = PeerEvent.POSTPONE
+        event: PeerEvent = "postpone"
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
-            event = PeerEvent.BACK_OFF
+            event = "back_off"
             error.retry_after_s = self._counted(peer, after_failed_handshake)
             peer.last_kind = type(error)
         if isinstance(error, PeerIncompatible):
@@ -441,7 +441,7 @@ class Peers:
     def _drop(self, peer: Peer, why: str) -> None:
         """Forget a peer that has no handshake."""
         del self.known[peer.at]
-        self._disconnect(peer, PeerEvent.CLOSE, why)
+        self._disconnect(peer, "close", why)
 
     def _make_room(self, newcomer: Address) -> None:
         """Evict a peer if there are `Limits.peers_max`. Overloaded if all are in use."""

@@ -151,7 +151,7 @@ class Serving:
         nothing = len(held.entries) == 0 and not held.extends and not request.payload
         self.news.opened(opened, nothing=nothing)
         if nothing:
-            self._end(entry, LeaseEvent.ALL_READ)  # nobody will report a read
+            self._end(entry, "all_read")  # nobody will report a read
         elif entry.expires_s < self._alarm.due_s:
             self._alarm.set(entry.expires_s)
         return Lease(opened, self)
@@ -292,7 +292,7 @@ class Serving:
         """Revoke what is still open, and tell readers that wait for leases that there will be none."""
         self.news.turn_away("it is closing, or gives its cache back")
         for entry in list(self._offers):
-            self._end(entry, LeaseEvent.REVOKE)
+            self._end(entry, "revoke")
 
     def _note_read(self, lease_id: str, reader: str, share: tuple[int, int]) -> None:
         counted, ended = self._book.read(lease_id, reader, share, self._clock.now_s())
@@ -308,14 +308,14 @@ class Serving:
 
     def revoke(self, entry: LeaseEntry) -> None:
         """See `Lease.revoke`."""
-        self._end(entry, LeaseEvent.REVOKE)
+        self._end(entry, "revoke")
 
     def fail(self, entry: LeaseEntry, reason: str) -> None:
         """See `Lease.fail`."""
         if entry.is_open:
             self._offers[entry].reason = reason
             logger.info("lease %s: its prompt will not be computed: %s", entry.terms.request_id, reason)
-            self._end(entry, LeaseEvent.FAIL)
+            self._end(entry, "fail")
 
     def growing(self, request_id: str) -> Any:
         """Return the part that leases grow by. RequestError if it is not there."""
