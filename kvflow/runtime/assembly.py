@@ -34,7 +34,7 @@ from kvflow.runtime.load.straight import Straight
 from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
 from kvflow.runtime.part import foreign_of
-from kvflow.runtime.peers.handshake import Handshakes
+from kvflow.runtime.peers.handshake import Agents, Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
@@ -99,6 +99,7 @@ class RegisteredCache:
         foreign = foreign_of(runtime.parts)
         self.telling = LeaseIdTelling(self)
         """The way in which ranks of our own make are told of their leases."""
+        self.agents = Agents(self)
         self.peers = Peers(self, foreign.handshakes(self, Handshakes(self, self.telling)))
         self.own_reach = Reach(self)
         """The resolver of tickets of our own make; `resolver` may know others."""

@@ -56,7 +56,6 @@ class StockHandshakes:
         self._hashes = {*stock.hashes}
         self._learns = stock.learn_hash
         self._tp_sizes = {*stock.tp_sizes, local.cache_shares[0].tp_size}
-        self.leave, self.gone = own.leave, own.gone
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """See `Handshakes.connect`."""

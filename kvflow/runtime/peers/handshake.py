@@ -53,8 +53,7 @@ class Handshakes:
         self._local = cache.local
         self.telling = telling
         """The way in which ranks are told of their leases."""
-        self.agents = Agents(cache)
-        self.leave, self.gone = self.agents.leave, self.agents.gone
+        self.agents = cache.agents
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """Shake hands with a peer. Gives the connection that there is if the peer has not restarted.

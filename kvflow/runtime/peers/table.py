@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -45,7 +45,6 @@ from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.peers.first_contacts import FirstContacts, overloaded, patience_s
 from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, expendable
-from kvflow.transport.base import AgentName
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
@@ -84,10 +83,6 @@ class Handshaking(Protocol):
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply: ...
 
-    def leave(self, connection: Connection) -> None: ...
-
-    async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool: ...
-
 
 class Peers:
     """All peers of a runtime."""
@@ -97,6 +92,7 @@ class Peers:
         self._config = config
         self._back_off = BackOff(config.limits.peer_backoff_first_s, config.limits.peer_backoff_max_s)
         self.handshakes = handshakes
+        self._agents = cache.agents
         self._clock = cache.clock
         self._spawn = cache.spawn
         self._token_hex = cache.token_hex
@@ -169,9 +165,19 @@ class Peers:
     async def find_lease(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
         """Ask a rank about a lease by a question that does not wait, of the core or a part.
 
-        Raises a PeerError, or Overloaded.
+        A peer that does not answer counts as failed, and its connection as broken. Raises a PeerError, or Overloaded.
         """
-        return _expected(peer, await self._ask_connected(peer, question), messages.LeaseAnswer)
+        connection = peer.current
+        async with peer.questions:
+            if connection is not None and peer.current is None:  # another question has failed meanwhile
+                raise peer.at.failure(PeerUnreachable, peer.last_error)
+            connection = peer.current
+            try:
+                return await self._ask(peer, question, messages.LeaseAnswer)
+            except PeerUnreachable as error:
+                if connection is not None:
+                    self.failed(connection, str(error))
+                raise
 
     async def ask_until(
         self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
@@ -186,7 +192,9 @@ class Peers:
             begun_s = loop.time()
             wait_s = min(max(give_up_s - begun_s, 0.0), QUESTION_WAIT_S)
             try:
-                answer = await self._ask_lease(peer, msgspec.structs.replace(question, wait_s=wait_s))
+                asked = msgspec.structs.replace(question, wait_s=wait_s)
+                timeout_s = wait_s + self._config.handshake_timeout_s
+                answer = await self._ask(peer, asked, messages.LeaseAnswer, timeout_s=timeout_s)
             except PeerUnreachable:
                 unreachable += 1
                 if unreachable == _UNREACHABLE_MAX or wait_s < QUESTION_WAIT_S:  # the last question
@@ -201,32 +209,19 @@ class Peers:
             else:
                 pause_s = _PAUSE_FIRST_S
 
-    async def _ask_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseAnswer:
-        """Ask a rank about a lease by a question that may wait. Raises a PeerError, or Overloaded."""
-        timeout_s = question.wait_s + self._config.handshake_timeout_s
-        ask = partial(self.handshakes.ask, peer, question, timeout_s)
-        return _expected(peer, await self._in_turn(peer, ask), messages.LeaseAnswer)
-
-    async def _ask_connected(self, peer: Peer, question: messages.Request) -> messages.Reply:
-        """Put a question. A peer that does not answer counts as failed, and its connection as broken."""
-        connection = peer.current
-        async with peer.questions:
-            if connection is not None and peer.current is None:  # another question has failed meanwhile
-                raise peer.at.failure(PeerUnreachable, peer.last_error)
-            connection = peer.current
-            try:
-                return await self._in_turn(peer, partial(self.handshakes.ask, peer, question))
-            except PeerUnreachable as error:
-                if connection is not None:
-                    self.failed(connection, str(error))
-                raise
+    async def _ask(self, peer: Peer, question: messages.Request, *kinds: type[T], timeout_s: float | None = None) -> T:
+        """Put a question, in turn. ProtocolError for an answer of another kind; raises a PeerError, or Overloaded."""
+        reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, question, timeout_s))
+        if not isinstance(reply, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise peer.at.failure(ProtocolError, f"expected {names}, got {type(reply).__name__}")
+        return reply
 
     async def tell(self, peer: Peer, word: messages.ReleaseRequest | messages.DeclineRequest) -> messages.Ack:
         """Tell a rank something, without a connection. Raises a PeerError, or Overloaded."""
         self.check_wait(peer, None)
         async with peer.questions:
-            reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, word))
-        return _expected(peer, reply, messages.Ack)
+            return await self._ask(peer, word, messages.Ack)
 
     async def ask_digests(
         self, peer: Peer, question: messages.DigestRequest
@@ -236,8 +231,7 @@ class Peers:
         Raises a PeerError.
         """
         async with peer.digest_questions:
-            reply = await self.handshakes.ask(peer, question)
-        return reply if isinstance(reply, messages.LeaseAnswer) else _expected(peer, reply, messages.Digests)
+            return await self._ask(peer, question, messages.Digests, messages.LeaseAnswer)
 
     def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None:
         """Forget failures of these ranks, since bytes were read from all of them. `fresh`: whether the bytes count."""
@@ -286,7 +280,7 @@ class Peers:
         for peer in chosen():
             if peer.handshake is None:  # a handshake that was begun just now is from scratch anyway
                 self._drop(peer, "forgotten")
-        return await self.handshakes.gone(agents, self._config.handshake_timeout_s)
+        return await self._agents.gone(agents, self._config.handshake_timeout_s)
 
     async def aclose(self) -> None:
         """Forget all peers. Loads have ended before, and the task group has ended handshakes."""
@@ -436,7 +430,7 @@ class Peers:
 
     def _leave(self, connection: Connection) -> None:
         if not self._users_of(connection):
-            self.handshakes.leave(connection)
+            self._agents.leave(connection)
 
     def _drop(self, peer: Peer, why: str) -> None:
         """Forget a peer that has no handshake."""
@@ -468,10 +462,3 @@ class Peers:
                 self._drop(peer, f"not used for {idle_s} s")
         if self.known:
             self._sweep_later()
-
-
-def _expected(peer: Peer, reply: messages.Reply, kind: type[T]) -> T:
-    """Return a peer's answer; ProtocolError if it is of another kind."""
-    if not isinstance(reply, kind):
-        raise peer.at.failure(ProtocolError, f"expected {kind.__name__}, got {type(reply).__name__}")
-    return reply

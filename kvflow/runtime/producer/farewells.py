@@ -17,6 +17,7 @@ from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerError
 from kvflow.hosts import is_host, split_address
 from kvflow.logs import logger_of
+from kvflow.runtime.tasks import for_each
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
@@ -50,28 +51,22 @@ class Farewells:
 
     async def tell(self) -> None:
         """Say goodbye to all readers, within `Limits.goodbye_timeout_s`. Those that cannot be reached are forgotten."""
-        room, bound_s = asyncio.Semaphore(_AT_ONCE_MAX), self._config.limits.goodbye_timeout_s
+        bound_s = self._config.limits.goodbye_timeout_s
         try:
-            async with asyncio.timeout(bound_s), asyncio.TaskGroup() as group:
-                for caller in self._callers:
-                    group.create_task(self._tell(caller, room), name=f"kvflow-goodbye {caller.address}")
+            async with asyncio.timeout(bound_s):
+                await for_each(list(self._callers), self._tell, _AT_ONCE_MAX)
         except TimeoutError:
             logger.info("%s: not all readers were told within %s s that it closes", self._who, bound_s)
 
-    async def _tell(self, caller: messages.Caller, room: asyncio.Semaphore) -> None:
-        """Say goodbye to one reader.
-
-        Task `kvflow-goodbye <address>`: one for each connected reader, when the runtime closes or unregisters. Ends
-        with its answer, within `limits.goodbye_timeout_s`.
-        """
+    async def _tell(self, caller: messages.Caller) -> None:
+        """Say goodbye to one reader."""
         own, fingerprint = self._local.caller.target, self._local.compatibility.fingerprint()
         goodbye = messages.Goodbye(target=caller.target, sender=own, incarnation=self._incarnation)
-        async with room:
-            try:
-                await self._side_channel.ask(caller.address, goodbye, fingerprint=fingerprint)
-            except PeerError as error:
-                logger.info("%s: a reader was not told that it closes: %s", self._who, error)
-                self._callers.pop(caller, None)
+        try:
+            await self._side_channel.ask(caller.address, goodbye, fingerprint=fingerprint)
+        except PeerError as error:
+            logger.info("%s: a reader was not told that it closes: %s", self._who, error)
+            self._callers.pop(caller, None)
 
 
 def _could_be(caller: messages.Caller) -> bool:

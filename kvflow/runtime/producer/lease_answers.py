@@ -28,12 +28,10 @@ blocks that no ticket names.
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvflow.checks import printable
 from kvflow.core.policy.latest import Latest
@@ -42,7 +40,7 @@ from kvflow.core.protocol.addresses import asked_by
 from kvflow.core.protocol.messages import Told
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.channel.protocol import Answered, refusal
-from kvflow.runtime.clock import Alarm, Clock
+from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.producer.lease import OpenLease
 
 WAITING_MAX = 1 << 14
@@ -60,6 +58,8 @@ class _Question:
 
     question: messages.LeaseRequest
     reply: asyncio.Future[messages.Reply]
+    timer: Timer | None = None
+    """Ends the wait with the answer that there is nothing yet."""
 
 
 class LeaseAnswers:
@@ -81,10 +81,6 @@ class LeaseAnswers:
         self._of_reader: Counter[str] = Counter()
         self.waiting = 0
         """Questions that wait now."""
-        self._due: list[tuple[float, int, _Question]] = []
-        """Heap of questions by their time, settled ones among them."""
-        self._numbers = itertools.count()
-        self._alarm = Alarm(clock, self._look)
         self._incarnation = incarnation
         self._notes: Latest[str, messages.LeaseAnswer] = Latest(_NOTES_MAX)
         """Replies to late readers of requests without a lease: a few thousand of the last ones."""
@@ -128,7 +124,6 @@ class LeaseAnswers:
             reply = self._now(waiting.question)
             if reply is not None:
                 self._end(waiting, reply)
-        self._set_timer()
 
     def turn_away(self, why: str) -> None:
         """Turn away everybody who waits for a lease, as no more are opened."""
@@ -184,13 +179,12 @@ class LeaseAnswers:
         room = self.waiting < WAITING_MAX and len(others) < OF_REQUEST_MAX
         if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:
             return messages.NOTHING_YET
-        due_s = self._clock.now_s() + min(question.wait_s, QUESTION_WAIT_S)
         waiting = _Question(question, asyncio.get_running_loop().create_future())
+        ending = partial(self._end, waiting, messages.NOTHING_YET)
+        waiting.timer = self._clock.call_later(min(question.wait_s, QUESTION_WAIT_S), ending)
         self._of_request.setdefault(question.request_id, {})[waiting] = None
         self._of_reader[reader] += 1
         self.waiting += 1
-        heapq.heappush(self._due, (due_s, next(self._numbers), waiting))
-        self._set_timer()
         return waiting.reply
 
     def _end(self, waiting: _Question, reply: messages.Reply) -> None:
@@ -202,26 +196,10 @@ class LeaseAnswers:
         if not self._of_reader[reader]:
             del self._of_reader[reader]
         self.waiting -= 1
+        if waiting.timer is not None:
+            waiting.timer.cancel()
         if not waiting.reply.done():
             waiting.reply.set_result(reply)
-
-    def _set_timer(self) -> None:
-        """Set the timer to the end of the next question's time, if there is one."""
-        while self._due and self._is_settled(self._due[0][2]):
-            heapq.heappop(self._due)
-        self._alarm.set(self._due[0][0] if self._due else math.inf)
-
-    def _is_settled(self, waiting: _Question) -> bool:
-        return waiting not in self._of_request.get(waiting.question.request_id, ())
-
-    def _look(self) -> None:
-        """Callback of the alarm: answer questions whose time is over."""
-        now_s = self._clock.now_s()
-        while self._due and self._due[0][0] <= now_s:
-            waiting = heapq.heappop(self._due)[2]
-            if not self._is_settled(waiting):
-                self._end(waiting, messages.NOTHING_YET)
-        self._set_timer()
 
 
 def _outside(known: int, count: int) -> bool:
