@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -24,11 +24,13 @@ from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
 from kvflow.hosts import WILDCARDS, address_at, loopback_hint, split_address
 from kvflow.runtime.channel.connections import Connections, ListenerWay
-from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.lookups import Lookups
 from kvflow.runtime.channel.protocol import Answer
 from kvflow.runtime.clock import SystemClock
+
+if TYPE_CHECKING:
+    from kvflow.runtime.channel.keyring import Keyring
 
 ATTEMPTS_MAX = 6
 """Times that a question is put whose connection is closed before its answer, the first time included."""
@@ -98,6 +100,8 @@ class ZmqSideChannel:
         """Keys of this engine, read when they are first needed; None without CURVE."""
         config, secret, peers = self._config, self._config.curve_secret_key_file, self._config.curve_peers_dir
         if self._keyring is None and secret is not None and peers is not None:
+            from kvflow.runtime.channel.keyring import Keyring
+
             self._keyring = await Keyring.read(config.engine_id, Path(secret), Path(peers), self._now_s)
         return self._keyring
 

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -32,8 +32,10 @@ from kvflow.checks import INT64_MAX
 from kvflow.core.protocol import codec
 from kvflow.limits import Limits
 from kvflow.runtime import open_files
-from kvflow.runtime.channel.keyring import KeyPair
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX
+
+if TYPE_CHECKING:
+    from kvflow.runtime.channel.keyring import KeyPair
 
 ANSWER_BYTES_MAX = 4 << 20
 """Bytes of an answer, which describes a whole cache or offers as many block ids as limits allow by default."""

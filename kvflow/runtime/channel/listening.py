@@ -25,7 +25,7 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 import zmq.asyncio
@@ -42,8 +42,10 @@ from kvflow.hosts import ANY, ANY_V6, address_at, is_v6
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
 from kvflow.runtime.channel.connections import answer_bytes_max
-from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics, refusal
+
+if TYPE_CHECKING:
+    from kvflow.runtime.channel.keyring import Keyring
 
 logger = logger_of(__name__)
 

@@ -8,6 +8,7 @@ an engine's own function only. Nothing of a device is loaded where there is none
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.errors import ConfigError
-from kvflow.transport.device.cuda import is_rocm
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +121,12 @@ class CacheDevice:
             self._bounce = self.allocate(max(_BOUNCE_BYTES, size_bytes))
         rows = min(count, len(self._bounce) // size_bytes)
         return self._bounce[: rows * size_bytes].view(rows, size_bytes)
+
+
+def is_rocm() -> bool:
+    """Return whether torch was built for AMD's devices, which it calls "cuda", too. They have another driver."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.version.hip is not None
 
 
 _WITHOUT_STREAMS = (

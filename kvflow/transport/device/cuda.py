@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.errors import ConfigError
+from kvflow.transport.device.cache_device import is_rocm
 
 # Numbers of attributes are from cuda.h, where they never change.
 DEVICE_ATTRIBUTES: Mapping[str, int] = {
@@ -43,12 +44,6 @@ class _CopyAttributes(ctypes.Structure):
         ("target_hint", ctypes.c_int * 2),
         ("flags", ctypes.c_uint),
     )
-
-
-def is_rocm() -> bool:
-    """Return whether torch was built for AMD's devices, which it calls "cuda", too. They have another driver."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.version.hip is not None
 
 
 def current_device() -> int | None:

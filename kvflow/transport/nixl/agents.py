@@ -44,6 +44,7 @@ from kvflow.transport.base import (
     TransportError,
 )
 from kvflow.transport.device import cuda
+from kvflow.transport.device.cache_device import is_rocm
 from kvflow.transport.nixl.defaults import POLLING
 from kvflow.transport.nixl.native import Agent, error_types, import_bindings, prefault, translated
 from kvflow.transport.thread import pause_s
@@ -151,7 +152,7 @@ class NixlAgents:
         return bool(self._made or self._to_post)
 
     def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
-        if device.kind == "cuda" and not cuda.is_rocm():
+        if device.kind == "cuda" and not is_rocm():
             self._use_cuda(device.number)
         if device.kind == "cpu":
             for span in spans:

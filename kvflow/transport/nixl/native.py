@@ -24,7 +24,7 @@ from kvflow.config import Config
 from kvflow.core.cache.regions import Span
 from kvflow.errors import ConfigError
 from kvflow.transport.base import PeerGone, TransportError
-from kvflow.transport.device.cuda import is_rocm
+from kvflow.transport.device.cache_device import is_rocm
 from kvflow.transport.nixl.defaults import backend_params
 
 _MAPS = Path("/proc/self/maps")
