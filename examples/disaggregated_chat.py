@@ -1,13 +1,13 @@
-"""A chat whose prompt is computed in one process and whose answer is generated in another.
+"""A chat: one process computes the prompt, another generates the answer.
 
     python examples/disaggregated_chat.py --prompt "Why is the sky blue?"
     python examples/disaggregated_chat.py --model sliding-window
 
-This process is the router. It asks the prefill engine to compute the prompt and gets the first token and a
-ticket; it hands both to the decode engine, which loads the prompt's KV cache through kvflow and goes on from
-there. The decode engine never sees the prompt, so every right word it says proves the hand-over. The prompt is
-handed over a second time, between engines that are connected by then. Then the decode engine answers it all alone, and
-the answers must be equal.
+This process is the router. It asks the prefill engine for the prompt and gets a ticket. It passes the ticket to the
+decode engine, which loads the prompt's KV cache and its first token through kvflow, and goes on from there. The decode
+engine never sees the prompt, so each right word of its answer proves the hand-over. The prompt is handed over a second
+time, when the engines are already connected. Then the decode engine answers the prompt alone, and all answers must be
+equal.
 
 Exit codes: 0 the texts are equal, 1 they differ, 2 something failed, 130 interrupted.
 """
@@ -35,7 +35,7 @@ DECODE = "decode-0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command line."""
+    """The options of the command line."""
 
     model: str
     prompt: str
@@ -45,7 +45,7 @@ class Options:
 
 
 async def chat(options: Options, checkpoint: Path, screen: Screen) -> bool:
-    """Start both engines, answer with and without hand-over, report; whether the answers are equal."""
+    """Start both engines, answer with and without a hand-over, and report. Return True if the answers are equal."""
     tokenizer = ChatTokenizer(checkpoint)
     prompt = tokenizer.encode_chat(options.prompt)
     async with (
@@ -66,7 +66,7 @@ async def chat(options: Options, checkpoint: Path, screen: Screen) -> bool:
                 max_tokens=options.tokens,
                 show=lambda token: answer.show(stream.push(token)),
             )
-        # The first load of a pair of engines connects them; the second one shows what a hand-over takes from then on.
+        # The first load between two engines connects them; the second shows the time of a hand-over without that.
         again = await hand_over(
             prefill, decode, request_id="chat-2", prompt=prompt, max_tokens=options.tokens, show=lambda _: None
         )
@@ -81,7 +81,7 @@ async def chat(options: Options, checkpoint: Path, screen: Screen) -> bool:
 
 
 def run(options: Options, screen: Screen) -> bool:
-    """Chat; whether the two answers are equal."""
+    """Run the chat. Return True if the answers are equal."""
     name, _ = MODELS[options.model]
     screen.header("disaggregated chat", model=name, prefill=PREFILL, decode=[DECODE], transport=options.transport)
     with unpacked_model(screen, options.model) as checkpoint:

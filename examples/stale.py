@@ -1,18 +1,18 @@
-"""A hand-over that comes too late: what the reader gets in the stock way, and what with kvflow.
+"""A hand-over that comes too late: the answer with a stock connector, and the answer with kvflow.
 
     python examples/stale.py
 
-Two engines in this process, each with a cache of its own and the same model. The prefill engine computes Bob's prompt
-and keeps its blocks for `LEASE_S` seconds. In the one run the decode engine reads them meanwhile; in the other Bob's
-request waits longer than that (a queue, a frozen host, a slow router), and the prefill engine gives the blocks to
-Alice's prompt.
+Two engines run in this process, with the same model and separate caches. The prefill engine computes Bob's prompt and
+keeps its blocks for `LEASE_S` seconds. In one run the decode engine reads them within that time. In the other run Bob's
+request waits longer (a queue, a frozen host, a slow router), and the prefill engine reuses the blocks for Alice's
+prompt.
 
-The stock way is that of vLLM's NixlConnector: the parameters name blocks and addresses, blocks are kept until a
-notification or a timer, and a read that NIXL says is DONE counts. Nothing tells its reader that the timer was first.
-The reader then computes the prompt's last token, as vLLM does, and goes on from there. `python3 dev.py stale --vllm`
-shows the same with real vLLM servers.
+The stock way is that of vLLM's NixlConnector: the parameters name blocks and addresses, the producer keeps the blocks
+until a notification or a timer, and a read is good if NIXL reports DONE. The reader cannot know that the timer fired
+before its read. It then computes the prompt's last token, as vLLM does, and goes on from there. `python3 dev.py stale
+--vllm` shows the same with real vLLM servers.
 
-Exit codes: 0 it went as told here, 1 it did not, 2 something failed, 130 interrupted.
+Exit codes: 0 every answer was as described here, 1 one was not, 2 something failed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 BOB = "What is the capital of France, and what is the capital of Italy? Be brief."
 ALICE = "My name is Alice and my password is tulip42. What is my password?"
-"""As long as Bob's prompt, so that what is read is the whole of it."""
+"""Alice's prompt has as many tokens as Bob's, so Bob's late read gets all of it."""
 BLOCK_SIZE = 16
 ANSWER_TOKENS = 24
 LEASE_S = 1.5
@@ -50,14 +50,14 @@ LATE = "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What Bob is told, and how his blocks have come."""
+    """Bob's answer (`text`), and how the read of his blocks ended (`read`)."""
 
     read: str
     text: str
 
 
 class Pair:
-    """A prefill engine that has room for one prompt only, and a decode engine."""
+    """A prefill engine with room for one prompt only, and a decode engine."""
 
     def __init__(self, prefill: Engine, decode: Engine, tokenizer: ChatTokenizer, bob: str, alice: str) -> None:
         self.prefill = prefill
@@ -66,18 +66,18 @@ class Pair:
         self.bob, self.alice = tokenizer.encode_chat(bob), tokenizer.encode_chat(alice)
 
     async def compute(self, prompt: Sequence[int]) -> list[BlockId]:
-        """Compute a prompt in the prefill engine's blocks, which are free again when this returns."""
+        """Compute a prompt on the prefill engine. Return its blocks, which are free again by then."""
         async with self.prefill.reserve(len(prompt)) as block_ids:
             await self.prefill.prefill(prompt, block_ids)
             return block_ids
 
     async def alone(self, prompt: Sequence[int]) -> str:
-        """The right answer to a prompt."""
+        """Return the right answer to a prompt, by the decode engine without a hand-over."""
         async with aclosing(self.decode.generate(prompt, max_tokens=ANSWER_TOKENS)) as tokens:
             return self._tokenizer.decode([token async for token in tokens])
 
     async def answer_bob(self, read: Callable[[Sequence[BlockId]], Awaitable[str]]) -> Answer:
-        """Have his prompt's blocks read into blocks of the decode engine, and go on from its last token."""
+        """Let `read` fill blocks of the decode engine with Bob's prompt, then decode from the prompt's last token."""
         async with self.decode.reserve(len(self.bob) + ANSWER_TOKENS) as block_ids:
             said = await read(block_ids[: blocks_for(len(self.bob), BLOCK_SIZE)])
             last, position = self.bob[-1], len(self.bob) - 1
@@ -101,13 +101,13 @@ class StockAgent:
         self.agent.register_memory([(tensor.data_ptr(), tensor.nbytes, 0, "") for tensor in self._tensors], "DRAM")
 
     def params(self, block_ids: Sequence[BlockId]) -> dict[str, Any]:
-        """What goes to the reader: who has the blocks, which they are, and where the cache lies."""
+        """Return the transfer parameters for the reader: NIXL metadata, block ids, and the addresses of the cache."""
         addresses = [(tensor.data_ptr(), *tensor.stride()[:2]) for tensor in self._tensors]
         metadata = self.agent.get_agent_metadata()
         return {"remote_block_ids": list(block_ids), "remote_agent": metadata, "remote_addresses": addresses}
 
     def read(self, params: dict[str, Any], block_ids: Sequence[BlockId]) -> str:
-        """Read the blocks that the parameters name; NIXL's last word."""
+        """Read the blocks named by `params` into `block_ids`. Return the state with which NIXL ended the read."""
         ours = self.params(block_ids)
         local = self._descriptors(ours["remote_addresses"], block_ids)
         remote = self._descriptors(params["remote_addresses"], params["remote_block_ids"])
@@ -120,7 +120,7 @@ class StockAgent:
         return str(state)
 
     def _descriptors(self, addresses: Sequence[tuple[int, int, int]], block_ids: Sequence[BlockId]) -> Any:
-        """One piece for K and one for V of each block in each layer."""
+        """Return one descriptor each for K and V of every block in every layer."""
         size = self._tensors[0].element_size()
         rows = [
             (base + (part * part_stride + block * block_stride) * size, block_stride * size, 0)
@@ -132,7 +132,7 @@ class StockAgent:
 
 
 async def stock(pair: Pair, *, late: bool) -> Answer:
-    """Bob's answer in the stock way."""
+    """Return Bob's answer with a stock connector. With `late`, his blocks are reused before they are read."""
     producer, consumer = StockAgent("stock-prefill", pair.prefill), StockAgent("stock-decode", pair.decode)
 
     async def read(block_ids: Sequence[BlockId]) -> str:
@@ -143,7 +143,7 @@ async def stock(pair: Pair, *, late: bool) -> Answer:
         params = producer.params(block_ids)
         if not late:
             return await pair.answer_bob(read)
-        await asyncio.sleep(LEASE_S)  # the timer: nobody has read them, and now they are somebody else's
+        await asyncio.sleep(LEASE_S)  # the timer fires before any read, and the blocks are reused
     await pair.compute(pair.alice)
     return await pair.answer_bob(read)
 
@@ -160,7 +160,7 @@ async def opened(engine_id: str, engine: Engine) -> AsyncIterator[kvflow.Runtime
 
 
 async def with_kvflow(pair: Pair, *, late: bool) -> Answer:
-    """The same with kvflow: a load that cannot be proven good is refused, and Bob's prompt computed."""
+    """Return Bob's answer with kvflow. If the load cannot prove its bytes, the decode engine computes the prompt."""
     async with opened("prefill-0", pair.prefill) as producer, opened("decode-0", pair.decode) as consumer:
 
         async def read(block_ids: Sequence[BlockId]) -> str:
@@ -178,7 +178,7 @@ async def with_kvflow(pair: Pair, *, late: bool) -> Answer:
             params = lease.ticket.to_params()
             if not late:
                 answer = await pair.answer_bob(read)
-            await lease  # EXPIRED, if nobody has read them: now they are somebody else's
+            await lease  # if `late`, the lease ends as EXPIRED, and the blocks are reused
         if not late:
             return answer
         await pair.compute(pair.alice)
@@ -189,7 +189,7 @@ async def with_kvflow(pair: Pair, *, late: bool) -> Answer:
 
 
 async def compare(checkpoint: Path, screen: Screen, bob: str = BOB, alice: str = ALICE) -> bool:
-    """Run both in time and late, and show what Bob is told; whether it is what this module says."""
+    """Run both ways, in time and late, and show Bob's answers. Return True if they are as this module describes."""
     tokenizer, model = ChatTokenizer(checkpoint), load_model(checkpoint)
     room = max(blocks_for(len(tokenizer.encode_chat(text)), BLOCK_SIZE) for text in (bob, alice))
     async with (

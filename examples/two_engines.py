@@ -1,13 +1,13 @@
-"""Two engines in two terminals, or on two machines: one fills blocks and offers them, the other reads and compares.
+"""Two engines in two terminals or on two machines: one fills blocks and offers them, the other loads and compares them.
 
     python examples/two_engines.py prefill --ticket ticket.json --device cuda:0 --host 10.0.0.7
     python examples/two_engines.py decode --ticket ticket.json --device cuda:0
 
-The ticket, which a router would carry, is a file: on two machines copy it from one to the other. Nothing is computed;
-blocks are filled by the device with what the other side knows, and every byte of them is compared.
+The ticket, which a router would carry, is a file: with two machines, copy it from one to the other. There is no model;
+the device fills the blocks with a pattern that both sides know, and every byte is compared.
 
-On CUDA both sides pass events, as an engine has to: the offer says `ready`, so nobody reads before the blocks are
-filled; the load says `after`, so nothing lands before the device is done with the blocks it goes to.
+On CUDA both sides pass events, as an engine has to. The offer has the event `ready`: no reader reads before the blocks
+are filled. The load has the event `after`: no byte lands before the device has finished its work on these blocks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def prefill(options: argparse.Namespace) -> None:
 async def decode(options: argparse.Namespace) -> None:
     ticket = json.loads(options.ticket.read_text())
     async with runtime_with_cache("decode", options) as (runtime, kv_caches):
-        await runtime.prewarm([ticket])  # connecting is no part of what is timed
+        await runtime.prewarm([ticket])  # connect first, so that only the load is timed
         block_ids = list(range(2 * options.blocks - 1, 0, -2))
         request = kvflow.LoadRequest("one", ticket, block_ids, after=event(options))
         start_s = time.perf_counter()
@@ -92,14 +92,14 @@ async def runtime_with_cache(
 
 
 def computed(layer: int, options: argparse.Namespace) -> torch.Tensor:
-    """What the blocks of a layer hold, in the order of the prompt; whole numbers, exact in fp16."""
+    """Return the content of a layer's blocks in prompt order: integers that fp16 represents exactly."""
     count = options.blocks * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE
     words = (torch.arange(count, device=options.device) + layer) % 2039
     return words.to(torch.float16).view(options.blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
 
 
 def event(options: argparse.Namespace) -> Any:
-    """An event behind all that the device was told to do so far; on a CPU nothing is ever late."""
+    """Record an event after all work submitted to the device so far, and return it; None on a CPU."""
     if options.device == "cpu":
         return None
     happened = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ def event(options: argparse.Namespace) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """So that who waits for the file never sees a part of it."""
+    """Write a file atomically, so that a process that waits for the file never sees part of it."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     os.replace(part, path)

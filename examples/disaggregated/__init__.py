@@ -1,8 +1,8 @@
-"""Engines in processes of their own and a router between them: what the examples beside this folder are made of.
+"""Engines in separate processes and a router between them: the parts of the example programs beside this folder.
 
-kvflow is used in two modules, and these are the ones to read first: `prefill` offers blocks and keeps them until they
-were read, `decode` loads them. `background` has the tasks that keep blocks meanwhile, and `neighbours` loads prefixes
-from other prefill workers. `openai_server` and `ray_server` have the same workers, `messages` and `failures`. The rest
-is what any deployment has in some form: `worker` and `channel` stand for its RPC, `router` and `engines` for its
-process manager, `hand_over` for its router, `screen` for its user.
+Read these two modules first, which use kvflow: `prefill` offers blocks and keeps them until they have been read,
+`decode` loads them. `background` has the tasks that keep blocks meanwhile, and `neighbours` loads prefixes from other
+prefill workers. `openai_server` and `ray_server` use the same workers, `messages` and `failures`. The rest stands for
+parts that any deployment has: `worker` and `channel` for its RPC, `router` and `engines` for its process manager,
+`hand_over` for its router, `screen` for its user interface.
 """

@@ -1,8 +1,8 @@
-"""Tasks that outlive the request that started them, and the one rule for blocks that every worker here follows.
+"""Tasks that outlive their request, and the rule by which every worker here frees blocks.
 
-Blocks are reserved by an `async with engine.reserve(...)`. Whatever may still read or write them keeps it open: a
-request that ends while kvflow may still touch its blocks hands the reservation over to a background task
-(`AsyncExitStack.pop_all`), which gives the blocks back when that is safe, however often the request is cancelled.
+Blocks are reserved by an `async with engine.reserve(...)`, which stays open as long as anything may read or write them.
+If a request ends while kvflow may still touch its blocks, it passes the reservation to a background task
+(`AsyncExitStack.pop_all`). The task frees the blocks when that is safe, even if the request is cancelled several times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ StartTask = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 @asynccontextmanager
 async def background_tasks() -> AsyncIterator[StartTask]:
-    """Yield a function that starts tasks, which are cancelled at the end. One that fails is a bug: the process ends."""
+    """Yield a function that starts tasks. The end of the block cancels them; a task that fails ends the block."""
     tasks: set[asyncio.Task[None]] = set()
     async with asyncio.TaskGroup() as group:
 
@@ -37,9 +37,10 @@ async def background_tasks() -> AsyncIterator[StartTask]:
 async def load_into(
     blocks: AsyncExitStack, runtime: kvflow.Runtime, request: kvflow.LoadRequest, start_task: StartTask
 ) -> kvflow.LoadReport:
-    """Load into blocks that `blocks` has reserved. Raises what the load does.
+    """Load into blocks reserved by `blocks`, and return the report. Raises any error of the load.
 
-    After a failure or a cancellation bytes may still land: the blocks then stay reserved until they cannot.
+    If bytes may still land after a failure or cancellation, a background task keeps the blocks reserved until they
+    cannot.
     """
     load = runtime.start_load(request)
     try:

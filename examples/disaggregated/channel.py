@@ -1,6 +1,6 @@
 """Messages over a socket, one JSON document per line.
 
-A channel ends when the other side closes it or dies; either way the next `receive` raises ChannelClosedError.
+A channel ends when the other side closes it or dies. In both cases the next `receive` raises ChannelClosedError.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from disaggregated.messages import Message
 
-# A prompt as long as the model takes is some 50 KiB of token ids.
+# The longest prompt that the model accepts is about 50 KiB of token ids.
 LINE_SIZE_MAX = 1 << 20
 
 Incoming = TypeVar("Incoming")
@@ -21,11 +21,11 @@ Outgoing = TypeVar("Outgoing", bound=Message)
 
 
 class ChannelClosedError(ConnectionError):
-    """The other side has closed its end, or is dead."""
+    """The other side has closed the channel, or has died."""
 
 
 class Channel(Generic[Incoming, Outgoing]):
-    """One end of a conversation; closed by `async with`."""
+    """One end of a connection that carries messages. Close it by `async with`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Channel(Generic[Incoming, Outgoing]):
 
     @classmethod
     async def open(cls, sock: socket.socket, decoder: msgspec.json.Decoder[Incoming]) -> Self:
-        """Take over a connected socket."""
+        """Return a channel over a connected socket. The channel owns the socket."""
         reader, writer = await asyncio.open_connection(sock=sock, limit=LINE_SIZE_MAX)
         return cls(reader, writer, decoder)
 
@@ -50,11 +50,11 @@ class Channel(Generic[Incoming, Outgoing]):
         self.close()
 
     def close(self) -> None:
-        """Hang up; closing twice is fine."""
+        """Close the connection. Closing twice is fine."""
         self._writer.close()
 
     async def send(self, message: Outgoing) -> None:
-        """Hand the message to the socket; raises ChannelClosedError when nobody is there to read it."""
+        """Write a message to the socket. Raises ChannelClosedError if the other side has closed it."""
         self._writer.write(msgspec.json.encode(message) + b"\n")
         try:
             await self._writer.drain()
@@ -62,7 +62,7 @@ class Channel(Generic[Incoming, Outgoing]):
             raise ChannelClosedError("nobody reads any more") from error
 
     async def receive(self) -> Incoming:
-        """The next message; cancelling it loses none."""
+        """Wait for the next message and return it. Cancelling loses no message."""
         try:
             line = await self._reader.readuntil(b"\n")
         except (ConnectionError, asyncio.IncompleteReadError) as error:

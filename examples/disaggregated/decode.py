@@ -1,7 +1,7 @@
 """The decode worker: loads the prompt's blocks instead of computing them, and generates from there.
 
-This is one of the two modules to read if you want to use kvflow in an engine of your own; the demo, the server and the
-replicas of Ray Serve all have this worker.
+This is one of the two modules to read if you want to use kvflow in your own engine. The demo, the server and the Ray
+Serve replicas all use this worker.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from disaggregated.messages import DecodeRequest, Failure, FirstToken, Step
 from kvflow.errors import KVFlowError
 
 Bring = Callable[[Sequence[kvflow.Attempt]], Awaitable[dict[str, Any] | None]]
-"""Has the prompt computed by another worker than those of the attempts; returns its ticket, or None if none is left."""
+"""A function that has the prompt computed by a prefill worker that no attempt has used yet.
+
+It returns the new worker's ticket, or None if no worker is left.
+"""
 
 
 class DecodeWorker:
-    """Answers requests; a background task generates each answer, and owns its blocks."""
+    """Answers requests. A background task generates each answer and owns its blocks."""
 
     def __init__(self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask) -> None:
         self._engine = engine
@@ -35,10 +38,11 @@ class DecodeWorker:
         self._groups = LayerGroups(engine)
 
     async def decode(self, request: DecodeRequest, bring: Bring | None = None) -> Generation:
-        """Reserve blocks, then start a task that loads and generates. Cancelling this call takes nothing.
+        """Reserve blocks, and start a task that loads the prompt and generates. Return the answer under way.
 
-        `bring` is called once there are blocks, and again if the load fails. Without it the request has a ticket.
-        Raises RequestTooLongError, OutOfBlocksError, and what `bring` raises the first time.
+        `bring` gets the first ticket once blocks are reserved, and another if the load fails; without `bring` the
+        ticket is `request.ticket`. Cancelling this call frees the blocks. Raises RequestTooLongError, OutOfBlocksError,
+        and any error of the first `bring`.
         """
         require_length(self._engine, request.prompt_count, request.max_tokens)
         async with AsyncExitStack() as blocks:
@@ -64,7 +68,7 @@ class DecodeWorker:
         blocks: AsyncExitStack,
         generation: Generation,
     ) -> None:
-        """Load, then generate. Blocks are given back when no byte can land and no step runs."""
+        """Load, then generate. Free the blocks once no byte can land in them and no step of the engine uses them."""
         async with blocks:
             try:
                 generation.report = await load_into(blocks, self._runtime, load, self._start_task)
@@ -88,7 +92,10 @@ class DecodeWorker:
                     generation.lines.put_nowait(Step.of(token, eos_token_id=eos, last=count == request.max_tokens))
 
     def _first_token(self, request: DecodeRequest, payload: bytes) -> int:
-        """Return the token that came with the blocks. Raises NoFirstTokenError if the model does not have it."""
+        """Decode the payload that came with the blocks, and return the first token.
+
+        Raises NoFirstTokenError if the payload is not a token of this model.
+        """
         what = f"request {request.request_id!r}: what came with its blocks"
         try:
             token = FirstToken.read(payload).token
@@ -100,17 +107,17 @@ class DecodeWorker:
 
 
 class Generation:
-    """One answer: its steps, once, or why it ends without. Closing it early ends the answer."""
+    """One answer under way. `steps` can be read once; closing the generation early ends the answer."""
 
     task: asyncio.Task[None]
     report: kvflow.LoadReport
-    """kvflow's report of the load; set before the first step."""
+    """kvflow's report of the load. Set before the first step."""
 
     def __init__(self) -> None:
         self.lines: asyncio.Queue[Step | Failure] = asyncio.Queue()
 
     async def steps(self) -> AsyncIterator[Step | Failure]:
-        """Yield each step; a failure is the last one."""
+        """Yield each step up to the last; a failure ends the answer."""
         while True:
             step = await self.lines.get()
             yield step
@@ -118,9 +125,9 @@ class Generation:
                 return
 
     async def ended(self) -> None:
-        """Wait until the blocks were given back."""
+        """Wait until the answer has ended and its blocks are free."""
         await asyncio.wait([self.task])
 
     async def aclose(self) -> None:
-        """Cancel the task, which gives the blocks back once its step has ended; does not wait for that."""
+        """Cancel the answer without waiting. Its task frees the blocks once its running step has ended."""
         self.task.cancel()

@@ -1,8 +1,8 @@
-"""An engine as the router sees it: one worker per tensor parallel rank, and all of them are told the same.
+"""An engine as the router sees it: one worker per tensor parallel rank. Every command goes to all ranks.
 
-Each rank decides by itself which blocks a request gets and which token is the likeliest. They decide alike
-because they start alike, get the same commands in the same order, and compute the same sums to the last bit;
-what they answer is compared all the same.
+Each rank decides by itself which blocks a request gets and which token is the likeliest. The ranks decide alike,
+because they start in the same state, get the same commands in the same order, and compute bitwise equal sums. The
+router compares their answers nevertheless.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Expected = TypeVar("Expected", bound=Message)
 
 
 class EngineProcesses:
-    """One running engine."""
+    """The running worker processes of one engine, one for each rank."""
 
     def __init__(self, engine_id: str, ranks: Sequence[WorkerProcess]) -> None:
         self.engine_id = engine_id
@@ -38,16 +38,16 @@ class EngineProcesses:
             await rank.send(command)
 
     async def expect(self, kind: type[Expected]) -> list[Expected]:
-        """The next event of each rank, all of which must be of that kind."""
+        """Wait for the next event of each rank, and return them. Raise WorkerError if one is not of this kind."""
         return await _all(rank.expect(kind) for rank in self.ranks)
 
     async def tokens(self) -> AsyncGenerator[int, None]:
-        """The tokens of a stream, up to its end."""
+        """Yield the tokens of an answer up to its end."""
         while (token := self.agreed(await _all(rank.next_token() for rank in self.ranks))) is not None:
             yield token
 
     def agreed(self, answers: Sequence[Answer]) -> Answer:
-        """What every rank says."""
+        """Return the answer that all ranks gave. Raise WorkerError if their answers differ."""
         if any(answer != answers[0] for answer in answers):
             raise WorkerError(f"{self.engine_id}: its ranks disagree: {answers}")
         return answers[0]
@@ -55,7 +55,7 @@ class EngineProcesses:
 
 @asynccontextmanager
 async def start_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesses]:
-    """An engine for as long as the `with`; each rank says Ready when it takes commands."""
+    """Start the ranks of an engine, and end them with the block. A rank sends Ready when it takes commands."""
     ranks: list[WorkerProcess] = []
     async with AsyncExitStack() as workers:
         for tp_rank, peers in enumerate(connected_ranks(settings.shard.tp_size)):
@@ -64,13 +64,13 @@ async def start_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesse
         try:
             yield EngineProcesses(settings.engine_id, ranks)
         finally:
-            # All at once: a rank may be waiting for another one, and gets free when that one leaves.
+            # Hang up on all ranks before waiting for any: a rank may be waiting for another rank to leave.
             for rank in ranks:
                 rank.hang_up()
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """Wait for all of them together; the first that fails ends the wait."""
+    """Run `coroutines` concurrently and return their results. The first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -1,4 +1,4 @@
-"""What the example programs share: options, the unpacked model, the engines' settings, exit codes.
+"""Shared parts of the example programs: options, the unpacked model, the engines' settings, exit codes.
 
 Exit codes: 0 the texts are equal, 1 they differ, 2 something failed, 130 interrupted.
 """
@@ -34,15 +34,15 @@ DEFAULT_PROMPT = (
     "A ferry crosses the fjord every morning, and every morning the same dog waits at the pier for it. "
     "Tell me what the dog is waiting for."
 )
-# Per engine some 90 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
+# About 90 MiB per engine: 30 layers, K and V, 3 heads of 64 float32 values for each token.
 CACHE_TOKENS = 2048
 
 
 def options_parser(description: str) -> argparse.ArgumentParser:
-    """The options that every example takes."""
+    """Return a parser with the options common to all examples."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="what to ask")
-    # The first token is the prefill engine's, so an answer that proves something has two.
+    # The prefill engine computes the first token, so only an answer of two tokens or more proves a hand-over.
     parser.add_argument("--tokens", type=at_least(2), default=48, help="length of the answer (default: 48)")
     parser.add_argument("--block-size", type=at_least(1), default=16, help="tokens per block (default: 16)")
     parser.add_argument(
@@ -52,7 +52,7 @@ def options_parser(description: str) -> argparse.ArgumentParser:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number that is not too small, for argparse."""
+    """Return a parser of integers for argparse, which refuses numbers below `least`."""
 
     def count(text: str) -> int:
         number = int(text)
@@ -64,12 +64,12 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 MODELS = {"smollm2": (MODEL_NAME, write_checkpoint), "sliding-window": (WINDOWED_NAME, write_windowed)}
-"""By what `--model` calls them: the name, and who writes the files."""
+"""Models by their name for `--model`: the model's full name, and the function that writes its files."""
 
 
 @contextmanager
 def unpacked_model(screen: Screen, model: str = "smollm2") -> Iterator[Path]:
-    """The model's files for as long as the `with`, unpacked once for all processes."""
+    """Unpack a model once for all processes, and yield the folder of its files. Delete them at the end of the block."""
     name, write = MODELS[model]
     with tempfile.TemporaryDirectory(prefix="kvflow-example-") as directory:
         checkpoint = Path(directory)
@@ -79,7 +79,7 @@ def unpacked_model(screen: Screen, model: str = "smollm2") -> Iterator[Path]:
 
 
 def engine_settings(engine_id: str, checkpoint: Path, block_size: int, shard: Shard = WHOLE) -> WorkerSettings:
-    """An engine with room for some conversations."""
+    """Return the settings of an engine with room for some conversations."""
     return WorkerSettings(
         engine_id=engine_id,
         checkpoint=checkpoint,
@@ -90,13 +90,13 @@ def engine_settings(engine_id: str, checkpoint: Path, block_size: int, shard: Sh
 
 
 def run_example(run: Callable[[Screen], bool], *, transport: str) -> int:
-    """Run it with a screen; its answer, or what went wrong, as an exit code."""
+    """Call `run` with a screen, and return an exit code: 0 or 1 by its result, 2 for an error, 130 if interrupted."""
     try:
         require_modules("rich", *REQUIRED_MODULES)
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # Imported late because it needs rich, which may be what is missing.
+    # Imported here because it needs rich, which may be missing.
     from disaggregated.screen import Screen
 
     screen = Screen()

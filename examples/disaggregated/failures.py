@@ -1,10 +1,10 @@
-"""What may go wrong with a request in a worker: whose fault it is, and what a router may do about it.
+"""Failures of a request in a worker, by kinds that say what a router can do.
 
-Workers translate exceptions into failures (`failure_of`), and routers decide by their kind. An exception that is not
-named here is a bug, and its worker's traceback is in its log.
+Workers translate exceptions into failures (`failure_of`), and routers decide by the failure's kind. Any other exception
+is a bug; its traceback is in the worker's log.
 
-Of kvflow's errors only `blame` and `retryable` are looked at, so classes that do not exist yet have their place too.
-`memory_safe` concerns nobody here: whoever has loaded keeps blocks that are not safe (`keeper`).
+A KVFlowError is judged only by `blame` and `retryable`, so error classes added later are handled, too. `memory_safe` is
+not needed here: after an unsafe load `background.load_into` keeps the blocks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvflow.errors import Blame, KVFlowError
 
 
 class RequestTooLongError(ValueError):
-    """More tokens than a worker's cache or the model can ever hold."""
+    """The request has more tokens than the model, or the cache of any worker, can hold."""
 
 
 class NoFirstTokenError(ValueError):
-    """What has come with a prompt's blocks is no first token, as from a prefill worker of another version."""
+    """The payload of a prompt's blocks is not a first token; perhaps the prefill worker has another version."""
 
 
 EXPECTED_ERRORS = (KVFlowError, OutOfBlocksError, RequestTooLongError, NoFirstTokenError)
 
 
 def require_length(engine: Engine, prompt_count: int, max_tokens: int) -> None:
-    """RequestTooLongError for what no worker can hold: all engines have the same room."""
+    """Raise RequestTooLongError if no worker can hold the request: all engines have the same size."""
     token_count = prompt_count + max_tokens
     if token_count > engine.token_count_max:
         raise RequestTooLongError(
@@ -37,7 +37,7 @@ def require_length(engine: Engine, prompt_count: int, max_tokens: int) -> None:
 
 
 def failure_of(error: Exception) -> Failure:
-    """What the router is told of an error."""
+    """Translate an exception into the failure that the router gets."""
     if isinstance(error, RequestTooLongError):
         return Failure(kind=FailureKind.INVALID, message=str(error))
     return Failure(kind=_kind_of(error), message=f"{type(error).__name__}: {error}")
@@ -56,15 +56,17 @@ def _kind_of(error: Exception) -> FailureKind:
 
 
 def _kind_of_kvflows(error: KVFlowError) -> FailureKind:
-    """Whose fault it was says what may help. `retryable` is about the same call with the same ticket, which is not made
-    again: the next attempt has a ticket of its own.
+    """Translate an error of kvflow by its blame.
+
+    `retryable` is about the same call with the same ticket. The router never repeats that: each attempt has a new
+    ticket.
     """
     match error.blame, error.retryable:
         case (Blame.PEER, _) | (Blame.NOBODY, False):
-            return FailureKind.PREFILL_AGAIN  # these blocks cannot be had, others can
+            return FailureKind.PREFILL_AGAIN  # these blocks cannot be loaded, but another worker's can
         case (Blame.NOBODY, True):
-            return FailureKind.DEADLINE  # it only needs more time, and that is what the request has not
+            return FailureKind.DEADLINE  # only more time would help, and the request has none
         case (Blame.ENGINE, True):
             return FailureKind.BUSY
-        case _:  # kvflow is broken here; or its caller is, which is us, unless something has changed the ticket
+        case _:  # a bug in kvflow or in this worker, or a ticket that was changed on its way
             return FailureKind.WORKER_FAILED

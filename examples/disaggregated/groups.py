@@ -1,7 +1,7 @@
-"""Which layers have a block table of their own for kvflow: those with a window need the end of a prompt only.
+"""Groups of layers for kvflow: layers with a sliding window get their own block table, with the end of the prompt only.
 
-This engine keeps all tokens of all layers under one block table, which is simple. For kvflow each kind of layers is a
-group, so that blocks before a window are neither offered nor read.
+For simplicity this engine keeps all tokens of all layers under one block table. For kvflow the layers with the same
+window are a group, so that blocks before a window are neither offered nor read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ async def registered(
     observers: Sequence[kvflow.Observer] = (),
     parts: Sequence[kvflow.Part] = (),
 ) -> AsyncIterator[kvflow.Runtime]:
-    """A runtime that knows the engine's cache. It is closed before the engine: it uses the engine's memory."""
+    """Open a runtime with the engine's cache registered. Close it before the engine: it uses the engine's memory."""
     async with kvflow.Runtime(config, observers=observers, parts=parts) as runtime:
         await runtime.register_kv_caches(LayerGroups(engine).caches)
         yield runtime
 
 
 class LayerGroups:
-    """An engine's layers by window. There is one group if no layer has a window, or all have the same."""
+    """The layers of an engine, in a group for each window size. Layers without a window are a group as well."""
 
     def __init__(self, engine: Engine) -> None:
         self._block_size = engine.block_size
@@ -47,21 +47,24 @@ class LayerGroups:
             )
             for window, layers in by_window.items()
         ]
-        """As they are registered."""
+        """The groups as they are registered with kvflow."""
 
     def tables(self, block_ids: Sequence[BlockId], token_count: int) -> dict[str, Sequence[BlockId]]:
-        """Of a sequence's blocks, each group's: those that hold what the last and the next token attend to."""
+        """Return the block table of each group for a sequence of `token_count` tokens in `block_ids`.
+
+        A table has the blocks that the last token and the next one attend to.
+        """
         filled = blocks_for(token_count, self._block_size)
         return {_name(window): block_ids[self._first(window, token_count) : filled] for window in self._layers}
 
     def left(self, token_count: int) -> tuple[int, int]:
-        """(blocks, bytes) that a sequence has before the windows of its layers: they are not moved."""
+        """Return how many blocks and bytes of a sequence lie before the windows of its layers, and so are not moved."""
         first = {window: self._first(window, token_count) for window in self._layers}
         sizes = (first[window] * _block_bytes(layers) for window, layers in self._layers.items())
         return sum(first.values()), sum(sizes)
 
     def _first(self, window: int, token_count: int) -> int:
-        """The first block that is needed; a window counts the token itself."""
+        """Return the index of the first block that a layer with this window needs. A window counts the token itself."""
         return max(0, token_count - window) // self._block_size if window else 0
 
 
@@ -70,5 +73,5 @@ def _name(window: int) -> str:
 
 
 def _block_bytes(layers: dict[str, torch.Tensor]) -> int:
-    """Of one block in all of these layers, (K and V, blocks, ...) each."""
+    """Return the bytes of one block in all these layers, with tensors of shape (K and V, blocks, ...)."""
     return sum(tensor.nbytes // tensor.shape[1] for tensor in layers.values())

@@ -1,4 +1,4 @@
-"""What a router does for each request: prompt to the one engine, ticket to the other, tokens to the user."""
+"""The router's work for one request: prompt to the prefill engine, ticket to the decode engine, tokens to the user."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from disaggregated.router import ANSWER_TIMEOUT_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
-    """An answer that two engines gave together, and how the KV cache went from one to the other."""
+    """An answer by two engines, and the reports of its hand-over."""
 
     token_ids: list[int]
     loaded: list[Loaded]
-    """What each rank of the decode engine has loaded."""
+    """Report of the load of each rank of the decode engine."""
     outcomes: list[str]
-    """How the lease of each rank of the prefill engine has ended."""
+    """Outcome of the lease of each rank of the prefill engine."""
 
 
 async def hand_over(
@@ -32,10 +32,10 @@ async def hand_over(
     max_tokens: int,
     show: Callable[[int], None],
 ) -> HandOver:
-    """Answer the prompt with two engines; `show` gets each token as soon as it is known."""
+    """Answer the prompt with two engines. Call `show` with each token as it arrives."""
     await prefill.send(PrefillRequest(request_id=request_id, prompt=prompt, deadline_s=ANSWER_TIMEOUT_S))
     offers = await prefill.expect(Offered)
-    # Each rank of the prefill engine offers its own part; a decode engine takes one ticket of all of them.
+    # Each rank of the prefill engine offers its part of the cache; the decode engine gets one ticket for all parts.
     ticket = kvflow.merge_tickets([kvflow.Ticket.from_params(offer.ticket) for offer in offers])
     await decode.send(
         DecodeRequest(
@@ -57,7 +57,7 @@ async def hand_over(
 
 
 async def answer_alone(engine: EngineProcesses, prompt: list[int], max_tokens: int) -> list[int]:
-    """One engine's answer without hand-over."""
+    """Return the answer of one engine without a hand-over."""
     await engine.send(Generate(prompt=prompt, max_tokens=max_tokens))
     async with aclosing(engine.tokens()) as tokens:
         return [token async for token in tokens]

@@ -1,12 +1,12 @@
-"""What routers and workers say to each other: in the demo over a socket, in the server over HTTP, in Ray by handles.
+"""Messages between routers and workers: over a socket in the demo, over HTTP in the server, by handles in Ray.
 
-    PrefillRequest -> Offered, once the prompt has blocks; they are computed meanwhile
+    PrefillRequest -> Offered, once the prompt has blocks; its computation goes on meanwhile
     DecodeRequest  -> Step ..., or a Failure
 
-The demo's workers are also asked `Generate`, an answer without a hand-over, and say more: `Ready` once, `Loaded` before
-the first step, `Done` after the last one, and `Released` when a prompt's blocks are free again.
+The demo's workers also take `Generate`, which asks for an answer without a hand-over. They send more events: `Ready`
+once, `Loaded` before the first step, `Done` after the last step, and `Released` when a prompt's blocks are free again.
 
-Messages have tokens, not text: a prompt is tokenized once. The KV cache and the first token go from worker to worker,
+Messages carry tokens, not text: a prompt is tokenized once. The KV cache and the first token go from worker to worker,
 not through the router.
 """
 
@@ -25,69 +25,69 @@ TokenIds = Annotated[list[int], msgspec.Meta(min_length=1)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """All messages are immutable, tagged with their name, and refuse fields they do not know."""
+    """Base of all messages: immutable, tagged with the class's name, and strict about unknown fields."""
 
     @classmethod
     def read(cls, text: bytes) -> Self:
-        """The message in JSON. Raises msgspec.DecodeError, of which its ValidationError is one."""
+        """Decode a message from JSON. Raises msgspec.DecodeError, or its subclass ValidationError."""
         return msgspec.json.decode(text, type=cls)
 
     def written(self) -> bytes:
-        """The same as JSON, in one line."""
+        """Return the message as one line of JSON."""
         return msgspec.json.encode(self)
 
 
 class Step(Message, frozen=True, kw_only=True):
-    """One new token; the last one of an answer says why it is the last."""
+    """One new token of an answer. The last token has a `finish_reason`."""
 
     token: int
     finish_reason: FinishReason | None = None
 
     @classmethod
     def of(cls, token: int, *, eos_token_id: int, last: bool) -> Self:
-        """An answer ends with the end-of-text token, or with the last token that was asked for."""
+        """Make a step. Its finish reason is "stop" for the end-of-text token, "length" if `last`, else None."""
         return cls(token=token, finish_reason="stop" if token == eos_token_id else "length" if last else None)
 
 
 class PrefillRequest(Message, frozen=True, kw_only=True):
-    """Compute a prompt, and offer its blocks while they are computed."""
+    """Command: compute a prompt, and offer its blocks meanwhile."""
 
     request_id: str
     prompt: TokenIds
     deadline_s: Seconds
     sampling: Sampling = GREEDY
     neighbours: list[str] = []
-    """Addresses of runtimes that may have computed the beginning of the prompt."""
+    """Addresses of runtimes that may already hold the beginning of the prompt."""
 
 
 class Offered(Message, frozen=True, kw_only=True):
-    """The prompt has blocks; `ticket` is that of their lease."""
+    """Event: the prompt has blocks. `ticket` is the ticket of their lease."""
 
     ticket: dict[str, Any]
 
 
 class FirstToken(Message, frozen=True, kw_only=True):
-    """The payload of the lease, which the decode worker gets with the last block."""
+    """The first token of an answer: the payload of the lease, which the decode worker gets with the last block."""
 
     token: int
 
 
 class DecodeRequest(Message, frozen=True, kw_only=True):
-    """Load the prompt's blocks, and answer from the first token on. The prompt itself is not sent: its KV cache is."""
+    """Command: load a prompt's KV cache, and answer from the first token on. The prompt itself is not sent."""
 
     request_id: str
     ticket: dict[str, Any] = {}
-    """Empty where `disaggregated.decode.Bring` brings tickets."""
+    """Ticket of the prompt's lease; empty if a `disaggregated.decode.Bring` gets tickets."""
     prompt_count: Count
     max_tokens: Count
-    """The first token included."""
+    """Maximum length of the answer, the first token included."""
     deadline_s: Seconds
     sampling: Sampling = GREEDY
-    """The same as the first token was chosen with."""
+    """How to choose tokens: the same as in the PrefillRequest, which chose the first token."""
 
 
 class FailureKind(StrEnum):
-    """What went wrong, in the terms in which a router decides; see `failures`."""
+    """Kind of a failure, by which a router decides what to do. See `failures`."""
 
     INVALID = "invalid"
     BUSY = "busy"
@@ -99,48 +99,48 @@ class FailureKind(StrEnum):
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """A request, or the start of a worker, came to nothing."""
+    """Event: a request failed, or a worker could not start."""
 
     kind: FailureKind
     message: str
 
 
-# --- the demo's own
+# --- used by the demo only
 
 
 class Generate(Message, frozen=True, kw_only=True):
-    """Answer the prompt without any other engine's help."""
+    """Command: answer a prompt with this engine alone."""
 
     prompt: TokenIds
     max_tokens: Count
 
 
 class Ready(Message, frozen=True):
-    """The worker takes commands."""
+    """Event: the worker takes commands."""
 
 
 class Released(Message, frozen=True, kw_only=True):
-    """The prompt's blocks were given back, and why."""
+    """Event: the prompt's blocks are free again. `outcome` is how their lease ended."""
 
     outcome: str
 
 
 class Loaded(Message, frozen=True, kw_only=True):
-    """kvflow's own report of the load."""
+    """Event: kvflow's report of the load."""
 
     sources: list[str]
     blocks: int
     descriptors: int
     size: int
     blocks_left: int
-    """Of layers with a window, those that lie before it and were not read."""
+    """Number of blocks that were not read because they lie before the window of their layers."""
     size_left: int
     seconds: dict[str, float]
     total_s: float
 
 
 class Done(Message, frozen=True):
-    """The stream of tokens has ended, and its blocks were given back."""
+    """Event: the answer has ended, and its blocks are free again."""
 
 
 Command = PrefillRequest | DecodeRequest | Generate

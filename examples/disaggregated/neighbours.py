@@ -1,7 +1,7 @@
-"""Prefixes of neighbours: a prefill worker loads what another one has computed of a prompt, and computes the rest.
+"""Prefix sharing: a prefill worker loads the beginning of a prompt from another worker, and computes the rest.
 
-A block of this engine holds what was computed into it until it is reserved anew, also when it is free meanwhile. So a
-worker shares what its blocks hold, until it reserves them.
+In this engine a freed block keeps its content until it is reserved again. So a worker shares the prompts in its blocks
+until it reserves these blocks for another request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.step import CachedBlocks
 from kvflow.prefix import Prefixes, PrefixRequest, prefix_keys
 
-ANY_NUMBER = 1 << 31  # nothing is pinned for readers
-TOKENS_MIN = 64  # fewer are computed sooner than asked for
+ANY_NUMBER = 1 << 31  # no limit of pinned blocks: sharing a prefix reserves no blocks here
+TOKENS_MIN = 64  # a shorter prefix is computed faster than another worker can be asked
 
 
 class Neighbours:
-    """What one prefill worker shares with others, and gets of them."""
+    """The prefixes that one prefill worker shares with other workers and loads from them."""
 
     def __init__(self, engine: Engine, runtime: kvflow.Runtime, prefixes: Prefixes, start_task: StartTask) -> None:
         self._block_size = engine.block_size
@@ -37,17 +37,17 @@ class Neighbours:
         self._start_task = start_task
 
     def computed(self, prompt: Sequence[int], block_ids: Sequence[BlockId]) -> None:
-        """These blocks hold this prompt."""
+        """Note that `block_ids` hold `prompt`, so that other workers can load its beginning."""
         keys = tuple(prefix_keys(prompt, self._block_size))
         if keys:
             tables = (tuple(block_ids[: len(keys)]),) * len(self._groups.caches)
             self._cache.add([CachedBlocks(parent=b"", keys=keys, block_tables=tables)], None)
 
     async def pull(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
-        """Fill reserved blocks with what a neighbour has of the prompt; return how many tokens that is.
+        """Load the beginning of the prompt from another worker into reserved blocks. Return the number of its tokens.
 
-        Whoever reads prefixes of these blocks gets a miss from here on. The last token is always computed. Raises what
-        a load does if bytes may still land.
+        Other workers can no longer load the old content of these blocks. The prompt's last token is never loaded. If
+        the load fails, return 0; if bytes may still land then, raise its error.
         """
         for pinned in self._cache.take(block_ids):
             self._sharing.end(pinned)

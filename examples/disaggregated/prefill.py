@@ -1,7 +1,7 @@
 """The prefill worker: computes prompts, and keeps their blocks until a decode worker has read them.
 
-This is one of the two modules to read if you want to use kvflow in an engine of your own; the demo, the server and the
-replicas of Ray Serve all have this worker.
+This is one of the two modules to read if you want to use kvflow in your own engine. The demo, the server and the Ray
+Serve replicas all use this worker.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class PrefillWorker:
         self._offers: dict[str, Offer] = {}
 
     async def prefill(self, request: PrefillRequest) -> kvflow.Lease:
-        """Offer a prompt's blocks once there is room for them, and compute it in the background.
+        """Reserve blocks for a prompt, offer them, and compute the prompt in the background. Return the lease.
 
-        The lease grows with the prompt, so the decode worker loads what is computed while the rest is. Cancelling this
-        call takes nothing. Raises RequestTooLongError, OutOfBlocksError and what `serve_blocks` raises.
+        The lease grows with the prompt, so the decode worker loads computed blocks while the rest is computed.
+        Cancelling this call frees the blocks. Raises RequestTooLongError, OutOfBlocksError, and any error of
+        `serve_blocks`.
         """
         require_length(self._engine, len(request.prompt), 0)
         async with AsyncExitStack() as blocks:
@@ -78,7 +79,7 @@ class PrefillWorker:
     async def _computed(
         self, request: PrefillRequest, lease: kvflow.Lease, block_ids: Sequence[BlockId], start: int
     ) -> int:
-        """Compute the prompt. Its first token is the lease's payload: the decode worker gets it with the blocks."""
+        """Compute the prompt and return its first token, which the decode worker gets as the lease's payload."""
         try:
             token = await self._engine.prefill(
                 request.prompt, block_ids, sampling=request.sampling, computed=lease.advance, start=start
@@ -92,7 +93,7 @@ class PrefillWorker:
         return token
 
     async def _keep(self, lease: kvflow.Lease, computing: asyncio.Task[int], blocks: AsyncExitStack) -> None:
-        """Keep the blocks until no step writes them and no reader may read them: the lease has ended by then."""
+        """Keep the blocks reserved until the lease has ended and no step of the engine writes to them."""
         async with blocks:
             try:
                 await lease
@@ -102,13 +103,16 @@ class PrefillWorker:
                 await asyncio.wait([computing])
                 await lease
                 offer = self._offers.get(lease.request_id)
-                if offer is not None and offer.lease is lease:  # else a later request has the id
+                if offer is not None and offer.lease is lease:  # otherwise a later request has reused the id
                     del self._offers[lease.request_id]
         if not computing.cancelled() and computing.exception() is not None:
             logger.error("%s was not computed", lease.request_id, exc_info=computing.exception())
 
     async def computed(self, request_id: str) -> int:
-        """Wait for the first token of a prompt whose lease is open. Cancelling this call leaves the prompt as it is."""
+        """Wait until the prompt of an open lease is computed, and return its first token.
+
+        Cancelling this call does not stop the computation.
+        """
         return await asyncio.shield(self._offers[request_id].computing)
 
     def release(self, request_id: str) -> None:
@@ -118,7 +122,7 @@ class PrefillWorker:
             offer.lease.revoke()
 
     async def released(self, request_id: str) -> None:
-        """Wait until a prompt's blocks are free again. Cancelling this call leaves them as they are."""
+        """Wait until a prompt's blocks are free again. Cancelling this call only stops the waiting."""
         offer = self._offers.get(request_id)
         if offer is not None:
             await asyncio.wait([offer.keeping])

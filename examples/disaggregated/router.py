@@ -1,6 +1,6 @@
-"""The router's side of a worker: start it, talk to it, notice when it dies, see it out.
+"""The router's side of a worker process: start it, send commands, notice its death, end it.
 
-Every wait has a bound, and a dead worker ends the wait at once: its end of the socket closes with it.
+Every wait has a bound. If a worker dies, a wait for it ends at once, because its end of the socket closes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Expected = TypeVar("Expected", bound=Message)
 
 
 class WorkerError(RuntimeError):
-    """A worker died, failed or fell silent; the message names it."""
+    """A worker died, failed, or did not answer in time. The message names the worker."""
 
 
 class WorkerProcess:
-    """One running worker."""
+    """One running worker process and the channel to it."""
 
     def __init__(self, name: str, process: BaseProcess, channel: Channel[Event, Command]) -> None:
         self.name = name
@@ -54,14 +54,14 @@ class WorkerProcess:
             raise await self._death() from error
 
     async def expect(self, kind: type[Expected]) -> Expected:
-        """The next event, which must be of that kind."""
+        """Wait for the next event and return it. Raises WorkerError if it is not of this kind."""
         event = await self._receive()
         if not isinstance(event, kind):
             raise WorkerError(f"{self.name} said {event!r}, expected {kind.__name__}")
         return event
 
     async def next_token(self) -> int | None:
-        """The next token of a stream, None at its end."""
+        """Wait for the next token of an answer and return it; None at the end of the answer."""
         match await self._receive():
             case Step(token=token):
                 return token
@@ -87,11 +87,11 @@ class WorkerProcess:
         return WorkerError(f"{self.name} died unexpectedly ({_exit_text(self._process.exitcode)})")
 
     def hang_up(self) -> None:
-        """Close the channel, which makes the worker leave."""
+        """Close the channel, by which the worker ends."""
         self._channel.close()
 
     async def wait_closed(self) -> None:
-        """See the worker out once its channel is closed, with growing emphasis."""
+        """Wait for the worker's end, after `hang_up`. Terminate it if it does not end in time, then kill it."""
         await asyncio.to_thread(self._process.join, EXIT_TIMEOUT_S)
         for emphasis in (self._process.terminate, self._process.kill):
             if self._process.is_alive():
@@ -101,9 +101,9 @@ class WorkerProcess:
 
 @asynccontextmanager
 async def start_worker(settings: WorkerSettings, peers: Sequence[socket.socket]) -> AsyncIterator[WorkerProcess]:
-    """A worker for as long as the `with`; it says Ready when it takes commands.
+    """Start a worker process, and end it with the block. The worker sends Ready when it takes commands.
 
-    `peers` are its sockets to the other ranks of its engine; the worker takes them over.
+    `peers` are the worker's sockets to the other ranks of its engine. They are closed in this process.
     """
     ours, theirs = socket.socketpair()
     process = _spawned(settings, theirs, peers)
@@ -118,9 +118,9 @@ async def start_worker(settings: WorkerSettings, peers: Sequence[socket.socket])
 
 
 def set_worker_environment(transport: str) -> None:
-    """Set what NIXL and UCX read when the workers load them; workers inherit the environment.
+    """Set the environment variables that NIXL and UCX read in the workers, which inherit them.
 
-    Shared memory is what UCX takes by itself between two processes of one host.
+    `transport` is "tcp" or "shm". For shm UCX_TLS is unset: by default UCX uses shared memory between local processes.
     """
     os.environ |= {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
     if transport == "tcp":
@@ -130,12 +130,12 @@ def set_worker_environment(transport: str) -> None:
 
 
 def _spawned(settings: WorkerSettings, theirs: socket.socket, peers: Sequence[socket.socket]) -> BaseProcess:
-    # Spawn, never fork: NIXL does not survive a fork, and neither do torch's threads.
+    # Spawn, never fork: neither NIXL nor torch's threads survive a fork.
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=run_worker, args=(settings, theirs, peers), name=settings.name, daemon=True)
     with _interrupts_ignored():
         process.start()
-    # From here on the worker's ends are open in the worker alone, so that its death closes them.
+    # With these ends closed here, only the worker has them open, so its death closes the connections.
     for end in (theirs, *peers):
         end.close()
     return process
@@ -143,7 +143,10 @@ def _spawned(settings: WorkerSettings, theirs: socket.socket, peers: Sequence[so
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """What is started here ignores Ctrl-C: the terminal sends it to all, but the router ends its workers."""
+    """Make processes started in the block ignore SIGINT: on Ctrl-C the terminal signals all processes.
+
+    The router ends its workers itself.
+    """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the user sees: a header, the conversation as it grows, a table of kvflow's numbers, a verdict.
+"""The output of the examples: a header, the conversation as it grows, a table of kvflow's numbers, a verdict.
 
-It prints what it is given and computes nothing but rates and shares. Without a terminal the same comes out
-as plain text, once.
+The screen only prints, and computes nothing but rates and shares. Without a terminal it prints the final state as plain
+text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADS_WIDTH = 60
 
 
 class Screen:
-    """Owns the terminal."""
+    """The terminal; everything that an example shows goes through it."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -46,7 +46,7 @@ class Screen:
         self._console.print(Panel(text, title=f"kvflow · {title}", box=ROUNDED))
 
     def busy(self, what: str) -> Status:
-        """A spinner for as long as the `with`."""
+        """Return a context manager that shows a spinner with this text."""
         return self._console.status(what)
 
     def prompt(self, text: str) -> None:
@@ -54,17 +54,17 @@ class Screen:
 
     @contextmanager
     def answer(self, prefill: str, decode: str) -> Iterator[Answer]:
-        """The panel in which the answer of these two engines grows."""
+        """Yield the panel in which the answer of two engines grows."""
         try:
             with Live(console=self._console, auto_refresh=False) as live:
                 yield Answer(live, self._model, prefill, decode)
         finally:
             if not self._console.is_terminal:
-                # Then the panel was printed once, at the end, and without a line break.
+                # Without a terminal the panel is printed once, at the end, and without a line break.
                 self._console.line()
 
     def hand_over(self, first: Loaded, second: Loaded, *, prompt_count: int, outcome: str) -> None:
-        """kvflow's reports of both loads, as they are: the first one connects the engines."""
+        """Show kvflow's reports of two loads side by side. The first load had to connect the engines."""
         table = Table(title="hand-over", box=ROUNDED, title_style="bold")
         for name in ("", "first load", "second load"):
             table.add_column(name, justify="right" if name else "left", style="" if name else "bold")
@@ -88,7 +88,7 @@ class Screen:
         self._console.print(table)
 
     def heads(self, engines: Mapping[str, int], *, kv_heads: int, padded: int) -> None:
-        """Which rank holds which KV heads; `engines` says how many ranks each has, the prefill engine is the first."""
+        """Show which rank holds which KV heads. `engines` has each engine's rank count, the prefill engine first."""
         head_width = HEADS_WIDTH // padded
         names = [str(head) if head < kv_heads else "pad" for head in range(padded)]
         grid = Table.grid(padding=(0, 2))
@@ -100,7 +100,7 @@ class Screen:
         self._console.print(Panel(grid, title="who holds what", title_align="left", box=ROUNDED))
 
     def ranks(self, prefill: str, decode: str, loaded: Sequence[Loaded], *, same: bool) -> None:
-        """kvflow's report of each decode rank's load, as it is."""
+        """Show kvflow's report of the load of each decode rank."""
         table = Table(title=f"{prefill} ──▶ {decode}", box=ROUNDED, title_style="bold")
         table.caption = "each rank's first load; GB/s over post and wire"
         table.add_column("rank", style=DECODE_STYLE)
@@ -121,7 +121,7 @@ class Screen:
         self._console.print(table)
 
     def verdict(self, *, same: bool, token_count: int, alone: str, reference: str) -> None:
-        """`alone` is who gave the reference, without hand-over."""
+        """Show whether the texts are equal. `reference` is the answer of `alone`, without a hand-over."""
         if same:
             text = f"✓ same text: {token_count} tokens equal to {alone}'s own, without hand-over"
             self._console.print(Text(text, style="bold green"))
@@ -130,7 +130,7 @@ class Screen:
         self._console.print(Panel(Text(reference), box=ROUNDED, border_style="red"))
 
     def stale(self, bob: str, alice: str, block_ids: Sequence[int], lease_s: float) -> None:
-        """What happens in `stale.py`, before it does."""
+        """Show what `stale.py` is going to do."""
         blocks = ", ".join(map(str, block_ids))
         lines = [
             ("Bob    ", PREFILL_STYLE, bob),
@@ -144,7 +144,7 @@ class Screen:
         self._console.print(Panel(text, title="kvflow · a hand-over that comes too late", box=ROUNDED))
 
     def stale_answers(self, answers: Mapping[tuple[str, str], tuple[str, str, bool]]) -> None:
-        """By way and moment: how Bob's blocks have come, what he is told, and whether that is right."""
+        """Show Bob's answers: by way and moment, how the read ended, the text, and whether the text is right."""
         table = Table(title="what Bob is told", box=ROUNDED, title_style="bold", show_lines=True)
         for name in ("hand-over", "reader", "the read", "answer"):
             table.add_column(name)
@@ -158,7 +158,7 @@ class Screen:
 
 
 class Answer:
-    """The assistant's text; the first token comes from the prefill engine, the others from the decode engine."""
+    """The panel with the answer, in two colours: the prefill engine's first token, then the decode engine's tokens."""
 
     def __init__(self, live: Live, model: str, prefill: str, decode: str) -> None:
         self._live = live
@@ -167,7 +167,7 @@ class Answer:
         self._first: str | None = None
 
     def show(self, text: str) -> None:
-        """Show the text so far."""
+        """Show `text`, which is the whole answer so far."""
         if self._first is None:
             self._first = text
         body = Text.assemble((self._first, PREFILL_STYLE), (text.removeprefix(self._first), DECODE_STYLE))
@@ -178,7 +178,7 @@ class Answer:
 
 
 def _wire_rate(loaded: Loaded) -> str:
-    """How fast the bytes went; over shared memory NIXL copies while it posts, so the two phases count together."""
+    """Return the rate over the phases post and wire. Both count, because over shared memory NIXL copies in post."""
     return _rate(loaded.size, loaded.seconds["post"] + loaded.seconds["wire"])
 
 
@@ -195,6 +195,6 @@ def _rate(size: int, seconds: float) -> str:
 
 
 def _rank_name(engine_id: str, source: str) -> str:
-    """kvflow names a rank's place and address; beside its engine's name the place is enough."""
+    """Shorten kvflow's name of a source, which has the rank and its address, to engine id and TP rank."""
     place = re.search(r"\btp (\d+)\)", source)
     return f"{engine_id}/{place[1]}" if place else source

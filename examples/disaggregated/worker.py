@@ -1,6 +1,6 @@
-"""One rank of an engine in a process of its own: the engine computes, kvflow moves its blocks, the router commands.
+"""The process of one rank of an engine: it takes commands from the router over a socket.
 
-It has both workers, `prefill` and `decode`, and takes their messages over a socket.
+The process has both workers, `prefill` and `decode`, on one engine and one kvflow runtime.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from disaggregated.messages import (
 )
 from disaggregated.prefill import PrefillWorker
 
-# What a request may run into; anything else is a bug and ends the process with its traceback.
+# Errors that a request may meet. Any other error is a bug, and ends the process with its traceback.
 EXPECTED_ERRORS = (kvflow.errors.KVFlowError, OutOfBlocksError, ValueError, OSError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """Everything a worker is told when it is started; crosses the process border."""
+    """Settings of a worker, which its process gets when it starts."""
 
     engine_id: str
     checkpoint: Path
@@ -57,13 +57,13 @@ class WorkerSettings:
 
     @property
     def name(self) -> str:
-        """The worker's own name: the rank counts only where there are several."""
+        """Name of the worker: the engine id, and the rank if the engine has several."""
         return self.engine_id if self.shard.tp_size == 1 else f"{self.engine_id}/{self.shard.tp_rank}"
 
 
 def run_worker(settings: WorkerSettings, sock: socket.socket, peers: Sequence[socket.socket]) -> None:
-    """The whole life of a worker process: until the router closes its end of the socket."""
-    # All workers share the machine's cores, and one thread gives the same sums everywhere.
+    """Run a worker in this process until the router closes its end of the socket. `peers` go to the other ranks."""
+    # All workers share the machine's cores, and with one thread sums are rounded the same everywhere.
     torch.set_num_threads(1)
     with closing(AllReduce(settings.shard.tp_rank, peers)) as all_reduce:
         uvloop.run(_live(settings, sock, all_reduce))
@@ -84,7 +84,10 @@ async def _live(settings: WorkerSettings, sock: socket.socket, all_reduce: AllRe
 async def _started(
     settings: WorkerSettings, channel: Channel[Command, Event], all_reduce: AllReduce
 ) -> AsyncIterator[_Worker]:
-    """An engine, and a runtime that knows its cache. The runtime goes first: it uses the engine's memory."""
+    """Open an engine, a runtime with the engine's cache, and background tasks; yield the worker.
+
+    The runtime closes before the engine, because it uses the engine's memory.
+    """
     model = load_model(settings.checkpoint, settings.shard, reduce=all_reduce)
     config = kvflow.Config(
         engine_id=settings.engine_id,
@@ -98,8 +101,8 @@ async def _started(
             model,
             block_count=settings.block_count,
             block_size=settings.block_size,
-            # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
-            # The ranks of one engine scatter them alike, for they use the same blocks.
+            # Scatter the blocks, differently in each engine, as in a real engine after some use. All ranks of an engine
+            # scatter them alike, because they must use the same blocks.
             shuffle_seed=settings.engine_id,
         ) as engine,
         registered(config, engine) as runtime,
@@ -109,7 +112,7 @@ async def _started(
 
 
 class _Worker:
-    """Answers the router's commands, each in a task of its own."""
+    """Runs the router's commands, each in its own task."""
 
     def __init__(
         self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, channel: Channel[Command, Event]
@@ -121,7 +124,7 @@ class _Worker:
         self._decode = DecodeWorker(engine, runtime, start_task)
 
     async def serve(self) -> None:
-        """Take commands until the router hangs up, then drop what it no longer waits for."""
+        """Take commands until the router closes the channel, then cancel the commands that still run."""
         async with asyncio.TaskGroup() as group:
             answering: set[asyncio.Task[None]] = set()
             async for command in self._commands():
@@ -149,14 +152,14 @@ class _Worker:
                     await self._generated(command)
 
     async def _prefilled(self, request: PrefillRequest) -> None:
-        """Send the ticket of the prompt's blocks, and later how their lease ended."""
+        """Send the ticket of the prompt's blocks, and, when their lease has ended, its outcome."""
         lease = await self._prefill.prefill(request)
         await self._channel.send(Offered(ticket=lease.ticket.to_params()))
         await self._prefill.released(request.request_id)
         await self._channel.send(Released(outcome=await lease))
 
     async def _decoded(self, request: DecodeRequest) -> None:
-        """Send what was loaded, and each step."""
+        """Send the report of the load, then each step, then Done."""
         async with aclosing(await self._decode.decode(request)) as generation:
             count = 0
             async for step in generation.steps():
@@ -164,7 +167,7 @@ class _Worker:
                     await self._channel.send(self._loaded(request, generation.report))
                 await self._channel.send(step)
                 count += isinstance(step, Step)
-            # Last, as in every answer: then all ranks have given back their blocks before any gets another command.
+            # Done comes last, in every answer: then all ranks have freed their blocks before any gets another command.
             await generation.ended()
         if count:
             await self._channel.send(Done())
@@ -183,7 +186,7 @@ class _Worker:
         )
 
     async def _generated(self, command: Generate) -> None:
-        """Prefill and decode right here: the same engine without hand-over."""
+        """Prefill and decode on this engine, without a hand-over, and send each step."""
         async with aclosing(self._engine.generate(command.prompt, max_tokens=command.max_tokens)) as tokens:
             async for token in tokens:
                 await self._channel.send(Step(token=token))
@@ -192,7 +195,7 @@ class _Worker:
 
 @asynccontextmanager
 async def _failures_reported(channel: Channel[Command, Event]) -> AsyncIterator[None]:
-    """Tell the router what went wrong; when it is gone there is nobody to tell."""
+    """Send a Failure to the router for an expected error in the block. Do nothing if the router has left."""
     try:
         yield
     except ChannelClosedError:

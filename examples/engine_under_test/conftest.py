@@ -1,4 +1,4 @@
-"""Switches kvflow's fixtures on, and makes the engine importable."""
+"""Enables kvflow's fixtures, and makes the toy engine importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the toy engine, with kvflow's own tools: a cluster in one process, faults, virtual time, the books.
+"""Tests of the toy engine with `kvflow.testing`: a cluster in one process, faults, virtual time, accounting of blocks.
 
 Run them with `pytest examples/engine_under_test`.
 """
@@ -31,7 +31,7 @@ PROMPT = [11, 12, 13, 14, 15, 16]
 
 @asynccontextmanager
 async def engines(cluster: InprocCluster) -> AsyncIterator[tuple[Engine, Engine]]:
-    """A prefill and a decode engine: offers stay as they are, and afterwards every block has come back."""
+    """Yield a prefill and a decode engine. Check that offered blocks do not change and that all blocks are freed."""
     prefill, decode = Engine("prefill", world=cluster.world()), Engine("decode", world=cluster.world())
     with watched(prefill), watched(decode):
         async with prefill, decode:
@@ -56,7 +56,7 @@ async def test_a_prompt_is_handed_over(kvflow_cluster: InprocCluster) -> None:
 
 
 def test_a_prompt_that_nobody_reads_is_given_up(kvflow_cluster: InprocCluster) -> None:
-    """The lease lasts five seconds; in virtual time that takes none."""
+    """The lease lasts five seconds, which take no time in virtual time."""
 
     async def main() -> None:
         async with engines(kvflow_cluster) as (prefill, decode):

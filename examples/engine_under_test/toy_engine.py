@@ -1,8 +1,8 @@
 """A toy engine that hands prompts over with kvflow.
 
-It shows what an engine needs for `kvflow.testing`: it takes a `World`, which a test replaces by its own, and it opens
-and closes its runtime. `test_engine.py` beside it tests it with faults and in virtual time. Its "KV cache" holds the
-token ids themselves, so that a decode engine can tell the prompt from what it has loaded.
+It shows what an engine needs to be tested with `kvflow.testing`: it takes a `World` from the test, and it opens and
+closes its own runtime. `test_engine.py` tests it with faults and in virtual time. Its "KV cache" holds the token ids
+themselves, so that the decode engine can read the prompt from the blocks it has loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK_SIZE = 4
 
 
 class Engine:
-    """Blocks, and who has them. `world` is for tests."""
+    """A toy engine: one layer of KV cache, a list of free blocks, and a kvflow runtime. `world` is for tests."""
 
     def __init__(self, name: str, *, num_blocks: int = 8, world: World | None = None) -> None:
         config = Config(engine_id=name, listen="tcp://127.0.0.1:0", lease_ttl_s=5.0, cancel_grace_s=0.5)
@@ -47,7 +47,7 @@ class Engine:
         await asyncio.gather(*self._background)
 
     def prefill(self, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:
-        """Compute a prompt and offer it; returns the ticket. The blocks are free again when the lease has ended."""
+        """Compute a prompt, offer its blocks, and return the ticket. Free the blocks once the lease has ended."""
         blocks = self.take(len(prompt))
         for index, token in enumerate(prompt):
             self.kv_caches["layers.0"][:, blocks[index // BLOCK_SIZE], index % BLOCK_SIZE] = float(token)
@@ -57,7 +57,7 @@ class Engine:
         return lease.ticket.to_params()
 
     async def decode(self, request_id: str, ticket: Mapping[str, Any], num_tokens: int) -> list[int]:
-        """Load a prompt and "decode" it: returns its tokens, as they are in the cache."""
+        """Load a prompt and "decode" it: return the prompt's tokens, read from the cache."""
         blocks = self.take(num_tokens)
         load = self.runtime.start_load(LoadRequest(request_id, ticket=ticket, block_ids=blocks))
         try:
@@ -78,7 +78,7 @@ class Engine:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        self.kv_caches["layers.0"][:, list(blocks)] = -1.0  # as the next owner would
+        self.kv_caches["layers.0"][:, list(blocks)] = -1.0  # overwrite the blocks, as their next owner would
         self.free.extend(blocks)
 
     async def _free_after(self, lease: Lease, blocks: Sequence[int]) -> None:
@@ -87,13 +87,13 @@ class Engine:
         self.give_back(blocks)
 
     async def _free_when_settled(self, load: Load, blocks: Sequence[int]) -> None:
-        """A load that was cancelled may leave blocks in which bytes still land: they must not be reused before."""
-        load.cancel()  # no effect on one that has ended
+        """Free the blocks once no byte can land in them. After a cancelled load bytes may still land for a while."""
+        load.cancel()  # no effect if the load has ended
         await load.settled()
         self.give_back(blocks)
 
     async def _give_offer_back(self, ticket: Mapping[str, Any]) -> None:
-        """Nobody will read it: the prefill engine's blocks need not wait until its time is over."""
+        """Release an offer that will not be read: the prefill engine can free its blocks before the lease expires."""
         with suppress(KVFlowError):
             await self.runtime.release_blocks(ticket)
 

@@ -1,4 +1,4 @@
-"""`python examples/openai_server`, or `python -m examples.openai_server`; --help says more."""
+"""Run as `python examples/openai_server` or `python -m examples.openai_server`; --help lists the commands."""
 
 import sys
 from pathlib import Path

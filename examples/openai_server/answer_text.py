@@ -1,8 +1,8 @@
-"""The text of an answer as its tokens come: what may be shown already, and where it ends.
+"""The text of an answer as its tokens come: which part can be shown already, and where a stop string ends it.
 
-A stop string may come in pieces, so whatever may be the beginning of one is held back until it is clear that it is
-none. Which tokens a text comes in makes no difference: the answer is cut where a reader that takes it letter by letter
-would have seen the first whole stop string.
+A stop string may arrive in pieces, so text that may be the beginning of one is held back until it is clear that it is
+not. The division into tokens makes no difference: the answer is cut at the stop string that is complete first when the
+text is read character by character.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paged_engine.tokenizer import ChatTokenizer, TextStream
 
 
 class AnswerText:
-    """One answer. Push steps until it has a reason to end; the pieces together are the text."""
+    """The text of one answer. Push steps until `finish_reason` is set; the returned pieces together are the text."""
 
     def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
         self._stream = TextStream(tokenizer)
@@ -28,11 +28,11 @@ class AnswerText:
 
     @property
     def text(self) -> str:
-        """What has been shown."""
+        """The text shown so far."""
         return self._stream.text[: self._shown_chars]
 
     def push(self, step: Step) -> str:
-        """Add a step; what can be shown now that could not before."""
+        """Add a step. Return the piece of text that can be shown now, perhaps ""."""
         text, shown_chars = self._stream.push(step.token), self._shown_chars
         cut = cut_of(text, self._stops, shown_chars)
         if cut is not None:
@@ -45,18 +45,18 @@ class AnswerText:
 
 
 def cut_of(text: str, stops: Sequence[str], start: int = 0) -> int | None:
-    """Where the stop string begins that is the first to be complete; None if there is none from `start` on."""
+    """Return the start of the stop string that is complete first; None if there is none after `start`."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, start)) >= 0]
     return min(found)[1] if found else None
 
 
 def held_chars(text: str, stops: Sequence[str], start: int = 0) -> int:
-    """How many characters at the end of a text, not before `start`, may be the beginning of a stop string."""
+    """Return how many characters at the end of `text`, after `start`, may be the beginning of a stop string."""
     return max((_held_by(text, stop, max(start, len(text) - len(stop) + 1)) for stop in stops), default=0)
 
 
 def _held_by(text: str, stop: str, start: int) -> int:
-    """How many characters at the end, not before `start`, may be the beginning of this one."""
+    """Return how many characters at the end of `text`, after `start`, may be the beginning of `stop`."""
     while (start := text.find(stop[0], start)) >= 0:
         if stop.startswith(text[start:]):
             return len(text) - start

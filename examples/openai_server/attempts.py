@@ -1,7 +1,7 @@
-"""An answer by attempts: each starts over with other workers until one gives a first token; one deadline covers all.
+"""An answer by attempts, each with other workers, until an attempt gives a first token. One deadline covers them all.
 
-What fails later is the client's to handle: it has seen a part of the answer. How an attempt is made its owner says:
-`router`, by HTTP, and `ray_server.ingress`, by a call of Ray's.
+After the first token a failure goes to the client, which has already seen a part of the answer. The caller provides the
+way to make an attempt: `router` by HTTP, `ray_server.ingress` by a call to a Ray handle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTEMPTS_MAX = 3
 
 
 class AttemptError(Exception):
-    """An attempt failed; the next one should avoid `worker`."""
+    """An attempt failed. The next attempt should avoid `worker`; None if no worker is at fault."""
 
     def __init__(self, failure: Failure, worker: Hashable | None = None) -> None:
         super().__init__(failure.message)
@@ -37,7 +37,7 @@ class AttemptError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One request as the router sees it. `deadline` is a time of the loop's clock."""
+    """One request as the router sees it. `deadline` is a time of the event loop's clock."""
 
     id: str
     token_ids: Sequence[int]
@@ -50,7 +50,7 @@ class Prompt:
         return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
 
     def to_compute(self, request_id: str, neighbours: Sequence[str] = ()) -> PrefillRequest:
-        """Return what a prefill worker is asked in one attempt."""
+        """Return the request of one attempt to a prefill worker."""
         return PrefillRequest(
             request_id=request_id,
             prompt=list(self.token_ids),
@@ -60,7 +60,7 @@ class Prompt:
         )
 
     def to_answer(self, request_id: str, offered: dict[str, Any] | None = None) -> DecodeRequest:
-        """Return what a decode worker is asked in one attempt; `offered` is the prefill worker's ticket."""
+        """Return the request of one attempt to a decode worker. `offered` is the prefill worker's ticket."""
         return DecodeRequest(
             request_id=request_id,
             ticket=offered or {},
@@ -72,18 +72,20 @@ class Prompt:
 
 
 Attempt = Callable[[str, Prompt, set[Hashable]], AsyncGenerator[Step, None]]
-"""Yields the steps of one attempt: of a request id that no other attempt has, avoiding these workers."""
+"""A function that makes one attempt, and yields its steps.
+
+It gets a request id that no other attempt has, the prompt, and the workers to avoid.
+"""
 
 
 async def answer(prompt: Prompt, attempt: Attempt, retried: Callable[[str], None]) -> AsyncGenerator[Step, None]:
-    """Yield the steps of the first attempt that gives one. Raises AttemptError.
+    """Make attempts until one gives a step, and yield its steps. Raises AttemptError.
 
-    Arguments:
-        retried: called with the kind of each failure that another attempt follows.
+    `retried` is called with the kind of each failure after which another attempt is made.
     """
     avoid: set[Hashable] = set()
     for number in range(1, ATTEMPTS_MAX + 1):
-        # Each attempt has its own id: an earlier one's blocks may still be on offer.
+        # Each attempt has its own request id, because blocks of an earlier attempt may still be on offer.
         async with aclosing(attempt(f"{prompt.id}-{number}-{secrets.token_hex(16)}", prompt, avoid)) as steps:
             try:
                 step = await before(prompt.deadline, anext(steps))
@@ -102,7 +104,7 @@ async def answer(prompt: Prompt, attempt: Attempt, retried: Callable[[str], None
 
 
 async def before(deadline: float, result: Awaitable[Result]) -> Result:
-    """Wait for the result until the request's deadline. Raises AttemptError."""
+    """Await `result` and return it. Raises AttemptError once the request's deadline has passed."""
     try:
         async with asyncio.timeout_at(deadline):
             return await result

@@ -1,6 +1,6 @@
-"""The command line: `serve` starts everything; `prefill`, `decode` and `router` are its processes, one each.
+"""The command line: `serve` starts the whole service; `prefill`, `decode` and `router` each run one of its processes.
 
-Their modules are imported by the command that needs them, so that `serve` is up at once and stays small.
+Each command imports only the modules that it needs, so that `serve` starts at once and stays small.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 from paged_engine.weights import CONFIG_NAME, REQUIRED_MODULES, MissingPackageError, require_modules
 
 CANNOT_START = 3
-"""Exit code of a process that has said why it cannot start: `serve` does not start it again."""
+"""Exit code of a process that cannot start and has printed why. `serve` does not restart it."""
 
 
 class StartError(Exception):
-    """The service, or one of its processes, cannot start."""
+    """The service, or one of its processes, cannot start. The message says why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code."""
+    """Run a command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         require_modules("fastapi", "uvicorn", "aiohttp", "prometheus_client", *REQUIRED_MODULES)
@@ -114,7 +114,7 @@ def _load_test(options: argparse.Namespace) -> int:
 
 
 def _listening(options: argparse.Namespace) -> socket.socket:
-    """Listen before anything that takes long: whoever connects meanwhile waits until it is served."""
+    """Configure logging and listen, before any slow import: clients can connect already, and wait to be served."""
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {options.role} {options.port}: %(message)s")
     logging.getLogger("openai_server").setLevel(logging.INFO)
     try:

@@ -1,7 +1,7 @@
-"""How clients see a failure: in OpenAI's shape, which names no worker and no class of ours.
+"""The HTTP error for each kind of failure, in OpenAI's format. It names no worker and no class of this server.
 
-What the workers' exceptions mean is in `disaggregated.failures`. An exception that is not named there is a bug: its
-worker answers 500 with a traceback in its log, and the router takes that as WORKER_FAILED.
+`disaggregated.failures` translates the workers' exceptions into failures. Any other exception is a bug: the worker
+answers 500 and logs a traceback, and the router treats that as WORKER_FAILED.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from disaggregated.messages import FailureKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How clients see a failure."""
+    """The error that clients get for a kind of failure."""
 
     http: int
     type: str
     retry: bool
-    """Whether the router tries again, with other workers where there are any."""
+    """True if the router makes another attempt, with other workers if there are any."""
     says: str = ""
-    """What they are told; "" is the failure's own message."""
+    """Message for the client; "" for the failure's own message."""
 
 
 STATUS = {

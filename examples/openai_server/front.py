@@ -1,8 +1,8 @@
-"""The HTTP application that clients talk to: OpenAI's endpoints, /health and /metrics.
+"""The HTTP application for clients: OpenAI's endpoints, /health and /metrics.
 
-It turns text into tokens and back; `attempts` says how an answer comes about. A stream starts with its first token, so
-what fails before that is an ordinary HTTP error. What fails later is an `error` event, which the openai client raises
-as an APIError.
+The front turns text into tokens and back; `attempts` gets the answer. A stream starts with its first token, so a
+failure before that is an ordinary HTTP error. A later failure is an `error` event, which the openai client raises as an
+APIError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class RefusedError(Exception):
-    """A request that cannot be right."""
+    """A request is invalid. `param` names the parameter at fault."""
 
     def __init__(self, message: str, *, param: str, http: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -45,18 +45,21 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """Answers clients' requests."""
+    """Answers the requests of clients."""
 
     attempt: Attempt
     tokenizer: ChatTokenizer
     metrics: FrontMetrics
     deadline_s: float
-    """How long an answer may take at most; a request may ask for less."""
+    """Maximum time of an answer; a request may ask for less."""
     health: Callable[[], Reply]
-    """What /health says; its `status` is "down" if no request can be answered."""
+    """Returns the reply for /health. Its `status` is "down" if no request can be answered."""
 
     async def answer(self, http: Request, request: GenerationRequest) -> Response:
-        """Return the whole answer, or a stream of it. Raises AttemptError, RefusedError and ClientGoneError."""
+        """Return the whole answer, or a stream if the request asks for one.
+
+        Raises AttemptError, RefusedError and ClientGoneError.
+        """
         began_s = time.monotonic()
         replies = Replies(isinstance(request, ChatRequest))
         prompt = await unless_gone(http, self._prompt(replies.id, request))
@@ -73,7 +76,7 @@ class Front:
         return LiveStream(events, steps, media_type="text/event-stream")
 
     async def _text(self, steps: AsyncGenerator[Step, None], text: AnswerText) -> AnswerText:
-        """Read an answer to its end, or to a stop string."""
+        """Push the steps of an answer into `text` up to its end or a stop string, and return `text`."""
         async with aclosing(steps):
             async for step in steps:
                 text.push(step)
@@ -97,7 +100,7 @@ class Front:
         )
 
     def _encode(self, request: ChatRequest | CompletionRequest) -> list[int]:
-        """Return the prompt's tokens; in a thread, since it may take long. Raises RefusedError."""
+        """Return the prompt's tokens. Runs in a thread, because it may take long. Raises RefusedError."""
         if isinstance(request, ChatRequest):
             texts = [message.content for message in request.messages]
             self._require_length("messages", -(-sum(map(len, texts)) // self.tokenizer.longest_token))
@@ -105,7 +108,7 @@ class Front:
             self._require_length("messages", len(token_ids))
             return token_ids
         if isinstance(request.prompt, str):
-            # Tokenizing a text that cannot fit, to find that out, would take minutes of a core.
+            # Refuse a text that cannot fit before tokenizing it, which could take minutes of a core.
             self._require_length("prompt", -(-len(request.prompt) // self.tokenizer.longest_token))
             token_ids = self.tokenizer.encode_text(request.prompt)
         else:
@@ -132,7 +135,7 @@ class Front:
         request: GenerationRequest,
         prompt_count: int,
     ) -> AsyncIterator[str]:
-        """A token that ends within a character, or within what may become a stop string, gives no piece of its own."""
+        """Yield the events of a stream. A token that ends inside a character or a possible stop string yields none."""
         outcome, text = "client_gone", AnswerText(self.tokenizer, request.stop)
         try:
             if replies.chat:
@@ -145,7 +148,7 @@ class Front:
                 if text.finish_reason is not None:
                     break
                 step = await anext(rest)
-            await rest.aclose()  # after a stop string there may be more, which nobody wants
+            await rest.aclose()  # steps after a stop string are not needed
             if request.include_usage:
                 yield _event(replies.usage(usage_of(prompt_count, text.token_count)))
             yield "data: [DONE]\n\n"
@@ -167,7 +170,7 @@ async def _first(steps: AsyncGenerator[Step, None]) -> Step:
 
 
 def front_app(front: Front) -> FastAPI:
-    """Return the application."""
+    """Return the FastAPI application of a front."""
     app = FastAPI(title="kvflow: OpenAI-compatible example server")
     app.add_middleware(BodyLimit)
     front.metrics.add_to(app)
@@ -200,7 +203,7 @@ def front_app(front: Front) -> FastAPI:
 
 
 def _add_error_handlers(app: FastAPI, metrics: FrontMetrics) -> None:
-    """Every error in OpenAI's shape, and counted."""
+    """Make the application answer every error in OpenAI's format, and count it."""
 
     def refused(outcome: str, reply: Reply, status: int) -> Response:
         metrics.request_ended(outcome)
@@ -220,7 +223,7 @@ def _add_error_handlers(app: FastAPI, metrics: FrontMetrics) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, raised: RequestValidationError) -> Response:
         first = raised.errors()[0]
-        # Where the body is no JSON, the place is a number of bytes.
+        # If the body is not JSON, the location is a byte offset and not a parameter.
         param = None if first["type"] == "json_invalid" else ".".join(map(str, first["loc"][1:])) or None
         unknown = first["type"] == "extra_forbidden"
         why = "this server does not support it" if unknown else first["msg"].removeprefix("Value error, ")
@@ -234,11 +237,11 @@ def _add_error_handlers(app: FastAPI, metrics: FrontMetrics) -> None:
     @app.exception_handler(ClientGoneError)
     async def client_gone(_: Request, __: ClientGoneError) -> Response:
         metrics.request_ended("client_gone")
-        return Response(status_code=499)  # nobody sees it
+        return Response(status_code=499)  # the client does not see it
 
 
 def _reply_of(failure: Failure, prompt: str | None) -> Reply:
-    """Return the error of a failure. `prompt` is the parameter that holds the prompt, if that may be at fault."""
+    """Return the error for a failure. `prompt` names the parameter with the prompt, if the prompt may be at fault."""
     status, invalid = STATUS[failure.kind], failure.kind is FailureKind.INVALID
     code = "context_length_exceeded" if invalid else failure.kind
     return error(status.says or failure.message, status.type, param=prompt if invalid else None, code=code)

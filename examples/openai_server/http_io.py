@@ -1,4 +1,4 @@
-"""What FastAPI leaves to its users: a limit of bodies, work that ends with its client, a server that ends in order."""
+"""Additions to FastAPI: a limit of request bodies, cancellation when a client disconnects, an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 Result = TypeVar("Result")
 
 BODY_BYTES_MAX = 1 << 20
-"""JSON is parsed on the event loop, so its size decides how long the loop serves nobody else."""
+"""Maximum size of a request body. JSON is parsed on the event loop, so a large body would block other requests."""
 CLIENT_KEEP_ALIVE_S, SERVER_KEEP_ALIVE_S = 30.0, 75
-"""The router's pool drops idle connections before its workers do: a request would meet one that has just ended."""
+"""Seconds after which client and server close an idle connection.
+
+The router closes first: otherwise it could send a request on a connection that a worker is just closing.
+"""
 SHUTDOWN_TIMEOUT_S = 3
 
 
 class ClientGoneError(Exception):
-    """The client has hung up: there is nobody to answer."""
+    """The client has disconnected, so no answer is needed."""
 
 
 class BodyLimit:
-    """ASGI middleware: a body of more than `BODY_BYTES_MAX` is refused with 413, and any body counts as JSON."""
+    """ASGI middleware that refuses a body above `BODY_BYTES_MAX` with 413, and treats every body as JSON."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,7 +46,7 @@ class BodyLimit:
                 raise HTTPException(413, f"the body has at least {size} bytes, and at most {BODY_BYTES_MAX} are taken")
             return message
 
-        if scope["type"] == "http":  # many clients name no type, or another one
+        if scope["type"] == "http":  # many clients send no content type, or a wrong one
             headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope = {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
         await self._app(scope, limited, send)
@@ -54,7 +57,7 @@ class Closable(Protocol):
 
 
 class LiveStream(StreamingResponse):
-    """A stream that closes its source when it ends, also when the client has gone before the first byte."""
+    """A streaming response that closes `source` at its end, even if the client disconnects before the first byte."""
 
     def __init__(self, lines: AsyncIterator[str | bytes], source: Closable, *, media_type: str) -> None:
         super().__init__(lines, media_type=media_type, headers={"Cache-Control": "no-cache"})
@@ -68,7 +71,7 @@ class LiveStream(StreamingResponse):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`. If the client hangs up, cancel the work and raise ClientGoneError once it ended."""
+    """Return the result of `work`. If the client disconnects, cancel `work`, await its end, raise ClientGoneError."""
     working = asyncio.create_task(work, name=f"{request.method} {request.url.path}")
     leaving = asyncio.create_task(_hung_up(request), name="client")
     try:
@@ -90,7 +93,7 @@ async def _hung_up(request: Request) -> None:
 
 
 async def serve_http(app: FastAPI, listening: socket.socket) -> None:
-    """Answer until SIGTERM or Ctrl-C; streams get a moment to finish."""
+    """Serve `app` until SIGTERM or Ctrl-C. Open streams then get `SHUTDOWN_TIMEOUT_S` to finish."""
     config = uvicorn.Config(
         app,
         access_log=False,
@@ -98,7 +101,8 @@ async def serve_http(app: FastAPI, listening: socket.socket) -> None:
         timeout_keep_alive=SERVER_KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
-    # uvicorn takes these while it serves, and raises them once more when it is done: by then we are leaving anyway.
+    # uvicorn handles these signals while it serves, and raises them again when it is done. They are ignored then,
+    # because this process is ending anyway.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     await uvicorn.Server(config).serve([listening])

@@ -1,8 +1,8 @@
-"""Many clients at once, a worker killed in the middle, and a verdict.
+"""A load test: many concurrent clients, a worker that is killed in the middle, and a verdict.
 
-The answers are compared with those of one engine that has answered everything alone. A client may get an error, if it
-is one of the server's own; it must never get a wrong answer, not even the beginning of one. In the end the killed
-worker must be back and all blocks of all workers free.
+Answers are compared with those of one engine without hand-overs. A client may get an error that the server defines, but
+never a wrong answer, not even the beginning of one. At the end the killed worker must be back, and all blocks of all
+workers must be free.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A text to go on with, or a question to answer."""
+    """A prompt: a text to continue, or, for `chat`, a question to answer."""
 
     text: str
     chat: bool
@@ -72,7 +72,7 @@ ALL_QUESTIONS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is asked: `requests` of each client, one after the other, for answers of `tokens` tokens."""
+    """Size of the test: each client makes `requests` requests one after another, for answers of `tokens` tokens."""
 
     clients: int
     requests: int
@@ -81,13 +81,13 @@ class Load:
 
 @dataclass(slots=True)
 class Tally:
-    """What clients have seen so far."""
+    """Counts of the clients' results so far."""
 
     right: int = 0
     wrong: list[str] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
     unclear: list[str] = field(default_factory=list)
-    """Errors that are none of the server's own."""
+    """Errors that the server does not define."""
     seconds: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ class Tally:
 
 
 async def run_load_test(options: argparse.Namespace) -> int:
-    """Run the whole test; return 0 if nothing was wrong."""
+    """Run the whole test and print its report. Return 0 if nothing was wrong, else 1."""
     console = Console()
     with ExitStack() as stack:
         if options.checkpoint is None:
@@ -126,14 +126,14 @@ async def run_load_test(options: argparse.Namespace) -> int:
 
 
 async def put_load(url: str, load: Load, right: Mapping[Question, str], tally: Tally) -> None:
-    """Have all clients ask, and wait for their answers."""
+    """Run all clients until their last answer."""
     async with asyncio.TaskGroup() as clients:
         for index in range(load.clients):
             clients.create_task(run_client(url, load, index, right, tally), name=f"client {index}")
 
 
 async def run_client(url: str, load: Load, index: int, right: Mapping[Question, str], tally: Tally) -> None:
-    """Ask some questions one after the other, every second one streamed."""
+    """Ask one client's questions one after another, every second one as a stream."""
     questions = list(right)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         for number in range(index, index + load.requests):
@@ -142,7 +142,7 @@ async def run_client(url: str, load: Load, index: int, right: Mapping[Question, 
 
 
 async def _ask(client: Any, question: Question, tokens: int, right: str, tally: Tally, *, stream: bool) -> None:
-    """Ask one question; what came of it goes to the tally."""
+    """Ask one question, and add the result to `tally`."""
     create = client.chat.completions.create if question.chat else client.completions.create
     asked = {"messages": [{"role": "user", "content": question.text}]} if question.chat else {"prompt": question.text}
     began_s = time.monotonic()
@@ -174,7 +174,7 @@ async def _ask(client: Any, question: Question, tokens: int, right: str, tally: 
 async def tokens_alone(
     checkpoint: Path, questions: Sequence[Question], max_tokens: int, sampling: Sampling = GREEDY
 ) -> dict[Question, list[int]]:
-    """Return the tokens of each answer, from one engine in this process; it takes one thread."""
+    """Return the tokens of each answer, by one engine in this process, on one thread."""
     tokenizer = ChatTokenizer(checkpoint)
     async with open_engine("alone", checkpoint) as engine:
 
@@ -188,14 +188,14 @@ async def tokens_alone(
 
 
 async def answers_alone(checkpoint: Path, questions: Sequence[Question], max_tokens: int) -> dict[Question, str]:
-    """Return the same as text."""
+    """Return the text of each answer, by one engine in this process."""
     tokenizer = ChatTokenizer(checkpoint)
     tokens = await tokens_alone(checkpoint, questions, max_tokens)
     return {question: TextStream(tokenizer, token_ids).text for question, token_ids in tokens.items()}
 
 
 async def recovered(service: Service) -> float | None:
-    """Wait until all workers are up and idle; return how long that took, None if it took too long."""
+    """Wait until all workers are up and idle. Return the seconds that took; None after `RECOVERY_TIMEOUT_S`."""
     began_s = time.monotonic()
     urls = [*service.prefill.values(), *service.decode.values()]
     try:

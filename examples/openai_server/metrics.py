@@ -1,4 +1,4 @@
-"""What /metrics shows: what clients experience, and of a worker its blocks and all metrics of kvflow's own."""
+"""The metrics at /metrics: of the front, requests as clients see them; of a worker, its blocks and kvflow's metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUEST_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
 
 
 def add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
-    """Serve the registry at /metrics."""
+    """Add the endpoint /metrics, which shows `registry`."""
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -22,7 +22,7 @@ def add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
 
 
 class FrontMetrics:
-    """What clients experience, and what is done about failures."""
+    """Metrics of the front: requests, time to the first token, retries, workers that are up."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -51,14 +51,14 @@ class FrontMetrics:
 
 
 class WorkerMetrics:
-    """Of a worker. `kvflow` observes its runtime."""
+    """Metrics of a worker: blocks and steps of its engine, and `kvflow`, the observer of its runtime."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.kvflow = PrometheusMetrics(self.registry)
 
     def show(self, engine: Engine) -> None:
-        """Show the counts of an engine, too."""
+        """Add metrics of the blocks and steps of `engine`."""
         blocks = Gauge("openai_server_blocks", "Blocks of the KV cache", ["state"], registry=self.registry)
         blocks.labels("used").set_function(lambda: engine.statistics().blocks_used)
         blocks.labels("free").set_function(lambda: engine.statistics().blocks_free)

@@ -1,7 +1,7 @@
-"""What clients may ask for, in OpenAI's words.
+"""The parameters of requests, with OpenAI's names.
 
-What would change the answer and is not supported is refused, unless its value asks for nothing: ordinary clients send a
-penalty of 0 or an empty list of tools. What cannot change the answer is ignored.
+A parameter that would change the answer and is not supported is refused, unless its value has no effect: clients often
+send a penalty of 0 or an empty list of tools. A parameter that cannot change the answer is ignored.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from paged_engine import GREEDY, Sampling
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 CACHE_TOKENS = 4096
-"""Tokens of a worker's cache, hence of the longest prompt with its answer. About 180 MiB: 30 layers, K and V, 3 heads
-of 64 float32 values for each token."""
+"""Tokens in a worker's cache, and so the maximum length of a prompt with its answer.
+
+The cache takes about 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
+"""
 SEED_MAX = 2**63 - 1
 IGNORED = frozenset(
     {"user", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"}
@@ -35,7 +37,7 @@ ASKS_FOR_NOTHING: dict[str, tuple[str, ...]] = {
     "verbosity": ('"medium"',),
     **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
 }
-"""Parameters that are not supported, and their values, as JSON, that change no answer; null changes none of them."""
+"""Unsupported parameters, each with the values, as JSON, that change no answer. A value of null never changes it."""
 
 
 def _stops(value: object) -> tuple[str, ...]:
@@ -50,7 +52,7 @@ def _stops(value: object) -> tuple[str, ...]:
 
 
 def _one_prompt(value: object) -> object:
-    """Return a text or its tokens; OpenAI takes lists of them too, which may have one entry here."""
+    """Validate a prompt: a text or its tokens. OpenAI also allows a list of prompts; here it may have one entry."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
             raise ValueError(f"this server answers one prompt a request, got {len(value)}")
@@ -61,7 +63,7 @@ def _one_prompt(value: object) -> object:
 
 
 def _text_of(content: object) -> object:
-    """Return what a message says; the texts of its parts are put together."""
+    """Return the content of a message as one text, joined from its parts if it has several."""
     if not isinstance(content, list):
         return content
     texts = [text for part in content if isinstance(part, dict) and isinstance(text := part.get("text"), str)]
@@ -77,7 +79,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both kinds of requests have."""
+    """The parameters common to both kinds of requests."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -86,17 +88,17 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
-    """None is 0, greedy. (With OpenAI it is 1.)"""
+    """Sampling temperature. None means 0, greedy (with OpenAI it means 1)."""
     top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-SEED_MAX - 1, le=SEED_MAX)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """How long the whole answer may take. Not OpenAI's: `extra_body={"deadline_s": 5}` in the openai client."""
+    """Maximum time of the whole answer. Not OpenAI's: pass `extra_body={"deadline_s": 5}` to the openai client."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_what_changes_nothing(cls, given: Any) -> Any:
-        """What is left and no field is refused by name."""
+        """Drop parameters without effect. An unknown parameter that remains is refused by name."""
         if not isinstance(given, dict):
             return given
         try:
@@ -115,7 +117,7 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def drawn_sampling(self) -> Sampling:
-        """Return how to choose tokens. Without a seed one is drawn now, so that all attempts choose alike."""
+        """Return how to choose tokens. If the request has no seed, draw one now, so that all attempts choose alike."""
         if not self.temperature:
             return GREEDY
         return Sampling(
@@ -126,13 +128,13 @@ class GenerationRequest(BaseModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
 
     @property
     def token_limit(self) -> int:
-        return self.max_tokens or 16  # as OpenAI has it
+        return self.max_tokens or 16  # OpenAI's default
 
 
 class ChatMessage(BaseModel):
@@ -144,15 +146,15 @@ class ChatMessage(BaseModel):
     content: Annotated[str, BeforeValidator(_text_of)]
 
     def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
+        """Return the message in the form that chat templates expect."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=CACHE_TOKENS)
-    """Each takes at least one token."""
+    """The conversation. The limit is enough, because each message takes at least one token."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""`serve`: workers and a router, one process each, started again when they die, as a process manager would."""
+"""`serve`: workers and a router, each in its own process, restarted when they die, as by a process manager."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A running service: URLs of the router, and of the workers by their names."""
+    """A running service: the router's URL, the workers' URLs by name, and all processes by name."""
 
     url: str
     prefill: dict[str, str]
@@ -38,7 +38,7 @@ class Service:
 
 
 async def run_service(options: argparse.Namespace) -> None:
-    """Serve until SIGTERM or Ctrl-C, which cancel this task."""
+    """Run the service until SIGTERM or Ctrl-C, which cancel this task."""
     this = asyncio.current_task()
     assert this is not None, "runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
@@ -52,8 +52,8 @@ async def run_service(options: argparse.Namespace) -> None:
 
 @asynccontextmanager
 async def start_service(options: argparse.Namespace) -> AsyncIterator[Service]:
-    """Yield a service that takes requests. Raises StartError if a process cannot start."""
-    free_port(options.host, options.port)  # before the model is unpacked
+    """Start a service, yield it once it takes requests, and end it with the block. Raises StartError."""
+    free_port(options.host, options.port)  # fail early, before the model is unpacked
     try:
         async with _started(options) as service:
             yield service
@@ -70,7 +70,7 @@ async def _started(options: argparse.Namespace) -> AsyncIterator[Service]:
         if checkpoint is None:
             checkpoint = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvflow-")))
             await unpack_model(checkpoint)
-        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)  # workers are for the router only
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)  # for the router only
         ports = {
             name: free_port(local)
             for role in ("prefill", "decode")
@@ -103,13 +103,13 @@ async def _started(options: argparse.Namespace) -> AsyncIterator[Service]:
             yield service
         finally:
             for task in keeping:
-                if not task.cancelling():  # a second cancellation would end its wait for its process
+                if not task.cancelling():  # a second cancellation would interrupt its wait for the process to end
                     task.cancel()
             await asyncio.wait(keeping)
 
 
 async def _kept(service: Service, name: str, command: list[str]) -> None:
-    """Start a process, and again whenever it dies. Raises StartError if it says that it cannot start."""
+    """Start a process, and restart it whenever it dies. Raises StartError if it exits with `CANNOT_START`."""
     while True:
         process = await _start(*command)
         service.processes[name] = process
@@ -124,7 +124,7 @@ async def _kept(service: Service, name: str, command: list[str]) -> None:
 
 
 async def unpack_model(checkpoint: Path) -> None:
-    """Unpack the model, in a process of its own because that takes a gigabyte or two."""
+    """Unpack the model in another process, because that takes one or two gigabytes of memory."""
     process = await _start("unpack", str(checkpoint))
     try:
         if status := await process.wait():
@@ -134,19 +134,19 @@ async def unpack_model(checkpoint: Path) -> None:
 
 
 async def _start(*arguments: str) -> Process:
-    # A session of its own: Ctrl-C goes to `serve` alone, which then ends the others.
+    # A new session: Ctrl-C reaches only `serve`, which then ends the other processes.
     return await asyncio.create_subprocess_exec(
         sys.executable, COMMAND, *arguments, start_new_session=True, preexec_fn=_end_with_parent
     )
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent dies."""
+    """Make the kernel send SIGTERM to this process when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _end(process: Process) -> None:
-    """Terminate a process, and kill it if that takes too long; does nothing if it has ended."""
+    """Terminate a process and wait for its end. Kill it if that takes too long. Do nothing if it has ended."""
     if process.returncode is None:
         process.terminate()
         try:
@@ -158,17 +158,17 @@ async def _end(process: Process) -> None:
 
 
 async def _until_ready(service: Service) -> None:
-    """Wait until the router has found all workers. Raises StartError."""
+    """Wait until the router reports that all workers are up. Raises StartError after `START_TIMEOUT_S`."""
     try:
         async with aiohttp.ClientSession() as client, asyncio.timeout(START_TIMEOUT_S):
-            while (await health(client, service.url)).get("status") != "ok":  # noqa: ASYNC110 - of another process
+            while (await health(client, service.url)).get("status") != "ok":  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.1)
     except TimeoutError:
         raise StartError(f"{service.url}: not all workers were up within {START_TIMEOUT_S:g} s") from None
 
 
 async def health(client: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
-    """Return what a server says of its health; nothing if it does not answer."""
+    """Return the reply of a server's /health; {} if the server does not answer."""
     with suppress(aiohttp.ClientError, TimeoutError, ValueError):
         async with client.get(f"{url}/health", timeout=HEALTH_TIMEOUT) as response:
             said = json.loads(await response.read())
@@ -177,7 +177,7 @@ async def health(client: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """Return `port`, or a free one for 0. Raises StartError if nobody can listen there."""
+    """Return `port`, or a free port for 0. Raises StartError if a socket cannot listen there."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
             return int(server.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What clients get, in OpenAI's shapes: whole answers, pieces of a stream, errors."""
+"""Replies in OpenAI's format: whole answers, pieces of a stream, errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Reply = dict[str, Any]
 
 MODEL: Reply = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "kvflow example"}
 RETRY_AFTER_S = 2
-"""What clients are told to wait after a 503: a worker takes some seconds to start again, and a burst to pass."""
+"""Value of Retry-After in a 503: a worker restarts, or a burst of requests passes, within some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """The replies to one request, as its endpoint writes them."""
+    """Makes the replies to one request, in the format of its endpoint: chat or completions."""
 
     chat: bool
     id: str = field(init=False)
@@ -30,19 +30,19 @@ class Replies:
         object.__setattr__(self, "id", f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}")
 
     def whole(self, text: str, reason: FinishReason, usage: Reply) -> Reply:
-        """Return the whole answer."""
+        """Return the reply with a whole answer."""
         choice: Reply = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         return self._reply("chat.completion", [choice | {"finish_reason": reason}], usage)
 
     def piece(self, text: str, reason: FinishReason | None = None, *, first: bool = False) -> Reply:
-        """Return the next piece of a stream. The first one of a chat says whose message it is."""
+        """Return the reply with the next piece of a stream. The first piece of a chat has the role "assistant"."""
         choice: Reply = {"text": text}
         if self.chat:
             choice = {"delta": ({"role": "assistant"} if first else {}) | {"content": text}}
         return self._reply("chat.completion.chunk", [choice | {"finish_reason": reason}])
 
     def usage(self, usage: Reply) -> Reply:
-        """Return the last piece of a stream, for clients that ask for it."""
+        """Return the last reply of a stream, with its usage, for clients that ask for it."""
         return self._reply("chat.completion.chunk", [], usage)
 
     def _reply(self, kind: str, choices: list[Reply], usage: Reply | None = None) -> Reply:
@@ -57,7 +57,7 @@ class Replies:
 
 
 def usage_of(prompt_count: int, answer_count: int) -> Reply:
-    """Return the tokens of a prompt and of its answer, as OpenAI counts them."""
+    """Return the token counts of a prompt and its answer, in OpenAI's format."""
     return {
         "prompt_tokens": prompt_count,
         "completion_tokens": answer_count,
@@ -66,7 +66,7 @@ def usage_of(prompt_count: int, answer_count: int) -> Reply:
 
 
 def error(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Reply:
-    """Return an error in OpenAI's shape."""
+    """Return an error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -1,7 +1,7 @@
 """The router's process: it picks two workers for each attempt, and asks them over HTTP.
 
-A worker is lost when a connection to it fails, and is back when it answers /health. Requests wait for that where no
-other worker is up. Blocks that were offered and will not be loaded are released.
+A worker counts as down when a connection to it fails, and as up again when it answers /health. If no worker of a role
+is up, requests wait for one. Offered blocks that will not be loaded are released.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from openai_server.replies import Reply
 logger = logging.getLogger(__name__)
 
 WORKER_WAIT_S = 30.0
-"""How long a request waits for a worker where none is up."""
+"""Maximum time for which a request waits if no worker is up."""
 PROBE_S = 0.5
 RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
@@ -49,7 +49,7 @@ class Worker:
 
 
 class Workers:
-    """The workers of one role, asked in turns."""
+    """The workers of one role, picked in turn."""
 
     def __init__(self, role: str, urls: Mapping[str, str]) -> None:
         self.role = role
@@ -61,7 +61,7 @@ class Workers:
         return [worker for worker in self.all if worker.up]
 
     async def pick(self, avoid: Collection[Hashable]) -> Worker:
-        """Return a worker that is up, one that is not to be avoided if there is one. Raises AttemptError."""
+        """Wait until a worker is up, and return one, not in `avoid` if possible. Raises AttemptError."""
         try:
             async with asyncio.timeout(WORKER_WAIT_S):
                 while not (up := self.up):
@@ -76,7 +76,7 @@ class Workers:
         return worker
 
     async def watch(self, client: aiohttp.ClientSession, worker: Worker) -> None:
-        """Ask a worker for its health again and again."""
+        """Poll a worker's /health for ever."""
         while True:
             said: Reply = {}
             with suppress(aiohttp.ClientError, TimeoutError, ValueError):
@@ -86,7 +86,7 @@ class Workers:
             await asyncio.sleep(PROBE_S)
 
     def found(self, worker: Worker, said: Reply) -> None:
-        """Note what a worker says of its health; nothing if it is lost."""
+        """Note a worker's reply to /health; an empty `said` marks the worker as down."""
         if bool(said) is not worker.up:
             logger.info("%s is %s", worker.name, "up" if said else "down")
         worker.up, worker.address = bool(said), said.get("address", worker.address)
@@ -95,7 +95,7 @@ class Workers:
 
 
 class Router:
-    """Makes attempts with the workers."""
+    """Makes attempts, each with a prefill and a decode worker."""
 
     def __init__(
         self, prefill: Workers, decode: Workers, client: aiohttp.ClientSession, tasks: asyncio.TaskGroup, *, share: bool
@@ -107,7 +107,7 @@ class Router:
         self._share = share
 
     async def attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        """Yield the steps of an answer. See `attempts.Attempt`."""
+        """Make one attempt and yield its steps. See `attempts.Attempt`."""
         prefill, decode = await self.prefill.pick(avoid), await self.decode.pick(avoid)
         read = False
         try:
@@ -143,7 +143,10 @@ class Router:
 
     @contextmanager
     def _noticed(self, workers: Workers, worker: Worker) -> Iterator[None]:
-        """A connection that fails means that the worker is lost; an answer that is no message, that it failed."""
+        """Translate errors of asking `worker` into AttemptError.
+
+        If the connection fails, the worker is marked as down; if its answer cannot be decoded, the worker has failed.
+        """
         try:
             yield
         except msgspec.DecodeError as error:
@@ -155,7 +158,7 @@ class Router:
             raise AttemptError(Failure(kind=FailureKind.WORKER_LOST, message=message), worker) from error
 
     async def _release(self, worker: Worker, request_id: str) -> None:
-        """Withdraw an offer. If its worker cannot be reached, the lease runs out."""
+        """Withdraw an offer. If its worker cannot be reached, the lease expires by itself."""
         with suppress(aiohttp.ClientError, TimeoutError):
             async with self._client.delete(f"{worker.url}/prefill/{request_id}", timeout=RELEASE_TIMEOUT):
                 pass
@@ -176,12 +179,12 @@ class Router:
 
 
 def _failed(failure: Failure, prefill: Worker, decode: Worker) -> AttemptError:
-    """Return the error of an answer; the prefill worker is to be avoided if its blocks could not be loaded."""
+    """Return the error for a failure of the decode worker. If the load failed, the prefill worker should be avoided."""
     return AttemptError(failure, prefill if failure.kind is FailureKind.PREFILL_AGAIN else decode)
 
 
 def _failure_in(body: bytes, status: int, worker: Worker) -> Failure:
-    """Return what a worker says of a failure; if that is nothing known, the worker failed."""
+    """Decode the failure in a worker's answer. If it cannot be decoded, return WORKER_FAILED."""
     try:
         failure = Failure.read(body)
     except msgspec.DecodeError:
@@ -200,7 +203,7 @@ async def run_router(
     decode: Mapping[str, str],
     share: bool,
 ) -> None:
-    """Run the router until it is told to end. `prefill` and `decode` are URLs of workers by name."""
+    """Run the router until SIGTERM or Ctrl-C. `prefill` and `decode` are the workers' URLs by name."""
     metrics = FrontMetrics()
     roles = Workers("prefill", prefill), Workers("decode", decode)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S)

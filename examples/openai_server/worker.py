@@ -1,9 +1,9 @@
-"""A worker of the service: an engine, a kvflow runtime that knows its cache, and one of `disaggregated`'s workers.
+"""A worker of the service: an engine, a kvflow runtime with its cache, and one of the workers of `disaggregated`.
 
 POST   /prefill               PrefillRequest -> Offered, or a Failure
-DELETE /prefill/<request id>  withdraw the offer: nobody is going to load these blocks
+DELETE /prefill/<request id>  withdraw the offer: these blocks will not be loaded
 POST   /decode                DecodeRequest -> a line of JSON for each Step, or a Failure
-GET    /health                200 if the worker can be used
+GET    /health                200 if the worker can take requests
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ BLOCK_SIZE = 16
 
 
 def open_engine(name: str, checkpoint: Path) -> Engine:
-    """Return an engine. torch takes one thread for all engines of this process."""
-    torch.set_num_threads(1)  # all workers share the machine's cores, and one thread gives the same sums everywhere
+    """Return an engine. Sets torch to one thread in this process."""
+    torch.set_num_threads(1)  # all workers share the machine's cores, and with one thread sums are rounded alike
     return Engine(
         load_model(checkpoint),
         block_count=blocks_for(CACHE_TOKENS, BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         batch_size=8,
-        shuffle_seed=name,  # scattered blocks, others in each engine, as in a real engine's cache
+        shuffle_seed=name,  # scatter the blocks, differently in each engine, as after long use
     )
 
 
 async def run_worker(name: str, role: Role, listening: socket.socket, checkpoint: Path, *, share: bool) -> None:
-    """Run a worker until it is told to end. With `share`, prefill workers load prefixes from each other."""
+    """Run a worker until SIGTERM or Ctrl-C. With `share`, prefill workers load prefixes from each other."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     host = listening.getsockname()[0]
@@ -78,7 +78,7 @@ async def run_worker(name: str, role: Role, listening: socket.socket, checkpoint
 
 
 def worker_app(name: str, engine: Engine, runtime: kvflow.Runtime) -> FastAPI:
-    """Return the application that both kinds of workers start from."""
+    """Return the part of the application common to both kinds of workers: /health and error handlers."""
     app = FastAPI(title=f"worker {name}")
     app.add_middleware(BodyLimit)
 
@@ -101,7 +101,7 @@ def worker_app(name: str, engine: Engine, runtime: kvflow.Runtime) -> FastAPI:
         return Response(failure.written(), STATUS[failure.kind].http, media_type="application/json")
 
     async def client_gone(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # nobody sees it
+        return Response(status_code=499)  # the client does not see it
 
     for kind in EXPECTED_ERRORS:
         app.add_exception_handler(kind, expected)

@@ -1,7 +1,7 @@
 """A small paged engine for the examples: one Llama model, paged KV cache, sampling, asyncio.
 
-It stands where a real engine would stand and knows nothing of kvflow. What an example needs of it:
-`kv_caches` to register, `reserve` for blocks that live as long as a `with`, `prefill` and `decode`.
+It takes the place of a real engine, and does not use kvflow. The examples use its `kv_caches`, which they register,
+`reserve`, which reserves blocks for an `async with`, `prefill` and `decode`.
 """
 
 from paged_engine.cache import BlockId, BlockPool, CacheShape, OutOfBlocksError, blocks_for

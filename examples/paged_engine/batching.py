@@ -1,11 +1,11 @@
 """Decode steps of concurrent requests, computed together: continuous batching in a few lines.
 
-Whoever wants a step waits in line. While one batch is computed in the worker thread others get in line; when it has
-ended, the first ones in line are the next batch. So a request joins when it comes and leaves when it is done, and
-alone it never waits for company.
+Each step waits in a queue. While one batch is computed in the worker thread, other steps join the queue; when the batch
+has ended, the first steps of the queue are the next batch. So a request joins a batch when it arrives and leaves when
+it is done, and a single request never waits for others.
 
-A step that runs cannot be called back: cancelling its request waits until the batch has ended. One that is still in
-line just leaves it.
+A running step cannot be stopped: cancelling its request waits until the batch has ended. A step still in the queue is
+removed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Waiting(Generic[Step]):
-    """One request's next step and where its token goes."""
+    """A step in the queue, and the future of its token."""
 
     step: Step
     token: asyncio.Future[int]
 
 
 class StepBatcher(Generic[Step]):
-    """Runs `compute` in the executor, one batch at a time."""
+    """Runs `compute` in the executor, on one batch of at most `batch_size` steps at a time."""
 
     def __init__(
         self, compute: Callable[[Sequence[Step]], Sequence[int]], executor: Executor, *, batch_size: int
@@ -43,10 +43,10 @@ class StepBatcher(Generic[Step]):
         self._line: list[_Waiting[Step]] = []
         self._running: asyncio.Future[Sequence[int]] | None = None
         self.batch_count = 0
-        """How many batches were started."""
+        """Number of batches started."""
 
     async def step(self, step: Step) -> int:
-        """The sequence's next token."""
+        """Compute a step in some batch, and return its token."""
         waiting = _Waiting(step=step, token=asyncio.get_running_loop().create_future())
         self._line.append(waiting)
         if self._running is None:
@@ -61,7 +61,7 @@ class StepBatcher(Generic[Step]):
             raise
 
     def _start(self) -> None:
-        """Compute the first ones in line, if there are any."""
+        """Start a batch of the first steps in the queue. Do nothing if the queue is empty."""
         batch, self._line = self._line[: self._batch_size], self._line[self._batch_size :]
         if not batch:
             self._running = None
@@ -83,9 +83,9 @@ class StepBatcher(Generic[Step]):
             _fail(batch, error)
         else:
             for waiting, token in zip(batch, done.result(), strict=True):
-                if not waiting.token.done():  # else its request was cancelled
+                if not waiting.token.done():  # otherwise its request was cancelled
                     waiting.token.set_result(token)
-        # After those who have just got a token had the chance to get in line again.
+        # In the next turn of the loop: requests that have just got a token can queue their next step first.
         asyncio.get_running_loop().call_soon(self._start)
 
 
@@ -96,7 +96,7 @@ def _fail(batch: Sequence[_Waiting[Step]], error: BaseException) -> None:
 
 
 async def held_back(future: asyncio.Future[Result]) -> Result:
-    """The future's result; a cancellation is held back until it has one."""
+    """Return the future's result. If cancelled, wait for the future's end before raising CancelledError."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
@@ -105,7 +105,7 @@ async def held_back(future: asyncio.Future[Result]) -> Result:
 
 
 async def ended(future: asyncio.Future[Result]) -> None:
-    """Wait until it has ended, however often this is cancelled; then raise that."""
+    """Wait until `future` is done, even if cancelled several times. Raise CancelledError then, if cancelled."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

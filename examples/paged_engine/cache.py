@@ -1,11 +1,10 @@
-"""The paged KV cache: which blocks are free, and where in memory a token's keys and values lie.
+"""The paged KV cache: which blocks are free, and where in memory the keys and values of a token are.
 
-A sequence owns a list of blocks, its block table; token `position` lives in block
-`table[position // block_size]` at offset `position % block_size`. The blocks of one sequence may lie
-anywhere, so nothing here ever assumes that they are neighbours.
+A sequence owns a list of blocks, its block table. The token at `position` is in block `table[position // block_size]`,
+at offset `position % block_size`. The blocks of a sequence may be anywhere in the cache.
 
-Theory: a block has exactly one owner or is free, and free + used = all at every moment. `BlockPool`
-refuses whatever would break that and changes nothing when it refuses.
+Theory: a block is either free or has exactly one owner, so free + used = all at every moment. `BlockPool` refuses any
+call that would break this, and changes nothing then.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ BlockId = NewType("BlockId", int)
 
 
 class OutOfBlocksError(RuntimeError):
-    """The pool has fewer free blocks than were asked for; nothing was allocated."""
+    """Fewer blocks are free than were requested. No block was allocated."""
 
 
 def blocks_for(token_count: int, block_size: int) -> int:
-    """How many blocks hold that many tokens, the last one perhaps partly filled."""
+    """Return the number of blocks that hold `token_count` tokens; the last block may be partly filled."""
     return -(-token_count // block_size)
 
 
 class BlockPool:
-    """Owns the block ids of one cache: hands them out once, takes them back once."""
+    """The block ids of one cache: each is free or used, and allocated to one owner at a time."""
 
     def __init__(self, block_count: int, *, shuffle_seed: int | str | None = None) -> None:
-        """A shuffled pool hands out scattered blocks from the start, as a long-running engine does."""
+        """Make a pool of free blocks. With `shuffle_seed` it gives out scattered blocks, as after long use."""
         if block_count < 1:
             raise ValueError(f"block_count: a pool needs at least one block, got {block_count}")
         block_ids = [BlockId(index) for index in range(block_count)]
@@ -73,7 +72,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """The shape of a paged KV cache, the same for every layer."""
+    """Shape of each layer of a paged KV cache."""
 
     block_count: int
     kv_head_count: int
@@ -82,15 +81,15 @@ class CacheShape:
 
     @property
     def dimensions(self) -> tuple[int, int, int, int, int]:
-        """K and V stacked first, then HND within a block: heads, tokens, values."""
+        """Sizes of the tensor's axes: K and V, blocks, then HND inside a block (heads, tokens, values)."""
         return (2, self.block_count, self.kv_head_count, self.block_size, self.head_dim)
 
 
 class PagedKVCache:
-    """One tensor per layer, allocated once and never moved: other code may register its addresses."""
+    """One tensor per layer, allocated once and never moved, so that other code can register its memory."""
 
     def __init__(self, layer_names: Iterable[str], shape: CacheShape, *, dtype: torch.dtype) -> None:
-        # Zeros, not empty: writing every page now keeps page faults out of the first transfer.
+        # `zeros`, not `empty`: every page is touched now, so the first transfer has no page faults.
         self.tensors = {name: torch.zeros(shape.dimensions, dtype=dtype) for name in layer_names}
         self.shape = shape
 
@@ -98,12 +97,12 @@ class PagedKVCache:
         return f"PagedKVCache({len(self.tensors)} layers, {self.shape})"
 
     def pages(self, block_ids: Sequence[BlockId]) -> Pages:
-        """One sequence's view of the cache through its block table."""
+        """Return the view of the cache through the block table of one sequence."""
         return Pages(self, block_ids)
 
 
 class Pages:
-    """The keys and values of one sequence, wherever its blocks lie."""
+    """The keys and values of one sequence, addressed by position through its block table."""
 
     def __init__(self, cache: PagedKVCache, block_ids: Sequence[BlockId]) -> None:
         self._tensors = cache.tensors
@@ -112,7 +111,7 @@ class Pages:
 
     @property
     def capacity(self) -> int:
-        """How many tokens fit."""
+        """Number of tokens that fit."""
         return len(self._table) * self._block_size
 
     def write(self, layer_name: str, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -125,7 +124,7 @@ class Pages:
         tensor[1, blocks, :, offsets] = values
 
     def read(self, layer_name: str, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first tokens' keys and values, each [heads, tokens, head_dim]."""
+        """Return the keys and values of the first `token_count` tokens, each [heads, tokens, head_dim]."""
         table = self._table[: blocks_for(token_count, self._block_size)]
         both = self._tensors[layer_name][:, table].transpose(1, 2).flatten(2, 3)
         keys, values = both[:, :, :token_count]

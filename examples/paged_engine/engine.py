@@ -1,14 +1,14 @@
-"""The asyncio face of the model: blocks for as long as a `with`, prefill, decode, tokens as a stream.
+"""The engine: an asyncio interface to the model, with reserved blocks, prefill, decode, and tokens as a stream.
 
-The engine owns the cache, the block pool and one worker thread. All torch work runs in that thread, so
-the event loop stays free; steps of concurrent requests take turns there in the order they were asked for.
-Decode steps that wait for their turn are computed together, at most `batch_size` at once; each request joins
-and leaves the batch by itself. An answer does not depend on how many others are answered meanwhile: every
-decode step computes `batch_size` rows, and those that nobody needs are padding (see `model`).
+The engine owns the cache, the block pool and one worker thread. All torch work runs in that thread, so the event loop
+stays free. Steps of concurrent requests run there in the order of their calls. Decode steps that wait for their turn
+are computed together, at most `batch_size` at once; each request joins and leaves the batch by itself. An answer does
+not depend on the other requests in its batch: every decode step computes `batch_size` rows, of which unused rows are
+padding (see `model`).
 
-Theory of memory: whoever reserves blocks owns them until the `with` ends, and no step of the engine
-touches them after that. A step that runs cannot be called back, so a cancelled request first waits for
-its step to end and only then gives its blocks back.
+Theory of memory: a request owns its reserved blocks until its `async with` ends, and no step of the engine touches them
+after that. A running step cannot be stopped, so a cancelled request waits for its step to end before it frees its
+blocks.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from paged_engine.sampling import GREEDY, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """A snapshot; free + used is the whole pool, and used is 0 when the engine is idle."""
+    """A snapshot of an engine. Free and used blocks add up to the whole pool; an idle engine uses no block."""
 
     blocks_free: int
     blocks_used: int
     steps: int
     tokens_prefilled: int
-    """Tokens of prompts that were computed here."""
+    """Number of prompt tokens computed by this engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStep:
-    """One sequence's next token: what to compute, and how to choose."""
+    """The computation of a sequence's next token, and how to choose the token."""
 
     chunk: Chunk
     sampling: Sampling
 
     @property
     def position(self) -> int:
-        """Where the token will stand."""
+        """Position of the new token in its sequence."""
         return self.chunk.start + len(self.chunk.token_ids)
 
 
 class Engine:
-    """Generation with one model over one paged cache; any number of concurrent requests, each greedy or sampled."""
+    """Generation with one model over one paged cache, for any number of concurrent requests."""
 
     def __init__(
         self,
@@ -66,7 +66,10 @@ class Engine:
         shuffle_seed: int | str | None = None,
         reserve_timeout_s: float = 120.0,
     ) -> None:
-        """`prefill_tokens`: of a prompt, how many are computed in one step; decode steps take turns with these."""
+        """Make an engine.
+
+        `prefill_tokens` is the number of prompt tokens computed in one step; decode steps run between these steps.
+        """
         config = model.config
         shape = CacheShape(
             block_count=block_count,
@@ -78,7 +81,7 @@ class Engine:
         self._cache = PagedKVCache(model.layer_names, shape, dtype=model.dtype)
         self._pool = BlockPool(block_count, shuffle_seed=shuffle_seed)
         self._reserve_timeout_s = reserve_timeout_s
-        # The head of the queue waits for room, the others wait for their turn: nobody is overtaken.
+        # The first request in the queue waits for free blocks, the others wait for the lock: first come, first served.
         self._turn = asyncio.Lock()
         self._room = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
@@ -98,12 +101,12 @@ class Engine:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Let the steps that were asked for end and stop the thread; closing twice is fine."""
+        """Wait for the steps already queued, and stop the thread. Closing twice is fine."""
         await asyncio.to_thread(self._executor.shutdown)
 
     @property
     def kv_caches(self) -> dict[str, torch.Tensor]:
-        """One tensor per layer, [2, blocks, KV heads, block size, head size]; live as long as the engine."""
+        """One tensor per layer, [2, blocks, KV heads, block size, head size], valid as long as the engine is."""
         return self._cache.tensors
 
     @property
@@ -112,7 +115,7 @@ class Engine:
 
     @property
     def windows(self) -> Mapping[str, int]:
-        """By layer name, how many tokens a token attends to there; 0: all of them."""
+        """Window of each layer in tokens, by layer name; 0: the layer attends to all tokens."""
         return self._model.windows
 
     @property
@@ -121,7 +124,7 @@ class Engine:
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens are below it."""
+        """Size of the vocabulary; every token id is below it."""
         return self._model.vocabulary_size
 
     @property
@@ -131,7 +134,7 @@ class Engine:
 
     @property
     def token_count_max(self) -> int:
-        """How long a sequence can be at most: what the model takes and the cache holds."""
+        """Maximum length of a sequence, limited by the model and by the cache."""
         return min(self._model.config.position_count_max, self._cache.shape.block_count * self.block_size)
 
     def statistics(self) -> EngineStatistics:
@@ -144,10 +147,10 @@ class Engine:
 
     @asynccontextmanager
     async def reserve(self, token_count: int) -> AsyncIterator[list[BlockId]]:
-        """Blocks for that many tokens; waits for room, first come first served.
+        """Reserve blocks for `token_count` tokens, and free them at the end of the block.
 
-        A request reserves all it will need at once, so two half-served requests never wait for each other.
-        Cancelling a waiting caller takes nothing.
+        Wait for free blocks, first come, first served. A request must reserve all its blocks at once, so that two
+        requests with half their blocks never wait for each other. Cancelling a waiting call takes no block.
         """
         block_ids = await self._allocated(self._block_count(token_count))
         try:
@@ -165,11 +168,11 @@ class Engine:
         computed: Callable[[int], None] | None = None,
         start: int = 0,
     ) -> int:
-        """Fill the blocks with the keys and values of the whole prompt; return the first new token.
+        """Compute a prompt into `block_ids`, and return the first new token.
 
-        With `start` the blocks hold that many tokens already, which are fewer than the prompt.
-        `computed` is called on the loop after each step but the last, with how many tokens are in the blocks by then.
-        When it is cancelled, it raises once the running step has left the blocks alone.
+        `start` is the number of tokens that the blocks already hold; it is smaller than the prompt. After each step but
+        the last, `computed` is called on the loop with the number of tokens in the blocks. If cancelled, wait until the
+        running step has ended, so that nothing writes to the blocks afterwards.
         """
         if not prompt:
             raise ValueError("prompt: needs at least one token")
@@ -201,9 +204,9 @@ class Engine:
         max_tokens: int,
         sampling: Sampling = GREEDY,
     ) -> AsyncGenerator[int, None]:
-        """Continue after `token` at `position`, whose predecessors are in the blocks; at most `max_tokens`.
+        """Yield at most `max_tokens` tokens after `token`, which is at `position`. The blocks hold all tokens before.
 
-        The end-of-text token is yielded, and is the last one. Closing the generator leaves the blocks alone.
+        The end-of-text token is yielded as well, as the last. Once the generator is closed nothing uses the blocks.
         """
         pages = self._cache.pages(block_ids)
         for current in range(position, position + max_tokens):
@@ -216,7 +219,7 @@ class Engine:
     async def generate(
         self, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling = GREEDY
     ) -> AsyncGenerator[int, None]:
-        """Prefill and decode in blocks of its own; yields at most `max_tokens` tokens."""
+        """Reserve blocks, prefill and decode. Yield at most `max_tokens` tokens."""
         async with self.reserve(len(prompt) + max_tokens) as block_ids:
             token = await self.prefill(prompt, block_ids, sampling=sampling)
             yield token
@@ -238,7 +241,7 @@ class Engine:
         return count
 
     async def _allocated(self, count: int) -> list[BlockId]:
-        """Wait until that many blocks are free, and take them."""
+        """Wait until `count` blocks are free, and take them. Raises OutOfBlocksError after the engine's timeout."""
         try:
             async with asyncio.timeout(self._reserve_timeout_s), self._turn:
                 while self._pool.free_count < count:
@@ -251,6 +254,6 @@ class Engine:
             ) from None
 
     def _compute(self, steps: Sequence[DecodeStep]) -> list[int]:
-        """Run the model over a batch in the worker thread; the next token of each sequence."""
+        """Run the model over a batch, in the worker thread. Return the next token of each sequence."""
         logits = self._model.forward_batch([step.chunk for step in steps], row_count=self._batch_size)
         return [step.sampling.choose(row, step.position) for step, row in zip(steps, logits, strict=True)]

@@ -1,14 +1,14 @@
 """A Llama forward pass over a paged KV cache: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-It owns the weights and the arithmetic. Which blocks a sequence has, and what to do with the logits, is
-the engine's affair. Weights keep the names and the head order of Hugging Face checkpoints.
+This module owns the weights and the arithmetic. The engine decides which blocks a sequence has, and what to do with the
+logits. Weights keep the names and the head order of Hugging Face checkpoints.
 
-The number of heads is read from the weights, not from the config, so a layer that holds a slice of the
-heads computes that slice; `reduce` then adds up what all ranks have computed.
+The number of heads is taken from the weights, not from the config. So a layer with a slice of the heads computes that
+slice, and `reduce` then sums over all ranks.
 
-Theory of batches: the tokens of all sequences are rows of one matrix, and only attention looks at each sequence
-by itself. How a matrix product rounds depends on how many rows it has, but not on what the other rows are: with the
-same `row_count` a sequence gets the same bits in any company.
+Theory of batches: the tokens of all sequences are rows of one matrix, and only attention handles each sequence alone.
+The rounding of a matrix product depends on the number of rows, but not on the content of other rows. So with equal
+`row_count` a sequence gets the same bits, whichever sequences are in its batch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_
 
 from paged_engine.cache import Pages
 
-# One rank's part of a sum to the whole of it.
+# Turns one rank's part of a sum into the sum over all ranks.
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What the weights alone do not tell."""
+    """Facts of a model that its weights do not show."""
 
     layer_count: int
     kv_head_count: int
@@ -39,12 +39,12 @@ class ModelConfig:
     eos_token_id: int
     name: str = "llama"
     window: int = 0
-    """How many tokens, itself included, a token attends to in layers with a window; 0: no layer has one."""
+    """Number of tokens, itself included, that a token attends to in layers with a window; 0: no layer has a window."""
     full_attention_every: int = 1
-    """The last of so many layers has no window."""
+    """Period of the layers without a window: the last layer of each period attends to all tokens."""
 
     def window_of(self, layer: int) -> int:
-        """A layer's window in tokens; 0: it attends to all of them."""
+        """Return the window of a layer in tokens; 0 if the layer attends to all tokens."""
         return self.window if (layer + 1) % self.full_attention_every else 0
 
 
@@ -65,7 +65,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """The next tokens of one sequence, at positions start, start + 1, ...; its pages hold all earlier ones."""
+    """The next tokens of one sequence, at positions start, start + 1, ... `pages` hold all earlier tokens."""
 
     token_ids: Sequence[int]
     start: int
@@ -74,19 +74,19 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What every layer needs to know of one sequence in the batch."""
+    """One sequence in a batch: its rows in the matrix of tokens, its pages, and its attention masks."""
 
     rows: slice
     pages: Pages
     start: int
     context_count: int
     masks: Mapping[int, torch.Tensor]
-    """By a layer's window."""
+    """Attention masks by the window of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What every layer of one forward pass needs to know; cosine and sine are those of each row's position."""
+    """The sequences of one forward pass, and the cosine and sine of the position of each row."""
 
     parts: Sequence[Part]
     cos: torch.Tensor
@@ -94,12 +94,12 @@ class Batch:
 
 
 def alone(part: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks where there is only one."""
+    """Return `part`: the sum over all ranks of an engine with one rank."""
     return part
 
 
 class LlamaModel:
-    """Weights and config; has no state of its own, so one model serves any number of sequences."""
+    """A model's weights and config. It has no state, so one model serves any number of sequences."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], *, reduce: Reduce = alone) -> None:
         self.config = config
@@ -110,7 +110,7 @@ class LlamaModel:
             layer_name(index): _layer_weights(weights, layer_name(index)) for index in range(config.layer_count)
         }
         self.windows = {layer_name(index): config.window_of(index) for index in range(config.layer_count)}
-        """By layer name; 0: the layer attends to all tokens."""
+        """Window of each layer in tokens, by layer name; 0: the layer attends to all tokens."""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -126,21 +126,21 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], start: int, pages: Pages) -> torch.Tensor:
-        """Compute one sequence's tokens at positions start, start + 1, ...; return the logits after the last one.
+        """Compute the tokens of one sequence at positions start, start + 1, ... Return the logits after the last token.
 
-        The keys and values of all earlier positions must be in the pages; those of these tokens are added.
+        `pages` must hold the keys and values of all earlier positions. Those of the new tokens are added.
         """
         chunk = Chunk(token_ids=token_ids, start=start, pages=pages)
         return self._logits(self._hidden([chunk], row_count=len(token_ids))[-1])
 
     @torch.inference_mode()
     def forward_batch(self, chunks: Sequence[Chunk], *, row_count: int) -> torch.Tensor:
-        """Compute one token of each of several sequences; return a row of logits for each."""
+        """Compute one token of each sequence. Return a row of logits for each."""
         assert all(len(chunk.token_ids) == 1 for chunk in chunks), "the rows are the sequences"
         return self._logits(self._hidden(chunks, row_count=row_count))[: len(chunks)]
 
     def _hidden(self, chunks: Sequence[Chunk], *, row_count: int) -> torch.Tensor:
-        """What the layers make of all the chunks' tokens, followed by rows of padding that nobody attends to."""
+        """Return the last layer's output for the tokens of all chunks, then for rows of padding up to `row_count`."""
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         batch = self._batch(chunks, row_count)
         hidden = embedding(_rows(token_ids, row_count), self._embedding)
@@ -166,7 +166,7 @@ class LlamaModel:
         return rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
 
     def _heads(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Project, and part the result into heads: [tokens, heads, head_dim]."""
+        """Project, and split the result into heads: [tokens, heads, head_dim]."""
         return linear(hidden, weight).view(len(hidden), -1, self.config.head_dim)
 
     def _attention(self, name: str, layer: LayerWeights, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -182,13 +182,13 @@ class LlamaModel:
 
 
 def _rows(numbers: Sequence[int], row_count: int) -> torch.Tensor:
-    """One number for each row, zeros for the padding."""
+    """Return a tensor with one number for each row, and zeros for rows of padding."""
     assert len(numbers) <= row_count, "more tokens than rows"
     return torch.tensor([*numbers, *repeat(0, row_count - len(numbers))])
 
 
 def _part(chunk: Chunk, end: int, windows: Iterable[int]) -> Part:
-    """The chunk whose last token is in the row before `end`."""
+    """Return the `Part` of a chunk, with its last token in the row before `end`."""
     token_count = len(chunk.token_ids)
     context_count = chunk.start + token_count
     assert 0 < context_count <= chunk.pages.capacity, "the sequence outgrew its blocks"
@@ -202,13 +202,13 @@ def _part(chunk: Chunk, end: int, windows: Iterable[int]) -> Part:
 
 
 def _mask(start: int, stop: int, window: int) -> torch.Tensor:
-    """What the tokens from `start` on see: themselves and what is before them, as much of it as a window holds."""
+    """Return the mask of the tokens from `start` on: each attends to itself and to earlier tokens in the window."""
     distance = torch.arange(start, stop)[:, None] - torch.arange(stop)
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
 def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention of one sequence's new tokens, [tokens, heads, head_dim], to all of its tokens."""
+    """Return the attention of the new tokens of a sequence, [tokens, heads, head_dim], to all its tokens."""
     # Neighbouring query heads share one KV head.
     group_size = query.shape[1] // keys.shape[0]
     attended = scaled_dot_product_attention(
@@ -239,7 +239,7 @@ def _layer_weights(weights: Mapping[str, torch.Tensor], prefix: str) -> LayerWei
 
 
 def _rotation(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of each position's angles, [tokens, 1, head_dim]."""
+    """Return the cosine and sine of RoPE's angles at each position, [tokens, 1, head_dim]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     angles = (positions[:, None] * frequencies).repeat(1, 2)[:, None]
@@ -247,7 +247,7 @@ def _rotation(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tenso
 
 
 def _rotated(heads: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """RoPE in the half-split order of Hugging Face checkpoints: value i turns with value i + head_dim / 2."""
+    """Apply RoPE in the half-split order of Hugging Face checkpoints: value i rotates with value i + head_dim / 2."""
     first, second = heads.chunk(2, dim=-1)
     return heads * batch.cos + torch.cat((-second, first), dim=-1) * batch.sin
 

@@ -1,8 +1,8 @@
-"""Which token comes next: the likeliest one, or one drawn at random.
+"""Choice of the next token: the likeliest token, or a random draw.
 
-A draw depends on the seed and on where in its sequence the token stands, and on nothing else. So it does not matter
-which engine makes it, in which batch, or whether another engine has made the tokens before: a prompt that is computed
-here and answered there has the same answer as in one process, and a request that is tried again has it again.
+A draw depends only on the seed and on the token's position in its sequence: not on the engine, the batch, or the engine
+that made the tokens before. So a prompt computed in one engine and answered by another has the same answer as in one
+process, and a request that is tried again gets the same answer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to choose; a temperature of 0 is greedy."""
+    """How to choose tokens. A temperature of 0 is greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability; always at least one."""
+    """Draw only among the likeliest tokens that together have this probability, and at least one token."""
     seed: int = 0
 
     @property
@@ -27,10 +27,10 @@ class Sampling:
         return self.temperature == 0.0
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
-        """The token at that position of its sequence, given its logits."""
+        """Choose the token at `position` of its sequence by its logits."""
         if self.is_greedy:
             return int(logits.argmax())
-        # The largest is subtracted first: else a temperature near 0 would give infinities.
+        # Subtract the largest logit first; otherwise a temperature near 0 would give infinities.
         probabilities = ((logits.double() - logits.max()) / self.temperature).softmax(dim=-1)
         if self.top_p < 1.0:
             probabilities = _likeliest(probabilities, self.top_p)
@@ -40,8 +40,9 @@ class Sampling:
 
 
 def _likeliest(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Those of the likeliest tokens up to the one with which they reach `top_p`; 0 for the others."""
-    # Those below this together are less than what may be left out; sorting a whole vocabulary takes milliseconds.
+    """Keep the probabilities of the likeliest tokens until their sum reaches `top_p`. Set the others to 0."""
+    # All tokens below this threshold together have less than 1 - top_p, so they are not sorted: sorting a whole
+    # vocabulary takes milliseconds.
     token_ids = (probabilities >= (1.0 - top_p) / len(probabilities)).nonzero().flatten()
     falling, order = probabilities[token_ids].sort(descending=True, stable=True)
     count = int((falling.cumsum(dim=-1) < top_p).sum()) + 1

@@ -1,11 +1,11 @@
-"""Tensor parallelism: which part of the weights a rank holds, and how heads are padded so that they divide.
+"""Tensor parallelism: each rank's part of the weights, and padding of heads so that the ranks can divide them.
 
-Query, key, value, gate and up are parted by rows, so each rank computes its own heads and its own part of the
-MLP; output and down are parted by columns, so each rank ends up with a part of a sum, which the ranks add up
-(`all_reduce`). Everything else is whole on every rank. Neighbouring heads stay together: rank 0 has the first.
+Query, key, value, gate and up are split by rows, so each rank computes its own heads and its own part of the MLP.
+Output and down are split by columns, so each rank computes a part of a sum, and the ranks add the parts up
+(`all_reduce`). All other weights are whole on every rank. Heads are split in order: rank 0 has the first.
 
-Padding adds KV heads, and the query heads that go with them, at the end. Their weights are zero, in the output
-projection too, so they add exactly nothing to any sum; their keys and values are zeros in the cache.
+Padding adds KV heads at the end, with the query heads that share them. Their weights are zero, in the output projection
+too, so they add exactly 0 to any sum. Their keys and values are zeros in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from paged_engine.model import ModelConfig
 
-# The dimension along which a layer's weight is parted; weights that are not named here are whole everywhere.
+# The dimension along which a layer's weight is split. Weights that are not listed are whole on every rank.
 ATTENTION_DIMENSIONS = {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 MLP_DIMENSIONS = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 SHARDED_DIMENSIONS = ATTENTION_DIMENSIONS | MLP_DIMENSIONS
@@ -26,7 +26,7 @@ SHARDED_DIMENSIONS = ATTENTION_DIMENSIONS | MLP_DIMENSIONS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rank's part of a model; `kv_head_count` pads the KV heads of all ranks together to that many."""
+    """One rank's part of a model. With `kv_head_count` the model is first padded to that many KV heads."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -41,7 +41,7 @@ WHOLE = Shard()
 
 
 def divisible_kv_heads(kv_head_count: int, tp_sizes: Iterable[int]) -> int:
-    """The least number of KV heads, no less than the model has, that every one of these sizes divides."""
+    """Return the smallest number of KV heads, at least `kv_head_count`, that every size in `tp_sizes` divides."""
     multiple = math.lcm(*tp_sizes)
     return -(-kv_head_count // multiple) * multiple
 
@@ -49,7 +49,10 @@ def divisible_kv_heads(kv_head_count: int, tp_sizes: Iterable[int]) -> int:
 def take_shard(
     config: ModelConfig, weights: Mapping[str, torch.Tensor], shard: Shard
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """The rank's weights, and a config that counts its KV heads only. Whole rows stay views of the original."""
+    """Return a rank's config, which counts only its own KV heads, and its weights.
+
+    Whole weights, and weights split by rows, are views of the original.
+    """
     if shard.kv_head_count is not None:
         config, weights = padded(config, weights, shard.kv_head_count)
     kv_head_count = _divided("KV heads", config.kv_head_count, shard)
@@ -61,7 +64,7 @@ def take_shard(
 def padded(
     config: ModelConfig, weights: Mapping[str, torch.Tensor], kv_head_count: int
 ) -> tuple[ModelConfig, Mapping[str, torch.Tensor]]:
-    """The same model with that many KV heads, the added ones without effect."""
+    """Return the model padded to `kv_head_count` KV heads. The added heads have no effect."""
     if kv_head_count < config.kv_head_count:
         raise ValueError(f"kv_head_count: the model has {config.kv_head_count}, {kv_head_count} is less")
     grown = dict(weights)
@@ -69,7 +72,7 @@ def padded(
         dimension = _dimension(name, ATTENTION_DIMENSIONS)
         if dimension is not None:
             size = list(weight.shape)
-            # Query heads grow in step with the KV heads that they share.
+            # Query heads are padded in proportion to the KV heads.
             size[dimension] = size[dimension] // config.kv_head_count * (kv_head_count - config.kv_head_count)
             grown[name] = torch.cat((weight, weight.new_zeros(size)), dim=dimension)
     return replace(config, kv_head_count=kv_head_count), grown

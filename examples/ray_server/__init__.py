@@ -6,13 +6,13 @@
 Reading order:
 
     prefill      a deployment that computes prompts and offers their blocks
-    decode       a deployment that loads blocks and answers; it asks a prefill replica, and another one if that fails
+    decode       a deployment that loads blocks and answers; it asks a prefill replica, and another if that fails
     ingress      the OpenAI-compatible front; it asks a decode replica
-    replica      what both kinds of replicas open: engine, kvflow runtime, background tasks
-    messages     what they say to each other, beside openai_server's own
-    losses       the end of what a replica says, and Ray's errors, as failures
-    routing      which replica gets a request: by free blocks and by prefix; `room` is its rule, without Ray
-    application  the three as one application, which service.yaml names
-    cluster      a local cluster whose nodes have addresses of their own
+    replica      the parts of every replica: engine, kvflow runtime, background tasks
+    messages     messages between replicas, in addition to openai_server's
+    losses       translates Ray's errors, and the early end of a replica's stream, into failures
+    routing      chooses the replica for a request, by free blocks and by prefix; `room` is the rule, without Ray
+    application  the three deployments as one application, for service.yaml
+    cluster      a local cluster with an address for each node
     command      the command line
 """

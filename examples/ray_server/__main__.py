@@ -1,4 +1,4 @@
-"""`python examples/ray_server`, or `python -m examples.ray_server`; --help says more."""
+"""Run as `python examples/ray_server` or `python -m examples.ray_server`; --help lists the options."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The three deployments as one application: `ray_server.application:build` in service.yaml."""
+"""The three deployments as one application, which service.yaml names as `ray_server.application:build`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ CHECKPOINT = "KVFLOW_RAY_MODEL"
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """Arguments: `checkpoint`, the unpacked model on every node (by default where KVFLOW_RAY_MODEL says);
-    `deadline_s`, how long any answer may take; and `share_prefixes`, whether prefill replicas load prefixes from each
-    other.
+    """Build the application from the `args` of its config.
+
+    `checkpoint` is the folder of the unpacked model on every node, by default the value of KVFLOW_RAY_MODEL.
+    `deadline_s` is the maximum time of an answer. With `share_prefixes` prefill replicas load prefixes from each other.
     """
     checkpoint = arguments.get("checkpoint") or os.environ.get(CHECKPOINT)
     if not checkpoint:

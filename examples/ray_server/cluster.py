@@ -1,7 +1,7 @@
-"""A local Ray cluster whose nodes have addresses of their own, and applications deployed on it from a config file.
+"""A local Ray cluster with an address for each node, and applications deployed on it from a config file.
 
-Nodes are at 127.0.0.2 and up: Ray takes 127.0.0.1 for "any address of this machine" and puts another in its place. The
-cluster's processes are this one's children, and end with it, each by its pid.
+Nodes have the addresses 127.0.0.2 and up: Ray takes 127.0.0.1 for "any address of this machine" and replaces it by
+another. The cluster's processes are children of this process, and are ended with it, each by its pid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEPLOY_TIMEOUT_S = 240.0
 
 
 class LocalCluster:
-    """A head and as many other nodes. See `local_cluster`."""
+    """A running local cluster: a head node and other nodes. Made by `local_cluster`."""
 
     def __init__(self, cluster: Cluster, nodes: dict[str, Node], port: int) -> None:
         self._cluster = cluster
@@ -42,23 +42,23 @@ class LocalCluster:
         self.url = f"http://127.0.0.1:{port}"
 
     def add(self, ip: str, **options: Any) -> None:
-        """A node more. Replicas are placed on it by the resource that Ray gives each node, `node:ADDRESS`."""
+        """Add a node at address `ip`. To place replicas on it, request Ray's resource `node:ADDRESS`."""
         self._nodes[ip] = self._cluster.add_node(node_ip_address=ip, **{"num_cpus": 4, **options})
 
     def kill(self, ip: str) -> None:
-        """Kill a node's raylet, and with it all its workers."""
+        """Kill the raylet of the node at `ip`, and with it all its workers."""
         self._cluster.remove_node(self._nodes.pop(ip), allow_graceful=False)
 
 
 @contextmanager
 def local_cluster(nodes: int = 3, *, port: int = 8000) -> Iterator[LocalCluster]:
-    """A cluster with Serve, without an application, for as long as the `with`.
+    """Start a cluster with Serve and without an application, and end it with the block.
 
     Args:
-        nodes: how many, the head among them, which runs the proxy.
-        port: of the proxy.
+        nodes: Number of nodes, including the head, which runs the proxy.
+        port: Port of the proxy.
     """
-    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # Ray's sockets lie deep in it, and their paths must be short
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short, because Ray puts sockets deep in it
     Path(folder, "ray").mkdir()
     os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
     ips = [f"127.0.0.{index}" for index in range(2, 2 + nodes)]
@@ -78,15 +78,18 @@ def local_cluster(nodes: int = 3, *, port: int = 8000) -> Iterator[LocalCluster]
 
 
 def _quietly(end: Callable[[], object]) -> None:
-    """What ends a part of a cluster that may be dead already."""
+    """Call `end`, which ends a part of the cluster, and print its errors: the part may already be dead."""
     try:
         end()
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the others have to be ended, too
+    except Exception as error:  # noqa: BLE001 - the other parts must be ended in any case
         print(f"ending the cluster: {type(error).__name__}: {error}")
 
 
 def service_config(changes: Mapping[str, Mapping[str, Any]] | None = None, **arguments: Any) -> dict[str, Any]:
-    """What service.yaml says, with other options of deployments by their names; None takes an option away."""
+    """Return the config in service.yaml with `changes` to the options of deployments, by the deployment's name.
+
+    An option of None is removed. `arguments` are added to the application's.
+    """
     config: dict[str, Any] = copy.deepcopy(yaml.safe_load(SERVICE.read_text()))
     config["proxy_location"] = "HeadOnly"
     app = config["applications"][0]
@@ -98,7 +101,7 @@ def service_config(changes: Mapping[str, Mapping[str, Any]] | None = None, **arg
 
 
 def deploy(config: Mapping[str, Any], timeout_s: float = DEPLOY_TIMEOUT_S, *, wait: bool = True) -> None:
-    """Have the cluster do what the config says, as `serve deploy` does, and wait until it has. Raises TimeoutError."""
+    """Deploy a config, as `serve deploy` does, and, with `wait`, wait until it runs. Raises TimeoutError."""
     client = _get_global_client()
     assert client is not None, "Serve has been started"
     client.deploy_apps(ServeDeploySchema.model_validate(config), _blocking=False)
@@ -107,7 +110,7 @@ def deploy(config: Mapping[str, Any], timeout_s: float = DEPLOY_TIMEOUT_S, *, wa
 
 
 def is_running() -> bool:
-    """Whether the application and all its deployments are as they should be. RuntimeError if it cannot be deployed."""
+    """Return True if the application runs with all deployments healthy. Raises RuntimeError if deploying failed."""
     app = serve.status().applications.get(APP)
     if app is None:
         return False
@@ -118,7 +121,7 @@ def is_running() -> bool:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> float:
-    """Look again and again, since other processes are waited for; how long it took. Raises TimeoutError."""
+    """Poll until `condition` is true, and return the seconds that took. Raises TimeoutError, which names `what`."""
     began_s = time.monotonic()
     while not condition():
         if time.monotonic() - began_s > timeout_s:
@@ -128,5 +131,5 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> fl
 
 
 def kill_process(pid: int) -> None:
-    """A process of this machine, at once."""
+    """Kill a process of this machine with SIGKILL."""
     os.kill(pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="ray_server", description="The example server on a local Ray cluster.")
     parser.add_argument("--nodes", type=int, default=3, help="the head among them (default: 3)")
     parser.add_argument("--port", type=int, default=8000, help="of the HTTP proxy (default: 8000)")
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ending = threading.Event()
     print(f"starting a cluster of {options.nodes} nodes", flush=True)
     with local_cluster(options.nodes, port=options.port) as cluster:
-        for number in (signal.SIGINT, signal.SIGTERM):  # not before: connecting to a cluster puts Ray's in their place
+        for number in (signal.SIGINT, signal.SIGTERM):  # now: connecting to a cluster installs Ray's handlers
             signal.signal(number, lambda *_: ending.set())
         try:
             deploy(service_config(deadline_s=options.deadline_s, share_prefixes=options.share_prefixes))

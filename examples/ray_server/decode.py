@@ -1,7 +1,7 @@
 """The decode deployment: `disaggregated.decode` in a replica, which also owns the hand-over.
 
-Only its load knows whether the blocks have come. So it is the decode replica that has the prompt computed while it
-loads, and once more by another prefill replica when the load asks for that (`LoadRequest.again`), into the same blocks.
+Only the load knows whether the blocks have arrived. So the decode replica asks a prefill replica to compute the prompt,
+and asks another if the load calls for that (`LoadRequest.again`); the second prompt is loaded into the same blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ray_server.replica import Replica
 
 @serve.deployment
 class Decode:
-    """Answers prompts that a prefill replica computes."""
+    """Answers requests. A prefill replica computes each prompt."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, prefill: DeploymentHandle, checkpoint: str
@@ -39,7 +39,7 @@ class Decode:
         opened.start_task(keep_prewarmed(opened.kvflow.runtime, prefill), "prewarm")
 
     async def generate(self, request: AnswerRequest, avoid: Collection[str]) -> AsyncIterator[Step | Ended]:
-        """The steps of an answer as they come. Cancelling it ends the work for it at both ends."""
+        """Yield the steps of an answer as they come. Cancelling ends the work at both replicas."""
         prompt = Prompt(
             id=request.request_id,
             token_ids=request.prompt,
@@ -84,7 +84,7 @@ class Decode:
 
 
 class _Prefills:
-    """The prefill replicas that one prompt is computed by, one after the other; each avoids those before."""
+    """The prefill replicas that compute one prompt, one after another. Each request avoids the replicas before."""
 
     def __init__(self, handle: DeploymentHandle, prompt: Prompt, avoid: Collection[str]) -> None:
         self._handle = handle
@@ -92,12 +92,15 @@ class _Prefills:
         self._avoid = [*avoid]
         self._asked: list[DeploymentResponseGenerator[Any]] = []
         self.last = ""
-        """The replica that was asked last."""
+        """Name of the replica that was asked last."""
 
     async def bring(self, attempts: Sequence[kvflow.Attempt]) -> dict[str, Any]:
-        """A ticket of the prompt at a replica that computes it now. See `disaggregated.decode.Bring`; AttemptError."""
+        """Ask the next prefill replica to compute the prompt, and return its ticket. Raises AttemptError.
+
+        See `disaggregated.decode.Bring`.
+        """
         self.end()
-        # Each has its own id: an earlier one's blocks may still be on offer, at the same replica if there is no other.
+        # Each request has its own id: earlier blocks may still be on offer, at the same replica if there is no other.
         request = self._prompt.to_compute(f"{self._prompt.id}-{len(self._asked)}")
         response = self._handle.prefill.remote(request, avoid=tuple(self._avoid))
         self._asked.append(response)
@@ -107,6 +110,6 @@ class _Prefills:
         return begun.ticket
 
     def end(self) -> None:
-        """Nobody wants what was asked; no effect on what has ended."""
+        """Cancel the last request to a prefill replica. No effect if it has ended."""
         for response in self._asked[-1:]:
             response.cancel()

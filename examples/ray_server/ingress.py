@@ -1,7 +1,7 @@
-"""The ingress: `openai_server.front` in a replica, on an answer that a decode replica gives.
+"""The ingress: `openai_server.front` in a replica, with decode replicas to give the answers.
 
-Its attempts are for decode replicas that die or fail: a prefill replica that does is replaced within an attempt, by the
-load of the decode replica.
+A new attempt is made if a decode replica dies or fails. If a prefill replica does, the decode replica's load replaces
+it within the same attempt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ray_server.messages import AnswerRequest
 @serve.deployment
 @serve.ingress()
 class Ingress:
-    """OpenAI's endpoints."""
+    """The deployment with OpenAI's endpoints."""
 
     def __init__(self, decode: DeploymentHandle, checkpoint: str, deadline_s: float) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
@@ -58,4 +58,4 @@ class Ingress:
                 if step.finish_reason is not None:
                     return
         finally:
-            response.cancel()  # nobody wants the rest; no effect on what has ended
+            response.cancel()  # the rest is not needed; no effect if the stream has ended

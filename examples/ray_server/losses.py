@@ -1,4 +1,4 @@
-"""What a replica says in a stream, with its end and whatever Ray raises as the failures that the front knows."""
+"""Reads the stream of a replica, and translates its end and Ray's errors into the failures that the front knows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray_server.messages import Ended
 
 
 async def next_said(response: DeploymentResponseGenerator[Any], deployment: str) -> Any:
-    """The next thing that one of its replicas says. Raises AttemptError if that came to nothing."""
+    """Return the next message of a replica of `deployment`. Raises AttemptError if the stream failed or ended."""
     try:
         said = await anext(response)
     except StopAsyncIteration:
@@ -31,7 +31,7 @@ def _kind_of(error: Exception) -> FailureKind:
     match error:
         case BackPressureError():
             return FailureKind.BUSY
-        case RayTaskError():  # a bug of ours: its replica lives, and has logged it
+        case RayTaskError():  # a bug in this server: its replica lives, and has logged it
             return FailureKind.WORKER_FAILED
         case _:
             return FailureKind.WORKER_LOST

@@ -1,10 +1,10 @@
-"""What replicas say to each other; the rest is in `disaggregated.messages`.
+"""Messages between replicas, in addition to those of `disaggregated.messages`.
 
     ingress, AnswerRequest  -> Decode.generate: Step ..., or Ended
-    decode, PrefillRequest  -> Prefill.prefill: Begun; the stream ends when the blocks were read; or Ended
+    decode, PrefillRequest  -> Prefill.prefill: Begun, and the stream ends when the blocks have been read; or Ended
 
-Failures are values: an exception would arrive wrapped, or not at all. Each request comes with `avoid`, the names of
-replicas that have failed it, for `routing`.
+Failures are values, because an exception would arrive wrapped, or not at all. Each request comes with `avoid`, the
+names of replicas that have already failed it, for `routing`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from disaggregated.messages import Count, Failure, Message, PrefillRequest
 
 
 class AnswerRequest(PrefillRequest, frozen=True, kw_only=True):
-    """Answer a prompt that a prefill replica computes."""
+    """Request to a decode replica: have a prompt computed by a prefill replica, and answer it."""
 
     max_tokens: Count
 
 
 class Begun(Message, frozen=True, kw_only=True):
-    """A prefill replica computes the prompt; `ticket` is that of its blocks."""
+    """A prefill replica has begun to compute the prompt. `ticket` is the ticket of the prompt's blocks."""
 
     replica: str
     ticket: dict[str, Any]
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """An answer came to nothing; the next attempt should avoid `replica`."""
+    """A request failed. The next attempt should avoid `replica`."""
 
     failure: Failure
     replica: str = ""

@@ -21,7 +21,7 @@ from ray_server.replica import Replica
 class Prefill:
     """Computes prompts and keeps their blocks until a decode replica has read them.
 
-    With `share_prefixes` it loads what another replica has computed of a prompt, and computes the rest.
+    With `share_prefixes` a replica loads the beginning of a prompt from another replica, and computes the rest.
     """
 
     async def __init__(self, checkpoint: str, share_prefixes: bool = False) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -35,7 +35,7 @@ class Prefill:
             opened.start_task(keep_prewarmed(opened.kvflow.runtime, self._look_around), "others")
 
     async def prefill(self, request: PrefillRequest, avoid: Collection[str]) -> AsyncIterator[Begun | Ended]:
-        """Offer the prompt's blocks, and end when they were read, or will not be. Cancelling it withdraws the offer."""
+        """Offer the prompt's blocks, and end when their lease has. Cancelling withdraws the offer."""
         addresses = [other["address"] for other in self._others]
         try:
             lease = await self._worker.prefill(msgspec.structs.replace(request, neighbours=addresses))
@@ -47,7 +47,7 @@ class Prefill:
             self._worker.release(request.request_id)
 
     async def _look_around(self) -> Sequence[Mapping[str, Any]]:
-        """The deployment's other replicas."""
+        """Update and return the list of the deployment's other replicas."""
         place = self._opened.kvflow.place
         listed = await list_replicas(serve.get_deployment_handle(place.deployment, place.app))
         self._others = [one for one in listed if one["engine_id"] != place.engine_id]

@@ -1,4 +1,4 @@
-"""What both kinds of replicas open, and what Serve asks both: metadata, routing stats, health, their end."""
+"""Shared parts of both kinds of replicas: engine, runtime, and the answers to Serve (metadata, stats, health)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvflow.ray import Lifetime, RayMetrics, ReplicaRuntime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """What a replica works with."""
+    """The open parts of a replica."""
 
     engine: Engine
     kvflow: ReplicaRuntime
@@ -33,12 +33,12 @@ class Opened:
 
     @property
     def name(self) -> str:
-        """The replica's own name, by which requests avoid it."""
+        """Unique name of the replica, by which requests avoid it."""
         return self.kvflow.place.unique_id
 
 
 class Replica:
-    """One replica's engine and runtime, from `open` to `close`."""
+    """Engine and runtime of one replica, from `open` to `close`."""
 
     def __init__(self, checkpoint: str, parts: Sequence[Part] = ()) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
@@ -50,11 +50,11 @@ class Replica:
         return self._opened
 
     async def close(self) -> None:
-        """Drain, and close. Also of a replica that never opened: Serve ends those, too."""
+        """Drain and close. Allowed for a replica that was never opened: Serve ends those, too."""
         await self._lifetime.stop()
 
     def check(self) -> None:
-        """Raise if the replica has to be replaced."""
+        """Raise an error if the replica has to be replaced."""
         self._lifetime.check()
         self.opened.kvflow.check()
 
@@ -68,7 +68,10 @@ class Replica:
         return opened.kvflow.metadata() | {"replica": opened.name, "pid": os.getpid()}
 
     def routing_stats(self) -> dict[str, Any]:
-        """The engine knows more of its blocks than the runtime: what is computed is reserved, too."""
+        """Return the runtime's statistics for routing, with the engine's counts of blocks.
+
+        The engine's counts include blocks that are being computed, which the runtime does not know.
+        """
         statistics = self.opened.engine.statistics()
         used = {"blocks_free": statistics.blocks_free, "blocks_used": statistics.blocks_used}
         return self.opened.kvflow.routing_stats() | used
@@ -89,4 +92,4 @@ async def _opened(checkpoint: Path, parts: Sequence[Part]) -> AsyncIterator[Open
             await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
             start_task(shown.watch(replica.runtime), "metrics")
             yield Opened(engine=engine, kvflow=replica, start_task=start_task, metrics=metrics)
-            await replica.drain()  # before the tasks end that keep leased blocks
+            await replica.drain()  # before the background tasks, which keep leased blocks, are ended

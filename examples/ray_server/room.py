@@ -1,4 +1,4 @@
-"""The order in which replicas should be asked: the prefix's own, if it has room enough, then the freest. Pure."""
+"""The order in which to ask replicas: first the prefix's home replica, if it has room, then by free blocks. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hashlib import blake2b
 
 BLOCK_TOKENS = 16
 HOME_SHARE = 0.5
-"""The prefix's own replica is asked first while it has at least this share of the freest one's blocks."""
+"""A prefix's home replica is asked first if it has at least this share of the freest replica's free blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica, and the blocks that it had free when it was last asked, a second ago or so."""
+    """A replica, and its number of free blocks as of the last statistics, about a second ago."""
 
     name: str
     blocks_free: int
@@ -21,7 +21,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request needs, what its prompt begins with, and who has failed it."""
+    """A request as routing sees it: tokens of its answer and prompt, digest of its prefix, replicas that failed it."""
 
     tokens: int = 0
     prefix: str = ""
@@ -29,9 +29,10 @@ class Wanted:
 
 
 def ranked(candidates: Sequence[Candidate], wanted: Wanted) -> list[list[str]]:
-    """Names in ranks: the first rank is asked first. Every candidate is in one, so that nobody waits for ever.
+    """Return the names of all candidates in groups, of which the first is asked first. Replicas to avoid come last.
 
-    The prefix's own replica is the same for everybody who asks, whoever else comes or goes (highest random weight).
+    The home replica of a prefix is chosen by highest random weight: every caller chooses the same, and other replicas
+    that come or go do not change the choice.
     """
     good = [candidate for candidate in candidates if candidate.name not in wanted.avoid]
     avoided = [candidate.name for candidate in candidates if candidate.name in wanted.avoid]

@@ -1,6 +1,6 @@
-"""Which replica gets a request, as Serve asks it; the rule is in `room`.
+"""The request router for Serve, which chooses the replica for a request by the rule in `room`.
 
-Serve carries this class to whoever has a handle, so it imports nothing that is heavy.
+Serve loads this class into every process with a handle, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PREFIX_TOKENS = 64
 
 
 class RoomRouter(FIFOMixin, RequestRouter):
-    """Ranks replicas by `ranked`; Serve takes the first that accepts the request."""
+    """Orders replicas by `ranked`. Serve takes the first replica that accepts the request."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -29,7 +29,7 @@ class RoomRouter(FIFOMixin, RequestRouter):
 
 
 def _wanted(pending: PendingRequest | None) -> Wanted:
-    """What is known of a request: a PrefillRequest, if it is any of ours, and `avoid` beside it."""
+    """Return the facts of a pending request: of its first argument, a PrefillRequest, and of `avoid`."""
     if pending is None or not pending.args:
         return Wanted()
     prompt: Sequence[int] = getattr(pending.args[0], "prompt", ())

@@ -64,12 +64,14 @@ class BlockWatch:
         """Assert that no call of `take` or `give_back` has found a fault so far.
 
         Raises:
-            AssertionError: A call has. The message is its first finding.
+            AssertionError: A call has found a fault. The message describes the first one.
         """
         raise_first(self._found)
 
     def assert_conserved(self) -> None:
-        """Assert that each block is either free or taken, and that the runtime uses only taken blocks. Always legal.
+        """Assert that each block is either free or taken, and that the runtime uses only taken blocks.
+
+        Legal at any moment.
 
         Raises:
             AssertionError: A block is neither free nor taken, is both, or is free while the runtime uses it; or an

@@ -35,9 +35,9 @@ _OURS: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", default=Fals
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
     """Run a coroutine once for each moment of its life, and cancel it there: at the first, the second, the third ...
 
-    A moment is a point at which one of the test's own tasks has run, or one of the coroutine's is about to. An
-    uncancelled run counts the moments first. Log lines of kvflow are written only for a run that fails. Progress is
-    logged by `kvflow.testing.cancel` at INFO.
+    A moment is a point at which one of the scenario's own tasks has just run, or one of the coroutine's is about to
+    run. A run without cancellation counts the moments first. Log lines of kvflow are written only for a run that fails.
+    Progress is logged by `kvflow.testing.cancel` at INFO.
 
         @contextlib.asynccontextmanager
         async def scenario():

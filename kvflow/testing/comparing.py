@@ -33,7 +33,7 @@ def compare_blocks(
 
     Returns:
         None if every element is equal. Otherwise a sentence about the first difference: engine, layer, block and slot
-        on both sides, and which place's content was found instead.
+        on both sides, and the place in the producer's cache that has the found content.
     """
     size, their_size = ours.layout.block_size, theirs.layout.block_size
     full = len(their_ids) * their_size
