@@ -28,7 +28,7 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
     """Return the keys of a prompt's full blocks. `PrefixRequest` and `PrefixCache.match` take such keys.
 
     Args:
-        tokens: token ids of the prompt. Anything else that tells prompts apart, such as an adapter or pictures, must
+        tokens: token ids of the prompt. Anything else that distinguishes prompts, such as an adapter or pictures, must
             change numbers in it, on both sides alike, as in the digest of a ticket.
         block_tokens: tokens between two keys. Holder and reader may use different numbers; they find the prefixes for
             which both have a key.

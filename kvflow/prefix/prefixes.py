@@ -54,7 +54,8 @@ class Prefixes(Part):
     def share(self, cache: PrefixCache, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
         """Answer questions of peers for prefixes from an engine's prefix cache, until the KV cache is unregistered.
 
-        A question is answered in one turn of the loop, by an ordinary lease on the longest prefix in the cache.
+        The answer is an ordinary lease on the longest prefix in the cache. It is given in one turn of the loop, unless
+        `PrefixCache.match` is asynchronous.
 
         Args:
             cache: the prefix cache; it is called on the runtime's loop.
@@ -79,8 +80,8 @@ class Prefixes(Part):
         return self._shared
 
     async def seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """Ask peers for a prefix, side by side, and read nothing. For engines that allocate blocks once they know how
-        many.
+        """Ask peers for a prefix, side by side, and read nothing. For engines that allocate blocks after they have
+        offers.
 
         Each offer is a lease. Load its ticket within a few seconds, or keep it by `Runtime.keep_leases`. Give offers
         that you do not use back by `Runtime.release_blocks`; otherwise they expire. Cancelling gives all offers back.

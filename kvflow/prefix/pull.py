@@ -1,10 +1,10 @@
 """A pull: ask for a prefix, then load it from the holders that have most of it.
 
 All holders with the same number of tokens are tickets of one ordinary load, which goes on with the next ticket if one
-fails. If all of them fail, holders with fewer tokens are loaded from.
+fails. If all fail, holders with fewer tokens are loaded from.
 
-A load of a prefix proves as much as any load: that the lease covered the whole read. That the blocks hold the tokens of
-their keys, only the holder vouches for, as with any offer.
+A load of a prefix proves what any load proves: that the lease covered the whole read. That the blocks hold the tokens
+of their keys, only the holder vouches for, as with any offer.
 """
 
 from __future__ import annotations

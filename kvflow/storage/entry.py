@@ -66,7 +66,7 @@ def fingerprint_of(facts: Sequence[object]) -> bytes:
 
 
 def entry_name(fingerprint: bytes, key: bytes) -> str:
-    """Return the beginning of the names of all files saved under `key`; a random suffix tells the files apart."""
+    """Return the beginning of the names of all files saved under `key`; a random suffix distinguishes them."""
     return hashlib.sha256(fingerprint + key, usedforsecurity=False).hexdigest()[:40]
 
 

@@ -3,11 +3,11 @@
 Its agent is the third of a runtime. A file is no peer: NIXL reaches it under the agent's own name.
 
 All moves share one queue of the kernel. With POSIX AIO the error of one move is reported for all moves, while bytes of
-any of them may still be on their way (seen in NIXL's source, 1.5). And after some errors a queue of any kind takes no
-further moves. So a failed move counts as lost, and its handle is kept, since NIXL writes to the handle when the other
-moves end. Once nothing else is under way, the agent is ended. With Linux AIO that waits for the queue (`io_destroy`);
-POSIX AIO is asked by `aio_cancel`. A ring of io_uring is not known to wait; with it, lost moves are known to have
-stopped only when the thread has ended.
+each may still be on their way (seen in NIXL's source, 1.5). And after some errors a queue of any kind takes no further
+moves. So a failed move counts as lost, and its handle is kept, since NIXL writes to the handle when the other moves
+end. Once nothing else is under way, the agent is ended. With Linux AIO that waits for the queue (`io_destroy`); POSIX
+AIO is asked by `aio_cancel`. A ring of io_uring is not known to wait; with it, lost moves are known to have stopped
+only when the thread has ended.
 """
 
 from __future__ import annotations

@@ -364,7 +364,7 @@ class BlockStore:
         self._directory.close()
 
     def _over(self, transfer: StoreTransfer) -> None:
-        """End a transfer: the thread has no more work for it, so the state of its file is final."""
+        """End a transfer: the thread has nothing left to do for it, so the state of its file is final."""
         if transfer not in self._under_way:
             return
         del self._under_way[transfer]

@@ -44,8 +44,8 @@ def opened_file() -> Source:
 class StoreTransfer:
     """A save or restore under way. Also the `quarantine` of a restore that has ended while bytes may still land.
 
-    The flight claims the blocks of a restore. The blocks of a save are leased until the flight is safe; the flight
-    writes none of them. A transfer is over when its blocks are given back and its file is closed.
+    The flight claims the blocks of a restore. The blocks of a save are leased until the flight is safe, and are not
+    written. A transfer is over when its blocks are given back and its file is closed.
     """
 
     behind = False
