@@ -11,12 +11,12 @@ import msgspec
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.config import Config, config_on
-from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
-from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, map_spans
+from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_apart, layer_sets, sets_of
+from kvflow.core.cache.regions import device_of, map_spans
 from kvflow.core.cache.state import StatePart
 from kvflow.core.cache.tensors import has_addresses
 from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
-from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
+from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import UNKNOWN_ENGINE
 from kvflow.core.protocol.claims import regions_to_wire
@@ -188,7 +188,7 @@ async def register(
     staged = is_staged(where.kind, config.staging, transport.reaches(where.kind))
     try:
         if not staged or all(has_addresses(one.caches) for one in sets):
-            _check_apart(groups, sets)
+            check_sets_apart([(groups[one.group], one.regions) for one in sets])
         memory = await _prepared(config, runtime.copier, groups, sets, staged, copy_blocks)
         registered = await _register(runtime, registration, memory)
         if memory.filled.eager and registered.straight.scratch and config.role != "producer":
@@ -211,12 +211,6 @@ async def register(
             ", through host buffers" if memory.staging else "",
         )
     return registered
-
-
-def _check_apart(groups: Sequence[CacheGroup], sets: Sequence[LayerSet]) -> None:
-    """LayoutError if loads of different layers could write the same bytes."""
-    pooled = ((groups[one.group], one.regions) for one in sets)
-    check_sets_apart([PooledSet(group.name, str(group.pool), group.split, regions) for group, regions in pooled])
 
 
 async def _prepared(
@@ -248,7 +242,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.shown
     config = config_on(runtime.config, memory.filled.where.kind)
     resources = FlightResources(
-        ledger=BlockLedger([GroupBlocks(one.name, one.num_blocks, str(one.pool), one.split) for one in groups]),
+        ledger=BlockLedger(groups),
         seal_slots=SealSlots(config.limits.loads_max),
         queue=reads_in_flight(config, grows=runtime.config.limits.peer_in_flight_bytes_max == 0),
         poller=registration.poller,

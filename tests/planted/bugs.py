@@ -72,7 +72,7 @@ BUGS: dict[str, Bug] = {
         (CORE + "policy/test_ledger.py",),
     ),
     "parts of one pool's block are counted apart": Bug(
-        "own = np.unique(own // group.split)",
+        "own = np.unique(own // split)",
         "own = np.unique(own)",
         (CORE + "policy/test_ledger.py",),
     ),

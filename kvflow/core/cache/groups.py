@@ -12,6 +12,7 @@ that is what is registered, compared with a peer's and planned.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvflow import checks
 from kvflow.checks import INT64_MAX, counted, shown
@@ -297,3 +299,39 @@ def _check_different(values: Sequence[object], what: str) -> None:
             hint = "; give each layout its layer_indices" if what == "layer" else ""
             raise LayoutError(f"kv_caches: {what} {value!r} is there twice{hint}")
         seen.add(value)
+
+
+def check_sets_apart(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
+    """LayoutError if a load of one set of layers may write into another.
+
+    Sets of one group may have their blocks in common rows, each its own bytes of every row. Groups of one pool may lie
+    over the same rows, since a block is one group's at a time. Pools share nothing.
+    """
+    for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
+        for at, where in zip(*np.nonzero(_meet(_extents(regions), _extents(others))), strict=True):
+            stride, other_stride = int(regions.strides[at]), int(others.strides[where])
+            row, other_row = stride * ours.split, other_stride * theirs.split
+            sizes = row - stride + regions.block_size_bytes, other_row - other_stride + others.block_size_bytes
+            offset = int(others.bases[where]) - int(regions.bases[at])
+            first, last = sizes if offset >= 0 else sizes[::-1]
+            if ours.pool == theirs.pool and row == other_row:
+                inside = abs(offset) + last <= row
+                if inside and (ours.name != theirs.name or abs(offset) >= first):
+                    continue
+            raise LayoutError(
+                f"group {ours.name!r} and group {theirs.name!r} overlap: regions begin {counted(offset, 'byte')} "
+                f"apart, block strides are {row} and {counted(other_row, 'byte')}, blocks have {sizes[0]} and "
+                f"{sizes[1]}, pools are {ours.pool!r} and {theirs.pool!r}"
+            )
+
+
+def _extents(regions: Regions) -> npt.NDArray[np.int64]:
+    """The first byte of each region, and one past its last."""
+    bases = regions.bases.astype(np.int64)
+    ends = bases + (regions.num_blocks - 1) * regions.strides.astype(np.int64) + regions.block_size_bytes
+    return np.stack((bases, ends))
+
+
+def _meet(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    meet: npt.NDArray[np.bool_] = (ours[0][:, None] < theirs[1]) & (theirs[0] < ours[1][:, None])
+    return meet

@@ -6,8 +6,7 @@ block. What a block looks like inside is the layout's `BlockShape`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -129,58 +128,6 @@ def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
         else:
             joined.append((start, end))
     return tuple(Span(address=start, size_bytes=end - start) for start, end in joined)
-
-
-class PooledSet(NamedTuple):
-    """A set of layers, and what its group says: its name, its pool, how many of its blocks are one of the pool's."""
-
-    name: str
-    pool: str
-    split: int
-    regions: Regions
-
-    def row(self, at: int) -> int:
-        """Bytes from one of the pool's blocks to the next."""
-        return int(self.regions.strides[at]) * self.split
-
-    def block_bytes(self, at: int) -> int:
-        """Bytes of one of the pool's blocks, from its first to its last."""
-        return int(self.regions.strides[at]) * (self.split - 1) + self.regions.block_size_bytes
-
-
-def check_sets_apart(sets: Sequence[PooledSet]) -> None:
-    """LayoutError if a load of one set of layers may write into another.
-
-    Sets of one group may have their blocks in common rows, each its own bytes of every row. Groups of one pool may lie
-    over the same rows, since a block is one group's at a time. Pools share nothing.
-    """
-    for ours, theirs in itertools.combinations(sets, 2):
-        rows, others = _extents(ours.regions), _extents(theirs.regions)
-        for at, where in zip(*np.nonzero(_meet(rows, others)), strict=True):
-            row, offset = ours.row(at), int(theirs.regions.bases[where]) - int(ours.regions.bases[at])
-            sizes = ours.block_bytes(at), theirs.block_bytes(where)
-            first, last = sizes if offset >= 0 else sizes[::-1]
-            if ours.pool == theirs.pool and row == theirs.row(where):
-                inside = abs(offset) + last <= row
-                if inside and (ours.name != theirs.name or abs(offset) >= first):
-                    continue
-            raise LayoutError(
-                f"group {ours.name!r} and group {theirs.name!r} overlap: regions begin {counted(offset, 'byte')} "
-                f"apart, block strides are {row} and {counted(theirs.row(where), 'byte')}, blocks have {sizes[0]} and "
-                f"{sizes[1]}, pools are {ours.pool!r} and {theirs.pool!r}"
-            )
-
-
-def _extents(regions: Regions) -> npt.NDArray[np.int64]:
-    """The first byte of each region, and one past its last."""
-    bases = regions.bases.astype(np.int64)
-    ends = bases + (regions.num_blocks - 1) * regions.strides.astype(np.int64) + regions.block_size_bytes
-    return np.stack((bases, ends))
-
-
-def _meet(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    meet: npt.NDArray[np.bool_] = (ours[0][:, None] < theirs[1]) & (theirs[0] < ours[1][:, None])
-    return meet
 
 
 def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:

@@ -38,30 +38,22 @@ class Counted(enum.StrEnum):
     """A notification that cannot be true."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTerms:
-    """Terms of a new lease. `reader_count` engines have to read it, each with as many ranks as these say."""
-
-    lease_id: str
-    request_id: str
-    ttl_s: float
-    reader_count: int
-    """Engines whose ranks each read their share; 0: one rank, whatever its share."""
-    holds_blocks: bool
-    """True if there is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
-
-
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
     """A lease in the book. Only the book changes it."""
 
-    terms: LeaseTerms
+    lease_id: str
+    request_id: str
+    reader_count: int
+    """Engines whose ranks each read their share; 0: one rank, whatever its share."""
+    holds_blocks: bool
+    """True if there is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
+    ttl_s: float
+    """Time that a renewal gives."""
     offered_s: float
     expires_s: float
     lifetime_ends_s: float
     """Latest time to which renewals move `expires_s`."""
-    ttl_s: float
-    """Time that a renewal gives."""
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
     """Readers that have read, each with its share of an engine's reading."""
@@ -119,13 +111,15 @@ class LeaseBook:
     def find(self, lease_id: str) -> LeaseEntry | None:
         return self._entries.get(lease_id)
 
-    def open(self, terms: LeaseTerms, now_s: float) -> LeaseEntry:
-        """Note a new lease. Its request has none that is open."""
-        assert terms.request_id not in self._open, "a request has one lease at a time"
-        lifetime_ends_s = now_s + max(terms.ttl_s, self._lifetime_s)
-        entry = LeaseEntry(terms, now_s, now_s + terms.ttl_s, lifetime_ends_s, terms.ttl_s)
-        self._entries[terms.lease_id] = self._open[terms.request_id] = entry
-        self._recent.pop(terms.request_id, None)
+    def open(
+        self, lease_id: str, request_id: str, now_s: float, *, ttl_s: float, reader_count: int, holds_blocks: bool
+    ) -> LeaseEntry:
+        """Note a new lease, which `reader_count` engines have to read. Its request has none that is open."""
+        assert request_id not in self._open, "a request has one lease at a time"
+        until = now_s + ttl_s, now_s + max(ttl_s, self._lifetime_s)
+        entry = LeaseEntry(lease_id, request_id, reader_count, holds_blocks, ttl_s, now_s, *until)
+        self._entries[lease_id] = self._open[request_id] = entry
+        self._recent.pop(request_id, None)
         heapq.heappush(self._expiring, (entry.expires_s, next(self._numbers), entry))
         if len(self._expiring) > 2 * len(self._open) + _SPARE_REMINDERS:
             self._forget_old_reminders()
@@ -161,7 +155,7 @@ class LeaseBook:
         if reader in entry.readers:
             return Counted.DUPLICATE, None
         entry.readers[reader] = Fraction(part, whole)
-        all_read = sum(entry.readers.values()) >= entry.terms.reader_count
+        all_read = sum(entry.readers.values()) >= entry.reader_count
         return Counted.NOTED, entry if all_read and self.end(entry, "all_read", now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
@@ -170,14 +164,14 @@ class LeaseBook:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)
         entry.ended_s, entry.free_s = now_s, now_s + self._hold_s
-        del self._open[entry.terms.request_id]
-        self._recent[entry.terms.request_id] = None  # a reader that comes late need not wait for one to be opened
+        del self._open[entry.request_id]
+        self._recent[entry.request_id] = None  # a reader that comes late need not wait for one to be opened
         if len(self._recent) > _RECENT_MAX:
             self._recent.popitem(last=False)
-        if entry.terms.holds_blocks:
+        if entry.holds_blocks:
             self._held.append(entry)
         else:
-            del self._entries[entry.terms.lease_id]
+            del self._entries[entry.lease_id]
         return True
 
     def expire(self, now_s: float) -> Iterator[LeaseEntry]:
@@ -197,7 +191,7 @@ class LeaseBook:
         released = []
         while self._held and self._held[0].free_s <= now_s:
             released.append(self._held.popleft())
-            del self._entries[released[-1].terms.lease_id]
+            del self._entries[released[-1].lease_id]
         return released
 
     def _forget_old_reminders(self) -> None:

@@ -12,7 +12,7 @@ load has ended, its bytes may still land). Leases share blocks; a write excludes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvflow import checks
 from kvflow.checks import counted, shown
+from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.errors import BlocksBusy, RequestError
 
@@ -39,30 +40,21 @@ class BlockCounts:
     quarantined: int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """A group whose block ids are counted: its name, how many there are, and whose they are."""
-
-    name: str
-    num_blocks: int
-    pool: str
-    split: int = 1
-    """Blocks of the group that are one of the pool's."""
-
-
 class BlockLedger:
     """The use of each local block, by its entry: see `find`."""
 
-    def __init__(self, groups: Sequence[GroupBlocks]) -> None:
-        self._groups = tuple(groups) if len(groups) > 1 else (replace(groups[0], split=1),)  # a pool of its own ids
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self._groups = tuple(groups)
+        self._num_blocks = [group.num_blocks for group in groups]
+        self._splits = [group.split for group in groups] if len(groups) > 1 else [1]  # one group has its own pool
         self._names = [group.name for group in groups]
-        self._first: dict[str, int] = {}
+        self._first: dict[str | None, int] = {}
         """The first entry of each pool."""
         total = 0
-        for group in self._groups:
+        for group, split in zip(groups, self._splits, strict=True):
             if group.pool not in self._first:
                 self._first[group.pool] = total
-                total += group.num_blocks // group.split
+                total += group.num_blocks // split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
         self._kept: list[BlockIds] = []
         """Blocks that loads keep, by the identity of their arrays."""
@@ -74,11 +66,11 @@ class BlockLedger:
         a sequence for each. RequestError names an id that cannot be right, or that two groups of one pool have.
         """
         if len(self._groups) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
-            ids = check_block_ids(block_ids, num_blocks=self._groups[0].num_blocks, what=what)
+            ids = check_block_ids(block_ids, num_blocks=self._num_blocks[0], what=what)
             return (ids,), ids
         tables, found = self._by_group(block_ids, what), []
-        for group, given in zip(self._groups, tables, strict=True):
-            found.append(check_block_ids(given, num_blocks=group.num_blocks, what=f"{what} of group {group.name!r}"))
+        for name, num_blocks, given in zip(self._names, self._num_blocks, tables, strict=True):
+            found.append(check_block_ids(given, num_blocks=num_blocks, what=f"{what} of group {name!r}"))
         entries = self.entries(found)
         ordered = np.sort(entries)
         if (ordered[1:] == ordered[:-1]).any():
@@ -89,19 +81,19 @@ class BlockLedger:
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
         """Entries of valid block ids, by group."""
         found = []
-        for group, ids in zip(self._groups, tables, strict=True):
+        for group, split, ids in zip(self._groups, self._splits, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
-            if group.split > 1:
-                own = np.unique(own // group.split)
+            if split > 1:
+                own = np.unique(own // split)
             found.append(own + self._first[group.pool])
         return np.concatenate(found)
 
     def check_there(self, counts: Sequence[int], what: str) -> None:
         """RequestError if the cache has fewer blocks than so many of each group, whoever uses them now."""
         needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
-        for group, count in zip(self._groups, counts, strict=True):
-            needed[group.pool] += -(-count // group.split)
-            there[group.pool] = group.num_blocks // group.split
+        for group, split, count in zip(self._groups, self._splits, counts, strict=True):
+            needed[group.pool] += -(-count // split)
+            there[group.pool] = group.num_blocks // split
         for pool, count in needed.items():
             if count > there[pool]:
                 of_pool = f" of pool {pool!r}" if len(self._groups) > 1 else ""

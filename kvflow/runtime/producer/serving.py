@@ -35,7 +35,7 @@ from kvflow.core.plan import topology
 from kvflow.core.plan.topology import parallelism_of
 from kvflow.core.policy.events import has_happened
 from kvflow.core.policy.history import History
-from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
+from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry
 from kvflow.core.policy.states import LeaseEvent, LeaseState
 from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.claims import check_cache_shares
@@ -110,7 +110,7 @@ class Serving:
     @property
     def open_requests(self) -> list[str]:
         """Requests whose leases are open, or still hold their blocks."""
-        return [entry.terms.request_id for entry in self._offers]
+        return [entry.request_id for entry in self._offers]
 
     def serve(self, request: ServeRequest, *, holds: bool = True, alone: bool = False) -> Lease:
         """Open a lease. Raises RequestError or UsageError, and changes nothing then.
@@ -132,14 +132,12 @@ class Serving:
             held.history = History(self._clock.now_s, offered_s)
         ticket = self._make_ticket(request, held, digest, holds)
         entry = self._book.open(
-            LeaseTerms(
-                lease_id=held.lease_id,
-                request_id=request.request_id,
-                ttl_s=ticket.ttl_s,
-                reader_count=0 if alone else request.reader_count,
-                holds_blocks=holds and (len(held.entries) > 0 or held.extends),
-            ),
+            held.lease_id,
+            request.request_id,
             offered_s,
+            ttl_s=ticket.ttl_s,
+            reader_count=0 if alone else request.reader_count,
+            holds_blocks=holds and (len(held.entries) > 0 or held.extends),
         )
         outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
         payload = None if request.payload else b""
@@ -245,7 +243,7 @@ class Serving:
     def known(self, lease_id: str, request_id: str) -> OpenLease | None:
         """An open lease, for a reader that knows its secret."""
         entry = self._book.find(lease_id)
-        if entry is None or not entry.is_open or entry.terms.request_id != request_id:
+        if entry is None or not entry.is_open or entry.request_id != request_id:
             return None
         return self._offers[entry]
 
@@ -263,7 +261,7 @@ class Serving:
     def lease_id_of(self, request_id: str) -> str | None:
         """The open lease for a request, for readers that know its name only; None if there is none."""
         entry = self._book.serving(request_id)
-        return None if entry is None else entry.terms.lease_id
+        return None if entry is None else entry.lease_id
 
     def note_late_read(self) -> None:
         """Count a read by a reader that looks at no seal, after its lease had ended."""
@@ -314,7 +312,7 @@ class Serving:
         """See `Lease.fail`."""
         if entry.is_open:
             self._offers[entry].reason = reason
-            logger.info("lease %s: its prompt will not be computed: %s", entry.terms.request_id, reason)
+            logger.info("lease %s: its prompt will not be computed: %s", entry.request_id, reason)
             self._end(entry, "fail")
 
     def growing(self, request_id: str) -> Any:
@@ -329,7 +327,7 @@ class Serving:
         self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
 
     def _not_there(self, entry: LeaseEntry, error: BaseException) -> None:
-        logger.error("request %s: its blocks cannot be read, its lease fails", entry.terms.request_id, exc_info=error)
+        logger.error("request %s: its blocks cannot be read, its lease fails", entry.request_id, exc_info=error)
         self.fail(entry, f"{type(error).__name__}: {checks.said(error)}")
 
     def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
@@ -343,13 +341,13 @@ class Serving:
         offer, failed = self._offers[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
         if failed:
-            self.news.decline(entry.terms.request_id, offer.reason)
+            self.news.decline(entry.request_id, offer.reason)
         else:
-            self.news.tell(entry.terms.request_id)
+            self.news.tell(entry.request_id)
         nothing = entry.state is LeaseState.READ and len(offer.held.entries) == 0 and not offer.payload
         level = logging.DEBUG if nothing else logging.INFO  # a lease of nothing ends as it begins
-        logger.log(level, "lease %s: offered -> %s", entry.terms.request_id, entry.state)
-        if not entry.terms.holds_blocks:
+        logger.log(level, "lease %s: offered -> %s", entry.request_id, entry.state)
+        if not entry.holds_blocks:
             self._blocks.give_back(offer.held, partial(self._settle, entry))
 
     def _look_later(self) -> None:

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind, groups_of, layer_sets
+from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind, check_sets_apart, groups_of, layer_sets
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.regions import PooledSet, check_sets_apart, map_regions
+from kvflow.core.cache.regions import Regions, map_regions
 from kvflow.errors import LayoutError
 from tests.support.tests_support import each
 
@@ -123,16 +123,19 @@ def test_what_cannot_be_is_named(make: Any, problem: str) -> None:
 # --- memory
 
 
-def regions_at(tensor: torch.Tensor) -> Any:
+def pooled(
+    name: str, pool: str, tensor: torch.Tensor, *, split: int = 1, size: int = SIZE
+) -> tuple[CacheGroup, Regions]:
     caches = {"layers.0": tensor}
-    return map_regions(layout_of(caches), caches)
+    layout = CacheLayout.infer(caches, order="NHD", block_size=size)
+    return CacheGroup(name, caches, layout, pool=pool, split=split), map_regions(layout, caches)
 
 
 def test_groups_of_one_pool_may_lie_over_the_same_memory() -> None:
-    regions = regions_at(torch.zeros(2, BLOCKS, SIZE, HEADS, DIM))
+    tensor = torch.zeros(2, BLOCKS, SIZE, HEADS, DIM)
 
     def check(*sets: tuple[str, str]) -> None:
-        check_sets_apart([PooledSet(name, pool, 1, regions) for name, pool in sets])
+        check_sets_apart([pooled(name, pool, tensor) for name, pool in sets])
 
     check(("a", "all"), ("b", "all"))
     with pytest.raises(LayoutError, match=r"group 'a' and group 'b' overlap: .*pools are 'one' and 'two'"):
@@ -144,13 +147,11 @@ def test_groups_of_one_pool_may_lie_over_the_same_memory() -> None:
 def test_a_group_may_split_the_blocks_of_its_pool() -> None:
     """Over the same memory: so many of its blocks are one of the pool's, and no more."""
     tensor = torch.zeros(BLOCKS, 2 * SIZE, HEADS, DIM)
-    caches = {"layers.0": tensor}
-    whole = map_regions(CacheLayout.infer(caches, order="NHD", block_size=2 * SIZE), caches)
-    halves = regions_at(tensor.view(2 * BLOCKS, SIZE, HEADS, DIM))
-    check_sets_apart([PooledSet("a", "all", 1, whole), PooledSet("b", "all", 2, halves)])
+    whole, halves = pooled("a", "all", tensor, size=2 * SIZE), tensor.view(2 * BLOCKS, SIZE, HEADS, DIM)
+    check_sets_apart([whole, pooled("b", "all", halves, split=2)])
     for split in (1, 4):
         with pytest.raises(LayoutError, match=r"overlap: .*block strides are \d+ and \d+ bytes"):
-            check_sets_apart([PooledSet("a", "all", 1, whole), PooledSet("b", "all", split, halves)])
+            check_sets_apart([whole, pooled("b", "all", halves, split=split)])
 
 
 def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
@@ -160,7 +161,7 @@ def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
     small = rows[:, 2 * SIZE * HEADS * DIM :].view(BLOCKS, SIZE, 1, DIM)
     shared = rows[:, SIZE * HEADS * DIM : SIZE * HEADS * DIM + SIZE * DIM].view(BLOCKS, SIZE, 1, DIM)
     for inner, fits in ((small, True), (shared, False)):
-        pairs = [PooledSet("a", "a", 1, regions_at(one)) for one in (large, inner)]
+        pairs = [pooled("a", "a", one) for one in (large, inner)]
         for order in itertools.permutations(pairs):
             with nullcontext() if fits else pytest.raises(LayoutError, match="overlap"):
                 check_sets_apart(order)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
+from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry
 from kvflow.core.policy.states import LeaseEvent, LeaseState
 from tests.support.budgets import machine_test
 
@@ -20,15 +20,15 @@ def book() -> LeaseBook:
     return LeaseBook(hold_s=HOLD_S, lifetime_s=LIFETIME_S)
 
 
-def terms(number: int = 0, *, ttl_s: float = 1.0, readers: int = 1, blocks: bool = True) -> LeaseTerms:
-    return LeaseTerms(
-        lease_id=f"lease {number}", request_id=f"req {number}", ttl_s=ttl_s, reader_count=readers, holds_blocks=blocks
-    )
+def open_one(
+    book: LeaseBook, now_s: float, number: int = 0, *, ttl_s: float = 1.0, readers: int = 1, blocks: bool = True
+) -> LeaseEntry:
+    return book.open(f"lease {number}", f"req {number}", now_s, ttl_s=ttl_s, reader_count=readers, holds_blocks=blocks)
 
 
 def test_a_lease_is_read_by_all_its_readers_and_held_for_a_moment() -> None:
     leases = book()
-    entry = leases.open(terms(readers=2), 100.0)
+    entry = open_one(leases, 100.0, readers=2)
     assert leases.read("lease 0", "a", (1, 2), 100.1)[0] is Counted.NOTED
     assert leases.read("lease 0", "a", (1, 2), 100.1)[0] is Counted.DUPLICATE
     assert leases.read("lease 0", "b", (1, 2), 100.2)[0] is Counted.NOTED
@@ -45,14 +45,14 @@ def test_a_lease_is_read_by_all_its_readers_and_held_for_a_moment() -> None:
 @pytest.mark.parametrize("share", [(0, 1), (2, 1), (-1, 1), (1, (1 << 32) + 1)])
 def test_a_share_that_cannot_be_changes_nothing(share: tuple[int, int]) -> None:
     leases = book()
-    entry = leases.open(terms(), 0.0)
+    entry = open_one(leases, 0.0)
     assert leases.read("lease 0", "a", share, 0.0)[0] is Counted.MALFORMED
     assert (entry.is_open, entry.readers) == (True, {})
 
 
 def test_renewals_move_the_end_up_to_the_lifetime_and_not_for_those_who_have_read() -> None:
     leases = book()
-    entry = leases.open(terms(ttl_s=6.0, readers=2), 0.0)
+    entry = open_one(leases, 0.0, ttl_s=6.0, readers=2)
     assert leases.renew("lease 0", "a", 3.0) is Counted.NOTED
     assert entry.expires_s == 9.0
     assert leases.renew("lease 0", "a", 8.0) is Counted.NOTED
@@ -67,7 +67,7 @@ def test_renewals_move_the_end_up_to_the_lifetime_and_not_for_those_who_have_rea
 
 def test_a_lease_of_nothing_leaves_the_book_with_its_end() -> None:
     leases = book()
-    entry = leases.open(terms(blocks=False), 0.0)
+    entry = open_one(leases, 0.0, blocks=False)
     assert leases.end(entry, "all_read", 0.0)
     assert not leases.end(entry, "revoke", 0.0)
     assert (len(leases), leases.next_s, leases.served("req 0")) == (0, None, True)
@@ -76,7 +76,7 @@ def test_a_lease_of_nothing_leaves_the_book_with_its_end() -> None:
 def test_what_ended_long_ago_costs_no_memory() -> None:
     leases = book()
     for number in range(5000):
-        entry = leases.open(terms(number, ttl_s=1e6), 0.0)
+        entry = open_one(leases, 0.0, number, ttl_s=1e6)
         leases.end(entry, "revoke", 0.0)
         assert list(leases.release(HOLD_S)) == [entry]
     assert len(leases._expiring) < 200
@@ -95,6 +95,7 @@ class BookMachine(RuleBasedStateMachine):
         self.ended: dict[LeaseEntry, float] = {}
         self.freed: set[LeaseEntry] = set()
         self.promised: dict[LeaseEntry, float] = {}
+        self.first_ttl_s: dict[LeaseEntry, float] = {}
         self.begun: dict[LeaseEntry, tuple[float, float]] = {}
 
     def some(self, number: int) -> LeaseEntry | None:
@@ -103,8 +104,9 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(ttl_s=st.floats(0.001, 20.0), readers=st.integers(1, 3), blocks=st.booleans())
     def open(self, ttl_s: float, readers: int, blocks: bool) -> None:
-        entry = self.book.open(terms(self.made, ttl_s=ttl_s, readers=readers, blocks=blocks), self.now_s)
+        entry = open_one(self.book, self.now_s, self.made, ttl_s=ttl_s, readers=readers, blocks=blocks)
         self.made += 1
+        self.first_ttl_s[entry] = ttl_s
         self.promised[entry] = self.now_s + ttl_s
 
     @rule(number=st.integers(0, 50), reader=st.sampled_from("abc"))
@@ -113,12 +115,12 @@ class BookMachine(RuleBasedStateMachine):
         if entry is None:
             return
         before_s, is_open = entry.expires_s, entry.is_open
-        counted = self.book.renew(entry.terms.lease_id, reader, self.now_s)
+        counted = self.book.renew(entry.lease_id, reader, self.now_s)
         if counted is Counted.NOTED:
             assert is_open
             assert reader not in entry.readers
-            begun_s, ttl_s = self.begun.get(entry, (entry.offered_s, entry.terms.ttl_s))
-            end_s = max(begun_s + max(ttl_s, LIFETIME_S), entry.offered_s + entry.terms.ttl_s)
+            begun_s, ttl_s = self.begun.get(entry, (entry.offered_s, self.first_ttl_s[entry]))
+            end_s = max(begun_s + max(ttl_s, LIFETIME_S), entry.offered_s + self.first_ttl_s[entry])
             self.promised[entry] = max(self.promised[entry], min(self.now_s + ttl_s, end_s))
         else:
             assert (counted, entry.expires_s) == (Counted.LATE, before_s)
@@ -139,10 +141,10 @@ class BookMachine(RuleBasedStateMachine):
         if entry is None:
             return
         was_open, known = entry.is_open, reader in entry.readers
-        counted, _ = self.book.read(entry.terms.lease_id, reader, (1, whole), self.now_s)
+        counted, _ = self.book.read(entry.lease_id, reader, (1, whole), self.now_s)
         assert counted is (Counted.LATE if not was_open else Counted.DUPLICATE if known else Counted.NOTED)
         if was_open and not entry.is_open:
-            assert sum(entry.readers.values(), Fraction()) >= entry.terms.reader_count
+            assert sum(entry.readers.values(), Fraction()) >= entry.reader_count
             self.note_end(entry, LeaseState.READ)
 
     @rule(number=st.integers(0, 50), how=st.sampled_from(["revoke", "fail"]))
@@ -174,7 +176,7 @@ class BookMachine(RuleBasedStateMachine):
             self.freed.add(entry)
         for entry, promised_s in self.promised.items():
             assert promised_s > self.now_s or not entry.is_open, "not ended in time"
-        held = [entry for entry in self.ended if entry not in self.freed and entry.terms.holds_blocks]
+        held = [entry for entry in self.ended if entry not in self.freed and entry.holds_blocks]
         assert all(self.ended[entry] + HOLD_S > self.now_s for entry in held), "not freed in time"
 
     def note_end(self, entry: LeaseEntry, state: LeaseState) -> None:
@@ -185,10 +187,10 @@ class BookMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         open_now = {entry for entry in self.promised if entry not in self.ended}
-        held = {entry for entry in self.ended if entry.terms.holds_blocks and entry not in self.freed}
+        held = {entry for entry in self.ended if entry.holds_blocks and entry not in self.freed}
         assert set(self.book.entries) == open_now | held
         for entry in self.promised:
-            assert (self.book.serving(entry.terms.request_id) is entry) == (entry in open_now)
+            assert (self.book.serving(entry.request_id) is entry) == (entry in open_now)
         assert (self.book.next_s is None) == (not open_now and not held)
         if held:
             assert self.book.next_s is not None
@@ -201,5 +203,5 @@ TestBookMachine = machine_test(BookMachine, 25, 100, steps=50)
 @given(st.lists(st.floats(0.001, 50.0), min_size=1, max_size=200))
 def test_leases_expire_in_the_order_of_their_ends(ttls_s: list[float]) -> None:
     leases = book()
-    entries = [leases.open(terms(number, ttl_s=ttl_s), 0.0) for number, ttl_s in enumerate(ttls_s)]
+    entries = [open_one(leases, 0.0, number, ttl_s=ttl_s) for number, ttl_s in enumerate(ttls_s)]
     assert sorted(entries, key=lambda entry: entry.expires_s) == list(leases.expire(100.0))

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvflow.core.cache.groups import CacheGroup
+from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.policy.ledger import BlockCounts, BlockLedger, GroupBlocks
+from kvflow.core.policy.ledger import BlockCounts, BlockLedger
 from kvflow.errors import BlocksBusy, RequestError
 from tests.support.budgets import machine_test
 from tests.support.tests_support import each
 
 TOTAL = 7
 block_sets = st.lists(st.integers(0, TOTAL - 1), unique=True, max_size=4)
+
+
+def blocks_of(name: str, num_blocks: int, pool: str, *, split: int = 1) -> CacheGroup:
+    """A group of one layer with so many blocks."""
+    caches = {f"{name}.0": torch.zeros(num_blocks, 1, 1, 2)}
+    return CacheGroup(name, caches, CacheLayout.infer(caches, order="NHD", block_size=1), pool=pool, split=split)
 
 
 def array(ids: list[int]) -> BlockIds:
@@ -26,7 +35,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = BlockLedger([GroupBlocks("kv", TOTAL, "kv")])
+        self.ledger = BlockLedger([blocks_of("kv", TOTAL, "kv")])
         self.leases: list[list[int]] = []
         self.in_flight: list[list[int]] = []
         self.quarantined: list[list[int]] = []
@@ -161,7 +170,7 @@ TestLedgerAgainstModel = machine_test(LedgerAgainstModel, 20, 80, steps=25)
 
 
 def test_a_cache_of_many_blocks_is_counted_in_full() -> None:
-    ledger = BlockLedger([GroupBlocks("kv", 100_000, "kv")])
+    ledger = BlockLedger([blocks_of("kv", 100_000, "kv")])
     for ids in np.array_split(np.arange(90_000, dtype=np.int64), 9):
         ledger.lease(ids)
         ledger.lease(ids)
@@ -174,9 +183,7 @@ def test_a_cache_of_many_blocks_is_counted_in_full() -> None:
 
 
 def grouped() -> BlockLedger:
-    return BlockLedger(
-        [GroupBlocks("full", 6, "shared"), GroupBlocks("local", 6, "shared"), GroupBlocks("cross", 4, "own")]
-    )
+    return BlockLedger([blocks_of("full", 6, "shared"), blocks_of("local", 6, "shared"), blocks_of("cross", 4, "own")])
 
 
 def test_groups_of_one_pool_share_its_entries_and_others_have_their_own() -> None:
@@ -213,7 +220,7 @@ def test_block_ids_that_cannot_be_are_named(given: object, problem: str) -> None
 
 def test_some_blocks_of_a_group_are_one_of_its_pools() -> None:
     """Whoever uses one of them has all of them."""
-    ledger = BlockLedger([GroupBlocks("state", 4, "all"), GroupBlocks("full", 8, "all", split=2)])
+    ledger = BlockLedger([blocks_of("state", 4, "all"), blocks_of("full", 8, "all", split=2)])
     tables, entries = ledger.find([[3], [0, 1, 4]], "ids")
     assert ([ids.tolist() for ids in tables], sorted(entries.tolist())) == ([[3], [0, 1, 4]], [0, 2, 3])
     ledger.lease(entries)
@@ -228,12 +235,12 @@ def test_some_blocks_of_a_group_are_one_of_its_pools() -> None:
 
 def test_more_blocks_than_there_are_is_told_by_pool() -> None:
     """Whoever uses them now: it is about what there can ever be."""
-    groups = [GroupBlocks("a", 12, "one", split=2), GroupBlocks("b", 6, "one"), GroupBlocks("c", 3, "two")]
+    groups = [blocks_of("a", 12, "one", split=2), blocks_of("b", 6, "one"), blocks_of("c", 3, "two")]
     ledger = BlockLedger(groups)
     ledger.lease(np.arange(9))
     for counts in ((12, 0, 3), (5, 3, 0), (0, 6, 3)):
         ledger.check_there(counts, "req: num_tokens 9")
-    kv = BlockLedger([GroupBlocks("kv", 7, "kv", split=7)])
+    kv = BlockLedger([blocks_of("kv", 7, "kv", split=7)])
     for of, counts, problem in (
         (ledger, (5, 4, 0), "7 blocks of pool 'one', there are 6"),
         (ledger, (0, 0, 4), "4 blocks of pool 'two', there are 3"),
